@@ -14,7 +14,7 @@ from megascale.config.model import DERIVED_FROM, ModelConfig
 from megascale.config.section import Section
 from megascale.config.value_words import choice_of, values_in_words
 from megascale.core.units import format_count
-from megascale.layout.parameters import parameter_count
+from megascale.layout.parameters import active_parameter_count, parameter_count
 from results import pipes
 
 KEY_COLUMNS = ["key", "values", "default", "meaning"]
@@ -75,6 +75,9 @@ def presets() -> list[str]:
         model = ModelConfig.model_validate({"preset": name})
         sizes = (model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads, model.ffn_size)
         parts = ", ".join([model.norm, model.activation, model.position])
+        if model.experts:
+            parts += f"; {model.experts} experts of {model.expert_ffn_size:,}, {model.experts_per_token} a token: "
+            parts += f"{format_count(active_parameter_count(model))} active"
         shown = [f"{size:,}" for size in (*sizes, model.vocab_size, model.seq_length)]
         rows.append([f"`{name}`", format_count(parameter_count(model)), *shown, parts])
     head = ["preset", "parameters", "layers", "hidden", "heads", "kv heads", "ffn", "vocabulary", "sequence", "parts"]

@@ -12,6 +12,15 @@ _QWEN = _MODERN | {"rope_theta": 1_000_000.0, "norm_eps": 1e-6, "vocab_size": 15
 _QWEN2 = _QWEN | {"qkv_bias": True, "tie_embeddings": False}
 _QWEN3 = _QWEN | {"qk_norm": "head", "head_dim": 128, "tie_embeddings": False}
 _MISTRAL = _MODERN | {"tie_embeddings": False}
+_MIXTRAL = _MISTRAL | {
+    "vocab_size": 32_000, "rope_theta": 1_000_000.0, "norm_eps": 1e-5, "experts": 8, "experts_per_token": 2,
+}  # fmt: skip
+_QWEN3_MOE = _QWEN3 | {"num_kv_heads": 4, "experts": 128, "experts_per_token": 8}
+_GLM4_MOE = _MODERN | {
+    "tie_embeddings": False, "qkv_bias": True, "head_dim": 128, "rope_theta": 1_000_000.0, "rotary_fraction": 0.5,
+    "vocab_size": 151_552, "seq_length": 131_072, "experts_per_token": 8, "router_score": "sigmoid",
+    "balance_bias": True,
+}  # fmt: skip
 _GEMMA = {
     "block": "sandwich", "norm": "rmsnorm_1p", "norm_eps": 1e-6, "activation": "geglu", "position": "rope",
     "bias": False, "tie_embeddings": True, "head_dim": 256,
@@ -116,6 +125,60 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mistral-7b": _sized(_MISTRAL, 32, 4096, 32, 14_336, vocab_size=32_000, seq_length=8192, window=4096),
     "mistral-nemo-12b": _sized(
         _MISTRAL, 40, 5120, 32, 14_336, head_dim=128, vocab_size=131_072, seq_length=131_072, rope_theta=1_000_000.0
+    ),
+    # Jiang et al. 2024, and the files of v0.1
+    "mixtral-8x7b": _sized(_MIXTRAL, 32, 4096, 32, 14_336, seq_length=32_768),
+    "mixtral-8x22b": _sized(_MIXTRAL, 56, 6144, 48, 16_384, seq_length=65_536),
+    # Qwen team 2024 and 2025, and the files of the base models
+    "qwen1.5-moe-a2.7b": _sized(
+        _QWEN2,
+        24,
+        2048,
+        16,
+        5632,
+        num_kv_heads=16,
+        seq_length=8192,
+        experts=60,
+        experts_per_token=4,
+        expert_ffn_size=1408,
+        shared_ffn_size=5632,
+        shared_gate=True,
+        router_normalize=False,
+    ),
+    "qwen3-30b-a3b": _sized(_QWEN3_MOE, 48, 2048, 32, 6144, expert_ffn_size=768),
+    "qwen3-235b-a22b": _sized(_QWEN3_MOE, 94, 4096, 64, 12_288, expert_ffn_size=1536),
+    # Muennighoff et al. 2024, and the files of 0924
+    "olmoe-1b-7b": _sized(
+        _MISTRAL,
+        16,
+        2048,
+        16,
+        1024,
+        num_kv_heads=16,
+        norm_eps=1e-5,
+        qk_norm="full",
+        vocab_size=50_304,
+        seq_length=4096,
+        experts=64,
+        experts_per_token=8,
+        router_normalize=False,
+    ),
+    # GLM team 2025, table 1, and the files, without their layer of multi-token prediction
+    "glm4.5-air": _sized(
+        _GLM4_MOE, 46, 4096, 96, 10_944, experts=128, expert_ffn_size=1408, shared_ffn_size=1408, dense_layers=1
+    ),
+    "glm4.5": _sized(
+        _GLM4_MOE,
+        92,
+        5120,
+        96,
+        12_288,
+        qk_norm="head",
+        experts=160,
+        expert_ffn_size=1536,
+        shared_ffn_size=1536,
+        dense_layers=3,
+        router_scale=2.5,
     ),
     # Gemma team 2024, table 1; 27b scales scores by sqrt(hidden_size / num_heads)
     "gemma2-2b": _gemma(_GEMMA2, 26, 2304, 8, 9216),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,27 +11,26 @@ import torch
 
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES, MIN_CHECKSUM_BLOCK_BYTES, SafetensorsFile
-from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, slices
-from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
+from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, Region
+from megascale.checkpoint.load.reader import CheckpointReader, plan_reads
 from megascale.core.storage import Location
-from megascale.parallel.stateful import WEIGHTS
+from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS, GlobalTensor, TensorShard
 
 TENSORS_INTACT = "its tensors are intact"  # of a file with other bytes than were written
 
 FILE_BYTES = 2 << 30  # bytes of tensors in one file; a larger tensor has a file to itself
 
 
-def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:
-    """Read a tensor in its global shape. Raises: DamagedError if a part of it is missing or fails its checksum"""
+def read_tensor(folder: Location, saved: manifest.Manifest, name: str, part: Region | None = None) -> torch.Tensor:
+    """Read a tensor in its global shape, or its region `part` (offset, size).
+
+    Raises: DamagedError if a part of it is missing or fails its checksum
+    """
     tensor = saved.tensors[name]
-    if sum(math.prod(shard.size) for shard in tensor.shards) != math.prod(tensor.shape):
-        raise manifest.DamagedError(f"{folder} holds only a part of {name}")
-    data = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
-    requests = []
-    for shard in tensor.shards:
-        whole = (0,) * len(shard.size), shard.size
-        requests.append(ReadRequest(name, shard, [(whole, data[slices(shard.offset, shard.size)])]))
-    CheckpointReader(folder, saved).read(requests)
+    offset, size = part or ((0,) * len(tensor.shape), tensor.shape)
+    data = torch.empty(size, dtype=tensor.torch_dtype)
+    wanted = GlobalTensor(tensor.shape, tensor.torch_dtype, [TensorShard(offset, size, data)])
+    CheckpointReader(folder, saved).read(plan_reads(folder, saved, {name: wanted}))
     return data
 
 
@@ -91,9 +89,10 @@ def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     config: dict[str, Any],
     companions: Mapping[str, manifest.StoredFile] | None = None,
+    biases: torch.Tensor | None = None,
 ) -> None:
     """Write a checkpoint of weights alone, at step 0, into an existing folder. One file at a time is in memory.
-    `companions`: further files, which are there.
+    `companions`: further files, which are there. `biases` [layers x experts]: of experts.
 
     Raises: CheckpointError, OSError
     """
@@ -105,6 +104,8 @@ def write_weights(
             stored |= _write_file(folder, pending, files)
             pending = {}
         pending[WEIGHTS + name] = tensor
+    if biases is not None:
+        pending[BALANCE_BIAS] = biases
     stored |= _write_file(folder, pending, files)
     facts = manifest.Facts.for_run(Progress(), config, layout={})
     files = {**(companions or {}), **files}

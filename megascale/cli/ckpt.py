@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.cli.arguments import add_json, add_run
+from megascale.cli.arguments import add_json, add_run, checked, read_digits
 from megascale.cli.command_output import OutputError, warn
 from megascale.cli.run_location import run_location
 from megascale.core.errors import CheckpointError, Exit, MegascaleError
@@ -20,6 +20,8 @@ from megascale.core.units import format_bytes, format_count
 if TYPE_CHECKING:
     from megascale.checkpoint.format import manifest
 
+
+EXPERTS = checked("a number of experts from 1 to 65536", read_digits, lambda number: 0 < number <= 1 << 16)
 
 CHECKPOINT = "folder or URL of a checkpoint, or of a run (its newest checkpoint)"
 
@@ -67,6 +69,8 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--tokenizer", metavar="FILE", type=_file, help=tokenizer)
     average = "convert the average of the weights (train.weight_average), not the weights"
     sub.add_argument("--average", action="store_true", help=average)
+    experts = "make a checkpoint of a dense model with N experts in place of each MLP, K for a token (upcycling)"
+    sub.add_argument("--experts", metavar=("N", "K"), nargs=2, type=EXPERTS, help=experts)
     sub.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 
 
@@ -216,8 +220,9 @@ def _convert(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
     from megascale.convert import conversion
     from megascale.convert.saved_weights import weights_folder
+    from megascale.convert.upcycling import Upcycling
 
-    dtype = conversion.DTYPES.get(options.dtype)
+    dtype, to = conversion.DTYPES.get(options.dtype), Upcycling(*options.experts) if options.experts else None
     warnings, location = list[str](), run_location(options.source)
     if exists(options.output):
         raise OutputError(f"{options.output} is there already", hint="give a new folder for the result")
@@ -225,7 +230,9 @@ def _convert(options: argparse.Namespace) -> int:
         if folder := weights_folder(location.local_path):
             if options.average:
                 raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
-            conversion.from_huggingface(folder, options.output, dtype)
+            conversion.from_huggingface(folder, options.output, dtype, to)
+        elif to is not None:
+            conversion.upcycle(folders.find_checkpoint(location), options.output, to, dtype, options.average)
         else:
             source = folders.find_checkpoint(location)
             warnings = conversion.to_huggingface(

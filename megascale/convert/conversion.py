@@ -1,11 +1,12 @@
-"""Conversion of checkpoints: from_huggingface makes a megascale checkpoint, to_huggingface a Hugging Face folder."""
+"""Conversion of checkpoints: from_huggingface makes a megascale checkpoint, to_huggingface a Hugging Face folder, and
+upcycle a checkpoint with experts of a dense one.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,39 +14,78 @@ from torch import Tensor
 from megascale.checkpoint import offline
 from megascale.checkpoint.companions import COMPANIONS, SOURCE_CONFIG, copy_companions, write_companion
 from megascale.checkpoint.format import manifest
+from megascale.config.model import ModelConfig
 from megascale.convert import tokenizer_files
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.huggingface import PretrainedWeights, export_model
 from megascale.convert.saved_weights import SavedWeights, average_of_weights, saved_model
+from megascale.convert.tensor_map import model_tensors, stack_biases
+from megascale.convert.upcycling import Upcycling, upcycled_model, upcycled_reader
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
+from megascale.parallel.stateful import BALANCE_BIAS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None) -> None:
-    """Make a checkpoint of a Hugging Face folder. `dtype`: of the weights; None keeps the stored dtypes.
+def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None, to: Upcycling | None = None) -> None:
+    """Make a checkpoint of a Hugging Face folder. `dtype`: of the weights; None keeps the stored dtypes. `to`: experts,
+    which begin as the MLPs.
 
     Raises: CheckpointError if the folder is unreadable or its model unsupported, or if an element overflows in `dtype`;
         OSError if `output` cannot be written
     """
     pretrained = PretrainedWeights(source)
     pretrained.check_tensors()
-    config: dict[str, Any] = {"model": pretrained.model.model_dump(mode="json", by_alias=True)}
 
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        for tensor in pretrained.tensors:
-            weight = pretrained.read_tensor(tensor.name)
-            where = f"{pretrained.folder}: {pretrained.hf_name(tensor.name)}"
-            yield tensor.name, _cast(weight, dtype or weight.dtype, where)
+    def read(name: str) -> Tensor:
+        weight = pretrained.read_tensor(name)
+        return _cast(weight, dtype or weight.dtype, f"{pretrained.folder}: {pretrained.hf_name(name)}")
 
     with atomic_folder(output) as folder:
         copied = copy_companions(Location(str(source)), Location(str(folder)), COMPANIONS)
         text = (source / CONFIG_FILE).read_bytes()
         write_companion(folder, SOURCE_CONFIG, text)
         copied[SOURCE_CONFIG] = manifest.StoredFile(bytes=len(text), crc32=zlib.crc32(text))
-        offline.write_weights(folder, weights(), config, copied)
+        _write(folder, pretrained.model, read, copied, to, str(source))
+
+
+def upcycle(
+    source: Location, output: Path, to: Upcycling, dtype: torch.dtype | None = None, average: bool = False
+) -> None:
+    """Make a checkpoint of the weights of a dense one, or of their average, with experts that begin as its MLPs.
+
+    Raises: CheckpointError if the checkpoint is unreadable or its model cannot have experts; OSError
+    """
+    saved = manifest.read(source)
+    weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
+
+    def read(name: str) -> Tensor:
+        weight = weights.read(name)
+        return _cast(weight, dtype or weight.dtype, f"{source}: {name}")
+
+    with atomic_folder(output) as folder:
+        copied = copy_companions(source, Location(str(folder)))
+        _write(folder, saved_model(source, saved), read, copied, to, str(source))
+
+
+def _write(
+    folder: Path,
+    model: ModelConfig,
+    read: Callable[[str], Tensor],
+    companions: Mapping[str, manifest.StoredFile],
+    to: Upcycling | None,
+    where: str,
+) -> None:
+    """Write the weights that `read` returns of a `model`, as they are or `to` experts."""
+    if to is not None:
+        model = upcycled_model(model, to, where)
+        read = upcycled_reader(model, read)
+    names = [tensor.name for tensor in model_tensors(model) if not tensor.name.startswith(BALANCE_BIAS)]
+    biases = stack_biases(model, read) if model.balance_bias else None
+    config = {"model": model.model_dump(mode="json", by_alias=True)}
+    offline.write_weights(folder, ((name, read(name)) for name in names), config, companions, biases)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
@@ -84,8 +124,11 @@ def to_huggingface(
     model = saved_model(source, saved)
     weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
 
-    def read(name: str) -> Tensor:
-        return _cast(weights.read(name), target, f"{source}: {name}")
+    def read(name: str, index: tuple[int, ...]) -> Tensor:
+        tensor = weights.read(name, index)
+        return (
+            tensor if name.startswith(BALANCE_BIAS) else _cast(tensor, target, f"{source}: {name}{list(index) or ''}")
+        )
 
     target = dtype or weights.widest_dtype(model)
     with atomic_folder(output) as folder:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region
+from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region, slices
 from megascale.config.model import ModelConfig
 from megascale.convert.config_file import (
     CONFIG_FILE,
@@ -28,11 +29,21 @@ from megascale.convert.config_file import (
 )
 from megascale.convert.families.config_json import FAMILIES, TEXT_ALONE_HINT, make_config
 from megascale.convert.families.family import ConfigKeys
-from megascale.convert.tensor_map import Place, assemble, model_tensors, read_region, tensor_map
+from megascale.convert.tensor_map import (
+    Place,
+    Places,
+    assemble,
+    matrix_indices,
+    model_tensors,
+    read_region,
+    stack_biases,
+    tensor_map,
+)
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists, why_unreadable, write_text
 from megascale.core.limits import os_error_hint
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
+from megascale.parallel.stateful import BALANCE_BIAS
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -89,24 +100,40 @@ class PretrainedWeights:
         """
         check_small_files(self.folder)
         unchecked = set(self.files)
-        for ours, place in self._places.items():
-            name = self._stored_name(place.name)
-            shape, dtype = self._shape_and_dtype(name)
-            if dtype not in SAFETENSORS_FLOATS.values():
-                raise CheckpointError(f"{self.files[name]}: {name} is stored as {dtype}", hint=UNQUANTIZED_HINT)
-            expected = place.stored_shape(self._shapes[ours])
-            if shape != expected:
-                what = f"{name} has shape {list(shape)}, its config.json says {list(expected)}"
-                raise CheckpointError(what, hint="weights and config.json of one model")
-            unchecked.discard(name)
+        for ours, places in self._places.items():
+            unchecked -= self._check_places(places, self._shapes[ours][-2:])
         head = self._family.outer[HEAD]
         if self.model.tie_embeddings and head in unchecked:
             self._check_tied(head)
             unchecked.discard(head)
         unknown = sorted(n for n in unchecked if not n.endswith(self._family.ignored_suffixes or "\0"))
         if unknown:
-            names = ", ".join(unknown[:3])
-            raise CheckpointError(f"{self.folder} has {len(unknown)} tensors unknown to its config.json: {names}")
+            names, after = ", ".join(unknown[:3]), f"{self._family.layer_prefix}.{self.model.num_layers}."
+            predicts = self.config.get("num_nextn_predict_layers") and unknown[0].startswith(after)
+            hint = "multi-token prediction is not supported: leave its layer out of the files" if predicts else ""
+            what = f"{self.folder} has {len(unknown)} tensors unknown to its config.json: {names}"
+            raise CheckpointError(what, hint=hint)
+
+    def _check_places(self, places: Places, shape: tuple[int, ...]) -> set[str]:
+        """Check the tensors of `places`, of a vector or matrix of `shape` each, and of one dtype. Returns their names.
+
+        Raises: CheckpointError
+        """
+        dtypes = {}
+        for place in places:
+            name = self._stored_name(place.name)
+            stored, dtypes[name] = self._shape_and_dtype(name)
+            if dtypes[name] not in SAFETENSORS_FLOATS.values():
+                what = f"{self.files[name]}: {name} is stored as {dtypes[name]}"
+                raise CheckpointError(what, hint=UNQUANTIZED_HINT)
+            if stored != (expected := place.stored_shape(shape)):
+                what = f"{name} has shape {list(stored)}, its config.json says {list(expected)}"
+                raise CheckpointError(what, hint="weights and config.json of one model")
+        if len(set(dtypes.values())) > 1:
+            one = {dtype: name for name, dtype in dtypes.items()}
+            what = f"{self.folder}: {' and '.join(f'{name} in {dtype}' for dtype, name in one.items())}"
+            raise CheckpointError(what, hint="experts of one dtype in a layer")
+        return set(dtypes)
 
     def _check_tied(self, head: str) -> None:
         """Check that a stored head equals, bit by bit, the embedding of a model with tied embeddings.
@@ -118,7 +145,8 @@ class PretrainedWeights:
         rows = max(1, COMPARE_CHUNK_BYTES // (8 * width))
         chunks = (slice(start, start + rows) for start in range(0, count, rows))
         if stored == self._shape_and_dtype(head) and all(
-            self._bytes(embedding, chunk).equal(self._bytes(head, chunk)) for chunk in chunks
+            self._read(embedding, (chunk,)).view(torch.uint8).equal(self._read(head, (chunk,)).view(torch.uint8))
+            for chunk in chunks
         ):
             return
         what = f"{self.folder / CONFIG_FILE}: tie_word_embeddings is true, but {head} is not equal to {embedding}"
@@ -130,28 +158,39 @@ class PretrainedWeights:
             stored = file.get_slice(hf_name)
             return tuple(stored.get_shape()), stored.get_dtype()
 
-    def _bytes(self, hf_name: str, rows: slice) -> Tensor:
-        with _open_safetensors(self.files[hf_name]) as file:
-            return file.get_slice(hf_name)[rows].view(torch.uint8)
-
     def read_tensor(self, name: str, part: Region | None = None) -> Tensor:
-        """Read a tensor by its megascale name, or the region `part` of the tensor, in the stored dtype.
+        """Read a tensor by its megascale name, or the region `part` of the tensor, in the stored dtype; or of the state
+        `BALANCE_BIAS`.
 
         Raises: CheckpointError if the tensor is missing or unreadable
         """
-        hf_name = self.hf_name(name)
+
+        if name == BALANCE_BIAS:
+            biases = stack_biases(self.model, self.read_tensor)
+            return biases if part is None else biases[slices(*part)]
+
+        def read(name: str, box: tuple[slice, ...]) -> Tensor:
+            return self._read(self._stored_name(name), box)
+
+        return read_region(self._places[name], self._shapes[name], read, part)
+
+    def _read(self, hf_name: str, box: tuple[slice, ...]) -> Tensor:
         with _open_safetensors(self.files[hf_name]) as file:
-            stored = file.get_slice(hf_name)
-            return read_region(self._places[name], self._shapes[name], lambda box: stored[box], part)
+            tensor: Tensor = file.get_slice(hf_name)[box]
+            return tensor
 
     def place_of(self, name: str) -> str:
         """Name the file of a megascale tensor, and the tensor as the file does. Raises: CheckpointError"""
-        hf_name = self.hf_name(name)
-        return f"{self.files[hf_name]}: {hf_name}"
+        first = self._stored_name(self._places[name][0].name)
+        return f"{self.files[first]}: {self.hf_name(name)}"
 
     def hf_name(self, name: str) -> str:
-        """The name of a megascale tensor in these files. Raises: CheckpointError if the tensor is missing"""
-        return self._stored_name(self._places[name].name)
+        """The name of a megascale tensor in these files, or of a stack the first and last.
+
+        Raises: CheckpointError if the tensor is missing
+        """
+        places = self._places[name]
+        return " to ".join(dict.fromkeys(self._stored_name(place.name) for place in (places[0], places[-1])))
 
     def _stored_name(self, name: str) -> str:
         """The name in these files. Files of a bare model omit the first part of a name, such as "model."."""
@@ -165,13 +204,17 @@ class PretrainedWeights:
         raise CheckpointError(f"{self.folder} has no tensor {name}", hint=hint)
 
 
+ReadMatrix = Callable[[str, tuple[int, ...]], Tensor]
+"""Reads a tensor by its megascale name, or of a stack the matrix at an index."""
+
+
 def export_model(
-    model: ModelConfig, read: Callable[[str], Tensor], folder: Path, dtype: torch.dtype, source_keys: ConfigKeys
+    model: ModelConfig, read: ReadMatrix, folder: Path, dtype: torch.dtype, source_keys: ConfigKeys
 ) -> None:
     """Write a model's weights and config.json into a folder, with the tensors of a single file in memory at a time.
 
-    `read` returns a tensor in `dtype` by its megascale name. `source_keys`: the config.json that the weights came with,
-    or keys for the new one.
+    `read` returns tensors in `dtype`. `source_keys`: the config.json that the weights came with, or keys for the new
+    one.
 
     Raises: CheckpointError if no architecture computes the model; OSError if the folder cannot be written
     """
@@ -179,33 +222,47 @@ def export_model(
     dtype_keys = dict.fromkeys({"torch_dtype", "dtype"} & source_keys.keys() or {"torch_dtype"}, written)
     config = make_config(model, source_keys) | dtype_keys
     groups = list(_files(tensor_map(FAMILIES[config["model_type"]], model), model, dtype))
-    weights: dict[str, str] = {}
+    weights, total = dict[str, str](), 0
     for number, group in enumerate(groups, 1):
         file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors_of_file = {name: assemble([(place, read(ours)) for ours, place in parts]) for name, parts in group}
+        tensors_of_file = {
+            name: assemble([(part.place, read(part.tensor, part.index)) for part in parts]) for name, parts in group
+        }
         try:
             save_file(tensors_of_file, folder / file, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error), str(folder / file)) from None
         weights |= dict.fromkeys(tensors_of_file, file)
+        total += sum(tensor.nbytes for tensor in tensors_of_file.values())
     if len(groups) > 1:
-        total = sum(math.prod(tensor.shape) for tensor in model_tensors(model)) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         write_text(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
-TensorParts = list[tuple[str, Place]]
+@dataclass(frozen=True)
+class _Part:
+    """A part of a Hugging Face tensor: a megascale tensor, or the matrix `index` of a stack."""
+
+    tensor: str
+    index: tuple[int, ...]
+    place: Place
 
 
-def _files(places: dict[str, Place], model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, TensorParts]]]:
-    """Group the Hugging Face tensors by file, each tensor with the megascale tensors that it holds."""
+TensorParts = list[_Part]
+
+
+def _files(
+    places: dict[str, Places], model: ModelConfig, dtype: torch.dtype
+) -> Iterator[list[tuple[str, TensorParts]]]:
+    """Group the Hugging Face tensors by file, each tensor with its parts."""
     parts_by_name: dict[str, TensorParts] = {}
     size: dict[str, int] = {}
     for tensor in model_tensors(model):
-        place = places[tensor.name]
-        parts_by_name.setdefault(place.name, []).append((tensor.name, place))
-        size[place.name] = size.get(place.name, 0) + math.prod(tensor.shape) * dtype.itemsize
+        matrix = math.prod(tensor.shape[-2:]) * dtype.itemsize
+        for index, place in zip(matrix_indices(tensor.shape), places[tensor.name], strict=True):
+            parts_by_name.setdefault(place.name, []).append(_Part(tensor.name, index, place))
+            size[place.name] = size.get(place.name, 0) + matrix
     group: list[tuple[str, TensorParts]] = []
     for name, parts in parts_by_name.items():
         if group and sum(size[member] for member, _ in group) + size[name] > MAX_SHARD_BYTES:

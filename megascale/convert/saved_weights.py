@@ -19,7 +19,7 @@ from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.files import is_file
 from megascale.core.storage import Location
-from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, WEIGHTS
+from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, BALANCE_BIAS, WEIGHTS
 
 
 def weights_folder(path: Path | None) -> Path | None:
@@ -64,14 +64,27 @@ class SavedWeights:
         stored = {getattr(torch, self.saved.tensors[name].dtype) for name in names if name in self.saved.tensors}
         return functools.reduce(torch.promote_types, stored or {torch.float32})
 
-    def read(self, name: str) -> Tensor:
-        """Read a weight. Raises: DamagedError if it is missing or damaged"""
+    def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        """Read a weight, or of a stack the matrix `index`; or the biases of a layer's experts, f32, never averaged.
+
+        Raises: DamagedError if it is missing or damaged
+        """
+        if name.startswith(BALANCE_BIAS):
+            experts = self.saved.facts.config["model"]["experts"]
+            first = int(name.rpartition(".")[2]) * experts
+            self._check(BALANCE_BIAS)
+            return offline.read_tensor(self.source, self.saved, BALANCE_BIAS, ((first,), (experts,))).float()
         found = []
-        for prefix in self.prefixes:
-            if prefix + name not in self.saved.tensors:
-                raise manifest.DamagedError(f"{self.source} has no tensor {prefix}{name}")
-            found.append(offline.read_tensor(self.source, self.saved, prefix + name))
+        for stored in (prefix + name for prefix in self.prefixes):
+            self._check(stored)
+            inner = self.saved.tensors[stored].shape[len(index) :]
+            part = (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner)
+            found.append(offline.read_tensor(self.source, self.saved, stored, part).view(inner))
         return torch.stack(found).mean(0) if len(found) > 1 else found[0]
+
+    def _check(self, stored: str) -> None:
+        if stored not in self.saved.tensors:
+            raise manifest.DamagedError(f"{self.source} has no tensor {stored}")
 
 
 def average_of_weights(source: Location, saved: manifest.Manifest) -> SavedWeights:

@@ -1,7 +1,8 @@
-"""The place of megascale's tensors in Hugging Face's: names, transposition and fused tensors."""
+"""The place of megascale's tensors in Hugging Face's: names, transposition, fused tensors, stacks of experts."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,14 @@ from megascale.config.model import ModelConfig
 from megascale.convert.families.family import Family, Fused
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import TensorSpec
+from megascale.parallel.stateful import BALANCE_BIAS
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a megascale tensor of `rows` outputs in Hugging Face's tensor `name`, which has `groups` groups of
-    `period` outputs: outputs `start` to `start + rows / groups` of each. `transposed`: stored [in, out], not [out, in].
+    """The place of a megascale vector or matrix of `rows` outputs in Hugging Face's tensor `name`, which has `groups`
+    groups of `period` outputs: outputs `start` to `start + rows / groups` of each. `transposed`: stored [in, out], not
+    [out, in].
     """
 
     name: str
@@ -30,7 +33,7 @@ class Place:
     transposed: bool = False
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of Hugging Face's tensor that holds a megascale tensor of `shape`."""
+        """The shape of Hugging Face's tensor that holds a megascale vector or matrix of `shape`."""
         stored = (self.groups * self.period, *shape[1:])
         return stored[::-1] if self.transposed else stored
 
@@ -43,16 +46,42 @@ class Place:
             yield slice(offset + low, offset + high)
 
 
+Places = tuple[Place, ...]
+"""The place of a vector or matrix; of a stack [..., rows, columns] those of its matrices, the last index fastest."""
+
+
+def matrix_indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The indices of the matrices in a stack [..., rows, columns]; of a vector or matrix ()."""
+    return itertools.product(*map(range, shape[:-2]))
+
+
 def model_tensors(model: ModelConfig) -> list[TensorSpec]:
-    """The tensors of a model, in the order of the network."""
-    return [tensor for parameter in all_params(model) for tensor in parameter.parts]
+    """The tensors of a model: its weights in the order of the network, and the biases of its experts."""
+    weights = [tensor for parameter in all_params(model) for tensor in parameter.parts]
+    return weights + [TensorSpec(name, (model.experts,)) for name in bias_names(model).values()]
 
 
-def tensor_map(family: Family, model: ModelConfig) -> dict[str, Place]:
+def bias_names(model: ModelConfig) -> dict[int, str]:
+    """The names of the experts' biases [experts], by layer: rows of the state `BALANCE_BIAS` of a run."""
+    layers = range(model.dense_layers, model.num_layers) if model.balance_bias else ()
+    return {layer: f"{BALANCE_BIAS}.layers.{layer}" for layer in layers}
+
+
+def stack_biases(model: ModelConfig, read: Callable[[str], Tensor]) -> Tensor:
+    """The state `BALANCE_BIAS` [layers x experts], f64, of the biases that `read` returns by name; 0 in others."""
+    stack = torch.zeros(model.num_layers, model.experts, dtype=torch.float64)
+    for layer, name in bias_names(model).items():
+        stack[layer] = read(name)
+    return stack.view(-1)
+
+
+def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
     """The places of all tensors of a model, by megascale name."""
     shapes = {tensor.name: tensor.shape for tensor in model_tensors(model)}
-    places = {
-        ours: Place(theirs, shapes[ours][0], shapes[ours][0]) for ours, theirs in family.outer.items() if ours in shapes
+    places: dict[str, Places] = {
+        ours: (Place(theirs, shapes[ours][0], shapes[ours][0]),)
+        for ours, theirs in family.outer.items()
+        if ours in shapes
     }
     for index in range(model.num_layers):
         prefix = f"{family.layer_prefix}.{index}"
@@ -62,33 +91,60 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Place]:
                 names = [f"layers.{index}.{part}.{kind}" for part in fused.parts]
                 if names[0] in shapes:
                     places |= _fused_places(f"{prefix}.{module}.{kind}", names, shapes, fused, model)
+        for part, modules in family.experts.items():
+            if (name := f"layers.{index}.{part}.weight") in shapes:
+                experts, rows = shapes[name][0], shapes[name][-2]
+                stored = (module.replace("*", str(expert)) for expert in range(experts) for module in modules)
+                places[name] = tuple(Place(f"{prefix}.{module}.weight", rows, rows) for module in stored)
+    for layer, name in bias_names(model).items():
+        stored_name = f"{family.layer_prefix}.{layer}.{family.balance_bias}"
+        places[name] = (Place(stored_name, model.experts, model.experts),)
     return places
 
 
 def _fused_places(
     stored: str, names: list[str], shapes: Mapping[str, tuple[int, ...]], fused: Fused, model: ModelConfig
-) -> dict[str, Place]:
+) -> dict[str, Places]:
     """The places of the tensors `names`, one after the other, in the tensor `stored`."""
     groups = model.num_heads if fused.per_head else 1
     widths = [shapes[name][0] // groups for name in names]
     starts = [sum(widths[:number]) for number in range(len(widths))]
     transposed = fused.transposed and len(shapes[names[0]]) == 2
     return {
-        name: Place(stored, width * groups, sum(widths), start, groups, transposed)
+        name: (Place(stored, width * groups, sum(widths), start, groups, transposed),)
         for name, width, start in zip(names, widths, starts, strict=True)
     }
 
 
-def read_region(
-    place: Place, shape: Sequence[int], read: Callable[[tuple[slice, ...]], Tensor], part: Region | None
-) -> Tensor:
-    """Read a megascale tensor of `shape`, or its region `part`. `read` returns slices of Hugging Face's tensor."""
+Read = Callable[[str, tuple[slice, ...]], Tensor]
+"""Reads slices of Hugging Face's tensor of a name."""
+
+
+def read_region(places: Places, shape: Sequence[int], read: Read, part: Region | None) -> Tensor:
+    """Read a megascale tensor of `shape`, or its region `part`. One matrix of a stack is read at a time."""
     offset, size = part or ((0,) * len(shape), tuple(shape))
+    if len(shape) <= 2:
+        return _read_matrix(places[0], offset, size, read)
+    inside = [range(start, start + count) for start, count in zip(offset[:-2], size[:-2], strict=True)]
+    chosen = [
+        place
+        for place, index in zip(places, matrix_indices(shape), strict=True)
+        if all(map(range.__contains__, inside, index))
+    ]
+    matrices = (_read_matrix(place, offset[-2:], size[-2:], read) for place in chosen)
+    first = next(matrices)
+    stack = first.new_empty(len(chosen), *first.shape)
+    for number, matrix in enumerate(itertools.chain([first], matrices)):
+        stack[number] = matrix
+    return stack.view(size)
+
+
+def _read_matrix(place: Place, offset: Sequence[int], size: Sequence[int], read: Read) -> Tensor:
     columns = tuple(slice(start, start + count) for start, count in zip(offset[1:], size[1:], strict=True))
     found = []
     for rows in place.pieces(offset[0], offset[0] + size[0]):
         box: Any = (rows, *columns)
-        tensor = read(box[::-1] if place.transposed else box)
+        tensor = read(place.name, box[::-1] if place.transposed else box)
         found.append(tensor.t() if place.transposed else tensor)
     return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
 

@@ -60,5 +60,14 @@ def parameter_count(model: ModelConfig) -> int:
     return ends + sum(layers)
 
 
+def active_parameter_count(model: ModelConfig) -> int:
+    """Count the elements of the parameters that compute a token: of experts, those of the ones that it is routed to."""
+    if not model.experts:
+        return parameter_count(model)
+    stacks = [param for param in layer_params(model, model.num_layers - 1) if "ep" in param.sharding]
+    idle = _elements(stacks) * (model.experts - model.experts_per_token) // model.experts
+    return parameter_count(model) - idle * (model.num_layers - model.dense_layers)
+
+
 def _elements(parameters: Iterable[ParamSpec]) -> int:
     return sum(math.prod(tensor.shape) for parameter in parameters for tensor in parameter.parts)

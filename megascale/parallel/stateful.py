@@ -11,6 +11,7 @@ from torch import Tensor
 
 WEIGHTS = "weights."  # prefix of the names of weights
 AVERAGE = "average"  # prefix of the averages of weights, before a number and a dot (`train.weight_average`)
+BALANCE_BIAS = "balance_bias"  # name of the experts' biases [layers x experts], f64 (`model.balance_bias`)
 AVERAGE_UPDATES = "average_updates"  # name of the number of updates or snapshots of an average so far [1], f64
 
 

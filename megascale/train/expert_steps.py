@@ -17,11 +17,12 @@ from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.experts.capacity import Capacity
 from megascale.parallel.experts.router_losses import Columns, RouterLosses
 from megascale.parallel.microbatch import StepBatch
+from megascale.parallel.stateful import BALANCE_BIAS
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step_totals import StepTotals
 
-BIAS, CHOICES = "balance_bias", "expert_choices"
+BIAS, CHOICES = BALANCE_BIAS, "expert_choices"
 """Names of the saved vectors [layers x experts]: the bias for the choice, and the choices of the last step."""
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from megascale.catalog.presets import PRESETS
 from megascale.config.model import ModelConfig
-from megascale.layout.parameters import parameter_count
+from megascale.config.model_rules import attention_heads
+from megascale.layout.parameters import active_parameter_count, parameter_count
 
 # Counts of papers and model cards, with their rounding.
 PUBLISHED = {
@@ -24,7 +25,9 @@ PUBLISHED = {
     "gemma3-27b": 1416e6 + 25_600e6, "olmo2-1b": 1.48e9, "olmo2-7b": 7.3e9, "olmo2-13b": 13.7e9, "olmo2-32b": 32.2e9,
     "pythia-70m": 70.4e6, "pythia-160m": 162.3e6, "pythia-410m": 405.3e6, "pythia-1b": 1.0118e9,
     "pythia-1.4b": 1.4146e9, "pythia-2.8b": 2.7752e9, "pythia-6.9b": 6.8573e9, "pythia-12b": 11.846e9,
-    "gpt-neox-20b": 20.55e9,
+    "gpt-neox-20b": 20.55e9, "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "qwen1.5-moe-a2.7b": 14.3e9,
+    "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "olmoe-1b-7b": 6.92e9,
+    "glm4.5-air": 110.47e9 - 3.62e9, "glm4.5": 358.34e9 - 5.54e9,  # multi-token prediction, with its own embedding
 }  # fmt: skip
 
 
@@ -32,7 +35,7 @@ PUBLISHED = {
 def test_a_preset_is_a_complete_model_of_the_published_size(name: str) -> None:
     model = ModelConfig.model_validate({"preset": name})
     assert parameter_count(model) == pytest.approx(PUBLISHED[name], rel=0.006)
-    assert model.hidden_size % model.num_heads == 0
+    assert not list(attention_heads(model))
 
 
 def test_exact_counts_of_published_weights() -> None:
@@ -53,10 +56,24 @@ def test_exact_counts_of_published_weights() -> None:
         "olmo2-1b": 1_484_916_736, "olmo2-7b": 7_298_617_344,
         "pythia-70m": 70_426_624, "pythia-160m": 162_322_944, "pythia-410m": 405_334_016, "pythia-1b": 1_011_781_632,
         "pythia-1.4b": 1_414_647_808, "pythia-2.8b": 2_775_208_960, "pythia-6.9b": 6_857_302_016,
-        "pythia-12b": 11_846_072_320, "gpt-neox-20b": 20_554_567_680,
+        "pythia-12b": 11_846_072_320, "gpt-neox-20b": 20_554_567_680, "mixtral-8x7b": 46_702_792_704,
+        "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
+        "olmoe-1b-7b": 6_919_161_856,
     }  # fmt: skip
     for name, count in exact.items():
         assert parameter_count(ModelConfig.model_validate({"preset": name})) == count
+
+
+def test_active_parameters_of_mixtures() -> None:
+    """Counts of papers and model cards, with their rounding; a dense model has no others."""
+    published = {
+        "mixtral-8x7b": 12.9e9, "mixtral-8x22b": 39e9, "qwen1.5-moe-a2.7b": 2.7e9, "qwen3-30b-a3b": 3.3e9,
+        "qwen3-235b-a22b": 22e9, "olmoe-1b-7b": 1.3e9, "llama3-8b": 8.03e9,
+        "glm4.5-air": 12e9 + 1.24e9, "glm4.5": 32e9 + 1.55e9,  # with embedding and head
+    }  # fmt: skip
+    for name, count in published.items():
+        active = active_parameter_count(ModelConfig.model_validate({"preset": name}))
+        assert active == pytest.approx(count, rel=0.02), name
 
 
 def test_table_1_of_megascale() -> None:

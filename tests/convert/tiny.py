@@ -23,6 +23,8 @@ YARN = {
     "beta_slow": 0.5,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}
+MIXTURE = GROUPED | {"num_experts": 6, "num_experts_per_tok": 3}
+GLM = GROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -50,9 +52,39 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "pythia": ("GPTNeoX", SIZES | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     "gpt-neox serial": ("GPTNeoX", SIZES | {"use_parallel_residual": False, "hidden_act": "gelu_fast"}),
     "phi 3": ("Phi3", GROUPED | {"sliding_window": 5}),
+    "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral window": ("Mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
+    "qwen 2 mixture": ("Qwen2Moe", MIXTURE | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}),
+    "qwen 2 mixture window": (
+        "Qwen2Moe",
+        MIXTURE
+        | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24, "norm_topk_prob": True}
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "mlp_only_layers": [0]}
+        | {"qkv_bias": False},
+    ),
+    "qwen 3 mixture": (
+        "Qwen3Moe",
+        MIXTURE | {"head_dim": 12, "moe_intermediate_size": 20, "norm_topk_prob": True, "mlp_only_layers": [0, 1]},
+    ),
+    "qwen 3 mixture window": (
+        "Qwen3Moe",
+        MIXTURE | {"moe_intermediate_size": 20, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "olmoe": ("Olmoe", MIXTURE),
+    "glm 4 mixture": (
+        "Glm4Moe",
+        GLM | {"head_dim": 12, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    ),
+    "glm 4 mixture groups": (
+        "Glm4Moe",
+        GLM
+        | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 2},
+    ),
     "phi 3 partial": ("Phi3", GROUPED | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
 }
 """Class and configuration by name. Lists and names of keys are of transformers 5."""
+
+MIXTURES = [name for name, (_, keys) in TINY.items() if "num_experts_per_tok" in keys]
 
 
 @cache
@@ -68,7 +100,8 @@ def make_tiny(name: str, **other: Any) -> Any:
     import transformers
 
     kind, keys = TINY[name]
-    config = getattr(transformers, f"{kind}Config")(**keys | other, attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = getattr(transformers, f"{kind}Config")(**keys | other, **plain)
     torch.manual_seed(0)
     architecture = {"Gemma3Text": "Gemma3"}.get(kind, kind)
     net = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
@@ -77,12 +110,29 @@ def make_tiny(name: str, **other: Any) -> Any:
         drawn = torch.randn(parameter.shape, generator=generator) * 0.2
         is_gain = parameter.dim() == 1 and key.endswith("weight") and "Gemma" not in kind
         parameter.data = (drawn + is_gain).bfloat16().float()  # exact in every dtype
+    for buffer in balance_biases(net).values():
+        buffer.copy_((torch.randn(buffer.shape, generator=generator) * 0.2).bfloat16())
     return net
+
+
+def balance_biases(net: Any) -> dict[str, torch.Tensor]:
+    """The experts' biases of a model, which its files have."""
+    return {name: buffer for name, buffer in net.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def save_tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Save a model to a folder with transformers. Returns the model, in fp32."""
     net = tiny(name)
     stored = net if dtype == torch.float32 else copy.deepcopy(net).to(dtype)  # a cast rounds rotary frequencies too
+    for module in stored.modules():
+        if hasattr(module, "e_score_correction_bias"):  # published files have it in fp32
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
     stored.save_pretrained(folder, **options)
     return net
+
+
+def as_saved(net: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the names of a model's parameters, weights or gradients, as its files have them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(net, tensors))

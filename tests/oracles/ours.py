@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megascale.config.run import RunConfig
+from megascale.convert.tensor_map import bias_names
 from megascale.core.rank import Rank
 from megascale.data.mix.loader import BatchShape, Loader
 from megascale.data.mix.samples import Sample, SampleSource
@@ -76,11 +77,15 @@ class Result:
 
 
 def compute(model: dict[str, Any], weights: Arrays, folder: Path, precision: str, **layout: Any) -> Result:
-    """The loss of `Batch` and its gradients in a world of real processes, in two micro-batches."""
+    """The loss of `Batch` and its gradients in a world of real processes, in two micro-batches. `weights`: also the
+    biases of experts, by layer.
+    """
     tree = settings(model, folder, batch__micro=2, batch__global=SAMPLES, train__precision=precision, **layout)
     config = config_of(tree, folder)
     shapes = {tensor.name: tensor.shape for parameter in all_params(config.model) for tensor in parameter.parts}
-    assert {name: numbers.shape for name, numbers in weights.items()} == shapes
+    biases = {name: weights[name] for name in weights.keys() - shapes.keys()}
+    assert biases.keys() == set(bias_names(config.model).values())
+    assert {name: weights[name].shape for name in shapes} == shapes
     pieces = run_world(config.world_size, _on_rank, config, weights)
     losses = {loss for _, loss, _ in pieces}
     assert len(losses) == 1, "ranks disagree about the loss"
@@ -115,6 +120,11 @@ def _on_rank(rank: Rank, config: RunConfig, weights: Arrays) -> tuple[Array | No
         for tensor, box, rows in boxes_of(parameter, run.mesh):
             with torch.no_grad():
                 target[rows] = torch.from_numpy(weights[tensor.name][box])
+
+    for layer, name in bias_names(config.model).items():
+        for stage in run.stages:
+            if str(layer) in stage.layers:
+                stage.layers[str(layer)].mlp._experts.bias[layer] = torch.from_numpy(weights[name])
 
     shape = BatchShape(SAMPLES, config.batch.micro, config.dp)
     batch = Loader(Batch(), shape, 0, dropout=0.0, seed=0, device=run.device.torch_device).batch(0)

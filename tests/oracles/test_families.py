@@ -14,16 +14,17 @@ import torch
 
 from megascale.convert.families.config_json import FAMILIES
 from megascale.convert.huggingface import PretrainedWeights
-from megascale.convert.tensor_map import read_region, tensor_map
+from megascale.convert.tensor_map import bias_names, read_region, tensor_map
 from megascale.core.rank import Rank
-from tests.convert.tiny import TINY, save_tiny, tiny
+from tests.convert.tiny import MIXTURES, TINY, as_saved, balance_biases, make_tiny, save_tiny
 from tests.oracles.ours import LAYOUTS, Arrays, Batch, Result, compute, difference
+from tests.oracles.test_transformers import wide
 from tests.runs import build_run, config_of, curve_of, settings
 from tests.worlds import run_world
 
 BATCH = Batch()
-QUICK = ("qwen 2.5",)
-"""Families whose runs in several processes are quick tests: biases in part of the layers."""
+QUICK = ("qwen 2.5", "qwen 3 mixture")
+"""Families whose runs in several processes are quick tests: biases in part of the layers, and experts."""
 
 
 def slow_unless_quick(name: str) -> Any:
@@ -35,31 +36,35 @@ def keys_of(given: PretrainedWeights) -> dict[str, Any]:
 
 
 def ours_from(given: PretrainedWeights, theirs: dict[str, torch.Tensor]) -> Arrays:
-    """Tensors of transformers, weights or gradients, by our names."""
+    """Tensors of transformers, weights and biases of experts or gradients, by our names."""
     places = tensor_map(FAMILIES[given.config["model_type"]], given.model)
-    stored = {name.replace("lm_head", "embed_out") if "embed_out.weight" in given.files else name: tensor
-              for name, tensor in theirs.items()}  # fmt: skip
-    assert {place.name for place in places.values()} == stored.keys()
+    left = {place.name for listed in places.values() for place in listed} - theirs.keys()
+    assert theirs.keys() <= {place.name for listed in places.values() for place in listed}
+    assert left in (set(), {places[name][0].name for name in bias_names(given.model).values()})
     found = {}
     for parameter in given.tensors:
-        place = places[parameter.name]
-        tensor = read_region(place, parameter.shape, lambda box, name=place.name: stored[name][box], None)
+        if places[parameter.name][0].name in left:
+            continue
+        tensor = read_region(places[parameter.name], parameter.shape, lambda name, box: theirs[name][box], None)
         found[parameter.name] = tensor.double().numpy()
     return found
 
 
 @cache
-def reference(name: str, folder: Path) -> tuple[dict[str, Any], Arrays, Result]:
-    """`[model]` keys, weights by our names, and what transformers computes with them in fp32."""
+def reference(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], Arrays, Result]:
+    """`[model]` keys, weights by our names, and what transformers computes with them in `dtype`."""
     save_tiny(name, folder)
-    given, net = PretrainedWeights(folder), tiny(name)
-    net.zero_grad()
+    given = PretrainedWeights(folder)
     labels = BATCH.labels.roll(1, 1).masked_fill(BATCH.mask.roll(1, 1) == 0, -100)  # transformers shifts them itself
-    out = net(BATCH.tokens, labels=labels, num_items_in_batch=1)
-    out.loss.backward()
-    weights = ours_from(given, {key: p.detach() for key, p in net.named_parameters()})
-    gradients = ours_from(given, {key: p.grad for key, p in net.named_parameters() if p.grad is not None})
-    return keys_of(given), weights, Result(out.logits.detach().double().numpy(), float(out.loss), gradients)
+    with wide(dtype):
+        net = make_tiny(name).to(dtype)
+        out = net(BATCH.tokens, labels=labels, num_items_in_batch=1)
+        out.loss.backward()
+    named = {key: p.detach() for key, p in net.named_parameters()} | balance_biases(net)
+    weights = ours_from(given, as_saved(net, named))
+    gradients = {key: p.grad for key, p in net.named_parameters() if p.grad is not None}
+    result = Result(out.logits.detach().double().numpy(), float(out.loss), ours_from(given, as_saved(net, gradients)))
+    return keys_of(given), weights, result
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +79,17 @@ def test_logits_and_gradients(name: str, folders: Path, tmp_path: Path) -> None:
     assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_and_gradients_of_experts_in_fp64(name: str, folders: Path, tmp_path: Path) -> None:
+    model, weights, theirs = reference(name, folders / name, torch.float64)
+    found = difference(compute(model, weights, tmp_path, "fp64"), theirs)
+    assert max(found.values()) < 1e-12, found
+
+
 @pytest.mark.parametrize("name", [slow_unless_quick(name) for name in TINY])
 def test_logits_and_gradients_in_tp_and_pp(name: str, folders: Path, tmp_path: Path) -> None:
     model, weights, theirs = reference(name, folders / name)
-    layout = {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}
+    layout = {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__zero": 0}
     found = difference(compute(model, weights, tmp_path, "fp32", **layout), theirs)
     assert max(found.values()) < 1e-5, found
 
@@ -87,13 +99,16 @@ WORLDS = {
     "one process": {}, "dp2": {"parallel__dp": 2}, "zero2": {"parallel__dp": 2, "parallel__zero": 2},
     **{name: LAYOUTS[name] for name in ("tp2 sp", "pp2", "tp2 sp pp2 vpp2")},
 }  # fmt: skip
+EXPERT_WORLDS = {"dp2 ep2": {"parallel__dp": 2, "parallel__ep": 2, "parallel__zero": 2}}
 
 
 @pytest.mark.parametrize("name", [slow_unless_quick(name) for name in TINY])
 def test_steps_from_foreign_weights_are_equal_in_all_layouts(name: str, folders: Path, tmp_path: Path) -> None:
     """Ten steps in fp64."""
     model, _, _ = reference(name, folders / name)
-    layouts = WORLDS if name not in QUICK else {key: WORLDS[key] for key in ("one process", "tp2 sp pp2 vpp2")}
+    layouts = WORLDS | (EXPERT_WORLDS if name in MIXTURES else {})
+    if name in QUICK:
+        layouts = {key: layouts[key] for key in ("one process", "dp2 ep2" if name in MIXTURES else "tp2 sp pp2 vpp2")}
     curves = {}
     for key, layout in layouts.items():
         resume = {"checkpoint__resume": f"hf:{folders / name}"}

@@ -17,7 +17,12 @@ from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differenc
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.device import Device
-from megascale.parallel.stateful import WEIGHTS, Stateful
+from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS, Stateful
+
+
+def _is_of_model(name: str) -> bool:
+    """Return True for the name of a weight or of experts' biases."""
+    return name.startswith(WEIGHTS) or name == BALANCE_BIAS
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class StateLoader:
         shapes = {name: tensor.shape for name, tensor in saved.tensors.items()}
         begun = [part.begin_load(shapes, saved.facts.config) for part in self.parts]
         tensors = {name: tensor for of_part in begun for name, tensor in of_part.items()}
-        if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in shapes):
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}  # it has no more
+        if saved.facts.progress.step == 0 and all(map(_is_of_model, shapes)):
+            tensors = {name: tensor for name, tensor in tensors.items() if _is_of_model(name)}  # it has no more
         world = self.mesh.world
         requests = on_all_ranks(world, lambda: plan_reads(path, saved, tensors), f"the plan of {path}")
         on_all_ranks(world, lambda: reader.read(requests), f"reading {path}")
@@ -62,8 +67,8 @@ class StateLoader:
         self.check_same_model(name, model)
         for part in self.parts:
             for tensor_name, tensor in part.global_tensors().items():
-                if tensor_name.startswith(WEIGHTS):
-                    for shard in tensor.shards:
+                if tensor_name.startswith(WEIGHTS) or (tensor_name == BALANCE_BIAS and not self.mesh.rank):
+                    for shard in tensor.shards:  # of biases those of the first rank, which `end_load` sums
                         shard.data.copy_(read(tensor_name.removeprefix(WEIGHTS), (shard.offset, shard.size)))
         for part in self.parts:
             part.end_load()

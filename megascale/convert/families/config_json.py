@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families import gemma, gpt2, gpt_neox, llama, qwen
+from megascale.convert.families import gemma, gpt2, gpt_neox, llama, mixtures, qwen
 from megascale.convert.families.family import ConfigKeys, Family, SizeError
 from megascale.convert.families.rotary_keys import ROPE_KEYS
 from megascale.convert.families.window_keys import WINDOW_KEYS
@@ -17,7 +17,8 @@ FAMILIES = {
     family.name: family
     for family in (
         gpt2.FAMILY, llama.FAMILY, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3, llama.OLMO2,
-        gpt_neox.FAMILY, llama.PHI3,
+        gpt_neox.FAMILY, llama.PHI3, mixtures.MIXTRAL, mixtures.QWEN2_MOE, mixtures.QWEN3_MOE, mixtures.OLMOE,
+        mixtures.GLM4_MOE,
     )
 }  # fmt: skip
 """Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""
@@ -26,10 +27,8 @@ GROUPS = (ROPE_KEYS, WINDOW_KEYS)  # keys of config.json that change together
 
 TEXT_ALONE_HINT = "its text model alone, saved with transformers as a causal language model"
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-IGNORED = {"preset", "dropout", "window"}
-"""`[model]` keys that a conversion need not keep; `window` is compared by its effect."""
+IGNORED = {"preset", "dropout", "window", "explicit_expert_ffn_size"}
+"""`[model]` keys that a conversion need not keep; `window` and `expert_ffn_size` are compared by their effect."""
 
 ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"}
 """`[model]` keys without effect on learned positions."""
@@ -41,8 +40,6 @@ def family_of_config(config: ConfigKeys, where: str) -> Family:
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
     what = f"{where}: model_type is {kind!r}"
-    if any(config.get(key) for key in EXPERT_KEYS):
-        raise CheckpointError(f"{what}, a mixture of experts", hint=f"a dense model of {', '.join(FAMILIES)}")
     if isinstance(config.get("text_config"), dict):
         raise CheckpointError(f"{what}, a model of text and other inputs", hint=TEXT_ALONE_HINT)
     raise CheckpointError(what, hint=f"a model of {', '.join(FAMILIES)}")
@@ -92,11 +89,15 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
 
 def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
     ignored = IGNORED | (ROPE_ONLY if here.position == there.position == "learned" else set())
+    if here.experts and not here.dense_layers:
+        ignored = ignored | {"ffn_size"}
     found = {
         field.alias or key: getattr(there, key)
         for key, field in ModelConfig.model_fields.items()
         if key not in ignored and getattr(there, key) != getattr(here, key)
     }
+    if there.expert_ffn_size != here.expert_ffn_size:
+        found["expert_ffn_size"] = there.expert_ffn_size
     return found | ({"window": there.window} if there.windows != here.windows else {})
 
 

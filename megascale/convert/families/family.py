@@ -17,12 +17,14 @@ REQUIRED = object()
 class Key:
     """A key of config.json with the value of a `[model]` key. `default`: for a missing key, a value or the name of
     another key of config.json as `Same`; `null`: likewise for null, if not None. `size`: the value must be above 0.
+    `also`: another name of the key in files.
     """
 
     name: str
     default: Any = REQUIRED
     size: bool = False
     null: Any = None
+    also: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Family:
     `required`: key of config.json -> supported values, of which the first is the default. `read`: functions to further
     `[model]` keys of a config.json; `write`: to further keys of a config.json.
     `outer`: megascale tensor -> Hugging Face tensor. `layer`: module of `layer_prefix`.N in Hugging Face -> module of
-    `layers.N`, or several (`Fused`). `ignored_suffixes`: of tensors in files that are no weights.
+    `layers.N`, or several (`Fused`). `experts`: stack of matrices of `layers.N` -> modules of each expert in Hugging
+    Face, in the order of the stack, with * for the expert's number. `balance_bias`: the tensor of `layer_prefix`.N that
+    has the experts' biases. `ignored_suffixes`: of tensors in files that are no weights.
     """
 
     name: str
@@ -65,6 +69,8 @@ class Family:
     read: Sequence[Callable[[ConfigKeys], ConfigKeys]] = ()
     write: Sequence[Callable[[ModelConfig], ConfigKeys]] = ()
     ignored_suffixes: tuple[str, ...] = ()
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    balance_bias: str = ""
 
     def model_keys(self, config: ConfigKeys) -> ConfigKeys:
         """The keys of `[model]` for a config.json.
@@ -92,7 +98,7 @@ def value(config: ConfigKeys, key: Key) -> Any:
 
     Raises: KeyError for a missing key without a default, ValueError for a size that is not above 0
     """
-    found = config.get(key.name)
+    found = config.get(key.name, config.get(key.also))
     if found is None:
         default = key.null if key.null is not None and key.name in config else key.default
         if default is REQUIRED:

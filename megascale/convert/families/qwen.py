@@ -34,7 +34,8 @@ def _read_windows(config: ConfigKeys) -> ConfigKeys:
     return read_windows(config, types, 4096)
 
 
-def _write_windows(model: ModelConfig) -> ConfigKeys:
+def write_windows(model: ModelConfig) -> ConfigKeys:
+    """`layer_types`, and the keys of windows that begin with a layer."""
     keys = write_layer_types(model)
     types = keys["layer_types"]
     full = types.index(SLIDING) if SLIDING in types else len(types)
@@ -44,11 +45,11 @@ def _write_windows(model: ModelConfig) -> ConfigKeys:
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", LLAMA | {"bias": False, "qkv_bias": True},
     QWEN_KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",)},
-    (read_rope, check_heads, _read_windows), (write_rope, _write_windows), ROTARY_BUFFERS,
+    (read_rope, check_heads, _read_windows), (write_rope, write_windows), ROTARY_BUFFERS,
 )  # fmt: skip
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", LLAMA | {"bias": False, "qk_norm": "head"},
     QWEN_KEYS, OUTER, "model.layers", QWEN3_LAYER, {"hidden_act": ("silu",), "attention_bias": (False,)},
     (read_rope, partial(read_head_dim, default=QWEN3_HEAD_DIM), _read_windows),
-    (write_rope, write_head_dim, _write_windows), ROTARY_BUFFERS,
+    (write_rope, write_head_dim, write_windows), ROTARY_BUFFERS,
 )  # fmt: skip
