@@ -13,7 +13,7 @@ import torch
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES, MIN_CHECKSUM_BLOCK_BYTES, SafetensorsFile
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, slices
-from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
+from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest, incomplete
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
 
@@ -25,8 +25,8 @@ FILE_BYTES = 2 << 30  # bytes of tensors in one file; a larger tensor has a file
 def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:
     """Read a tensor in its global shape. Raises: DamagedError if a part of it is missing or fails its checksum"""
     tensor = saved.tensors[name]
-    if sum(math.prod(shard.size) for shard in tensor.shards) != math.prod(tensor.shape):
-        raise manifest.DamagedError(f"{folder} holds only a part of {name}")
+    if not _is_whole(tensor):
+        raise incomplete(folder, name, tensor, [((0,) * len(tensor.shape), tensor.shape)])
     data = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
     requests = []
     for shard in tensor.shards:
@@ -36,8 +36,13 @@ def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.
     return data
 
 
+def _is_whole(tensor: manifest.StoredTensor) -> bool:
+    return sum(math.prod(shard.size) for shard in tensor.shards) == math.prod(tensor.shape)
+
+
 def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
-    """Read every file and yield the problems; in a damaged file every tensor is checked on its own.
+    """Read every file and yield the problems; in a damaged file every tensor is checked on its own, and of every tensor
+    that all of it is there.
 
     Raises: CheckpointError if a file cannot be read, which proves no damage
     """
@@ -56,7 +61,8 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
     explained = set()
     for name, tensor in saved.tensors.items():
         files = {shard.file for shard in tensor.shards}
-        if not files & unreadable.keys() and (files & damaged or not files <= saved.files.keys()):
+        suspect = files & damaged or not files <= saved.files.keys() or not _is_whole(tensor)
+        if suspect and not files & unreadable.keys():
             try:
                 read_tensor(folder, saved, name)
             except manifest.DamagedError as error:

@@ -123,18 +123,14 @@ class ShardedOptimizer:
         for shard in self.shards:
             yield from ((shard.bucket, name, start, values) for name, start, values in shard.tensors())
 
-    def matrix_tensors(self) -> Iterator[tuple[Bucket, str, str, Tensor]]:
-        """Yield the state of the matrices that this rank owns: bucket, matrix, name, and values."""
-        for bucket, matrix, name, values in self._matrix_state():
-            yield bucket, matrix.name(self._mesh.topology, self._mesh.coord), name, values
-
-    def _matrix_state(self) -> Iterator[tuple[Bucket, OwnedMatrix, str, Tensor]]:
+    def matrix_state(self) -> Iterator[tuple[Bucket, OwnedMatrix, str, Tensor]]:
+        """Return the state of the matrices that this rank owns: bucket, matrix, name, and values."""
         return itertools.chain.from_iterable(updates.matrix_state() for updates in self.updates)
 
     def global_tensors(self) -> dict[str, GlobalTensor]:
         """Return master weights (`weights.NAME`) and state (`exp_avg.NAME`, ...); see `parallel.stateful.Stateful`."""
         tensors = global_tensors(self.shards, self._mesh)
-        for _, matrix, name, values in self._matrix_state():
+        for _, matrix, name, values in self.matrix_state():
             index, stack = matrix.index(self._mesh.topology, self._mesh.coord), matrix.tensor.shape[:-2]
             whole = GlobalTensor((*stack, *values.shape), values.dtype, [])
             offset, size = (*index, *[0] * values.dim()), (*[1] * len(stack), *values.shape)
@@ -144,7 +140,7 @@ class ShardedOptimizer:
 
     def flat_tensors(self) -> list[Tensor]:
         flat = [tensor for shard in self.shards for tensor in (shard.master, *shard.state.values())]
-        return flat + [values for _, _, _, values in self._matrix_state()]
+        return flat + [values for _, _, _, values in self.matrix_state()]
 
     def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
         """Return all tensors but state that the checkpoint has of another rule: it begins at zero, and `fresh_state`

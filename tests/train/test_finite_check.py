@@ -201,19 +201,19 @@ def test_the_gradient_of_one_weight_is_named(tmp_path: Path) -> None:
                 assert f"the gradient of {name} {where}" in text and ("and 1 more" in text) == (zero == 2)
 
 
-def report(rank: int, pp_tp: tuple[int, int], grads: dict[str, int], buckets: set[int]) -> NonFiniteReport:
-    return NonFiniteReport(rank, "host", pp_tp, 1.0, [], grads, buckets)
+def report(rank: int, reduced_from: list[int], grads: dict[str, int], buckets: set[int]) -> NonFiniteReport:
+    return NonFiniteReport(rank, "host", reduced_from, 1.0, [], grads, buckets)
 
 
 def test_every_possible_source_of_a_reduced_gradient_is_counted() -> None:
     """A reduced shard does not show the source: any rank with a non-finite bucket before the reduction counts."""
     shard = {"layers.1.mlp.down.weight": 0, "layers.1.attention.qkv.weight": 0}
     reports = [
-        report(0, (0, 0), {}, set()),
-        report(1, (0, 0), shard, set()),
-        report(2, (0, 0), {}, {0}),
-        report(3, (0, 0), {}, {0}),
-        report(4, (1, 0), {}, {0}),  # another stage, with another first bucket
+        report(0, [0], {}, set()),
+        report(1, [0], shard, set()),
+        report(2, [0], {}, {0}),
+        report(3, [0], {}, {0}),
+        report(4, [4], {}, {0}),  # another stage, with another first bucket
     ]
     name = "the gradient of layers.1.mlp.down.weight on rank"
     assert _first_cause(reports, ModelConfig(**GPT)) == f"{name} 2 (host) and 1 more is not finite"
