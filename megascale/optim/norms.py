@@ -23,7 +23,6 @@ from megascale.optim.clipping import Clipping, sums_of_squares
 from megascale.optim.optimizer_shard import OptimizerShard
 from megascale.optim.updates import Parts, Updates
 
-
 Axes = tuple[str, ...]
 
 

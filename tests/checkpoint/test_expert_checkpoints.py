@@ -119,6 +119,15 @@ def test_a_checkpoint_without_an_expert_is_refused(name: str, saved: Path, tmp_p
     assert "it lacks [4:" in "".join(offline.verify(*opened(folder)))
 
 
+def test_other_experts_are_another_model(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "test", tmp_path / "test")
+    other = {"model__experts": 4, "model__expert_ffn_size": 48, "model__dense_layers": 1, "model__shared_ffn_size": 0}
+    text = damage_error(expert_config(tmp_path, {}, **other))
+    for change in ("experts 8 there, 4 here", "expert_ffn_size 24 there, 48 here", "dense_layers 0 there, 1 here"):
+        assert change in text
+    assert "shared_ffn_size 16 there, 0 here" in text
+
+
 def opened(folder: Path) -> tuple[Location, manifest.Manifest]:
     return Location(str(folder)), manifest.read(Location(str(folder)))
 

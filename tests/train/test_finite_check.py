@@ -225,6 +225,44 @@ def test_every_possible_source_of_a_reduced_gradient_is_counted() -> None:
     )
 
 
+EXPERTS = LLAMA | {"num_layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
+EXPERT_LAYOUTS: list[dict[str, Any]] = [
+    {"parallel__dp": 4, "parallel__ep": 4},
+    {"parallel__dp": 4, "parallel__ep": 2, "parallel__zero": 0},
+    {"parallel__dp": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__ep": 4, "parallel__zero": 2},
+]
+DOWN = "layers.1.experts.down.weight"
+
+
+def errors_of_an_expert(rank: Rank, configs: list[Any]) -> list[str]:
+    """The error of a step of each run, in which the gradient of an expert is not finite on rank 2."""
+    from megascale.core.errors import DivergenceError
+    from megascale.train.step import train_step
+
+    def spoil(bucket: Any, full: Any) -> None:
+        (slot,) = [slot for slot in bucket.layout.slots if slot.parameter.name == DOWN]
+        full[slot.stop - 1] = math.nan
+
+    texts = []
+    for config in configs:
+        run = build_run(rank, config)
+        if rank.rank == 2:
+            (bucket,) = [bucket for bucket in run.buffers.buckets if DOWN in bucket.parameters]
+            bucket.grad_reader = spoil  # after the first backward
+        with pytest.raises(DivergenceError) as caught:
+            train_step(run, run.train_loader.batch(0))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_the_rank_of_an_expert_is_named(tmp_path: Path) -> None:
+    """Ranks with other experts have parameters of the same names."""
+    configs = [config_of(settings(EXPERTS, tmp_path, batch__global=4, **it), tmp_path) for it in EXPERT_LAYOUTS]
+    (texts,) = {tuple(texts) for texts in run_world(4, errors_of_an_expert, configs)}
+    for text in texts:
+        assert re.search(rf"the gradient of {re.escape(DOWN)} on rank 2 \(\S+\) is not finite", text), text
+
+
 def last_rank_with_layer_2(config: Any) -> int:
     from megascale.layout.chunks import stages_of
     from megascale.layout.topology import topology_of
