@@ -21,7 +21,10 @@ from tests.checkpoint.test_memory_checkpoints import resume, train_and_exit
 from tests.runs import LLAMA, build_run, config_of, curve_of, gather_weights, settings
 from tests.worlds import run_world
 
-MODEL = LLAMA | {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "shared_ffn_size": 16}
+MODEL = LLAMA | {
+    "experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "shared_ffn_size": 16, "balance_bias": True
+}  # fmt: skip
+MOE = {"moe__balance": "step", "moe__balance_weight": 0.5, "moe__bias_rate": 0.05}
 ADAMW_IN_LAYER_3 = [{"params": ["layers.3.*"], "name": "adamw"}]
 
 CHAIN: list[dict[str, Any]] = [
@@ -36,7 +39,7 @@ CHAIN: list[dict[str, Any]] = [
 def expert_config(folder: Path, layout: dict[str, Any], **changes: Any) -> Any:
     parallel = {f"parallel__{key}": value for key, value in layout.items()}
     keys = {"checkpoint__every": 1, "optimizer__name": "muon", "optimizer__groups": ADAMW_IN_LAYER_3}
-    return config_of(settings(MODEL, folder, **keys | parallel | changes), folder)
+    return config_of(settings(MODEL, folder, **MOE | keys | parallel | changes), folder)
 
 
 def assembled(ranks: list[dict[str, list[tuple[Any, Any, Any]]]]) -> dict[str, Any]:
@@ -54,9 +57,11 @@ def assembled(ranks: list[dict[str, list[tuple[Any, Any, Any]]]]) -> dict[str, A
 
 
 def state_of(run: Any) -> dict[str, list[tuple[Any, Any, Any]]]:
+    """Copy this rank's shards of all that is saved, by name: shape, offset and values."""
     return {
         name: [(tensor.shape, shard.offset, shard.data.double().numpy().copy()) for shard in tensor.shards]
-        for name, tensor in run.optimizer.global_tensors().items()
+        for part in run.checkpoints._loader.parts
+        for name, tensor in part.global_tensors().items()
     }
 
 
@@ -89,7 +94,9 @@ def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
     assert sum(curve, ()) == pytest.approx(sum(expected, ()), rel=1e-10)
     found = assembled([state for _, state in ranks])
     assert found.keys() == whole.keys()
-    assert {name.partition(".")[0] for name in found} == {"weights", "momentum", "exp_avg", "exp_avg_sq"}
+    of_experts = {"balance_bias", "expert_choices"}
+    assert {name.partition(".")[0] for name in found} == {"weights", "momentum", "exp_avg", "exp_avg_sq", *of_experts}
+    assert all(np.array_equal(found[name], whole[name]) and whole[name].any() for name in of_experts)
     for name, values in whole.items():
         assert np.abs(found[name] - values).max() <= 1e-10 * np.abs(values).max(), name
 
@@ -117,6 +124,14 @@ def test_a_checkpoint_without_an_expert_is_refused(name: str, saved: Path, tmp_p
     lacks = "it lacks [4:8, 0:32, 0:24]" if name.startswith("weights") else "it lacks [4:5, 0:1, 0:24, 0:32]"
     assert f"rank 1: {folder} holds only a part of {name} [8, " in text and lacks in text
     assert "it lacks [4:" in "".join(offline.verify(*opened(folder)))
+
+
+@pytest.mark.parametrize("name", ["balance_bias", "expert_choices"])
+def test_what_balances_experts_does_not_begin_anew(name: str, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "test", tmp_path / "test")
+    folder = tmp_path / "test/checkpoints/step-00000002"
+    edit(folder, lambda content: content["tensors"].pop(name))
+    assert f"{folder} has no tensor {name}" in damage_error(expert_config(tmp_path, {}))
 
 
 def test_other_experts_are_another_model(saved: Path, tmp_path: Path) -> None:
