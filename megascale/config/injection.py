@@ -29,7 +29,7 @@ experts, totals: the all-reduce at the end of a step; snapshot, write and commit
 may write.
 """
 
-COLLECTIVES = ("tp", "ep", "grad_reduce", "totals")
+COLLECTIVES = ("tp", "grad_reduce", "totals")
 BEFORE_STEPS = ("build", "load")
 STORAGE = ("load", "data", "write", "commit")
 

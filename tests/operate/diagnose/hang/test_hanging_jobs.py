@@ -99,7 +99,6 @@ def test_faults_of_random_ranks_are_named(tmp_path: Path, layout: dict[str, Any]
         ("lose_message rank=1 step=5", 1, "network", {"parallel__pp": 2}),
         ("hang rank=3 step=5 phase=tp", 3, "collective", {"parallel__tp": 2}),
         ("hang rank=2 step=5 phase=ep", 2, "collective", EXPERTS),
-        ("skip_collective rank=2 step=5 phase=ep", 2, "divergence", EXPERTS),
     ],
 )
 def test_faults_that_last_are_named(tmp_path: Path, fault: str, rank: int, kind: str, layout: dict[str, Any]) -> None:
