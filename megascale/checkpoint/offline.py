@@ -34,8 +34,13 @@ def read_tensor(folder: Location, saved: manifest.Manifest, name: str, part: Reg
     return data
 
 
+def _is_whole(tensor: manifest.StoredTensor) -> bool:
+    return sum(math.prod(shard.size) for shard in tensor.shards) == math.prod(tensor.shape)
+
+
 def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
-    """Read every file and yield the problems; in a damaged file every tensor is checked on its own.
+    """Read every file and yield the problems; in a damaged file every tensor is checked on its own, and of every tensor
+    that all of it is there.
 
     Raises: CheckpointError if a file cannot be read, which proves no damage
     """
@@ -54,7 +59,8 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
     explained = set()
     for name, tensor in saved.tensors.items():
         files = {shard.file for shard in tensor.shards}
-        if not files & unreadable.keys() and (files & damaged or not files <= saved.files.keys()):
+        suspect = files & damaged or not files <= saved.files.keys() or not _is_whole(tensor)
+        if suspect and not files & unreadable.keys():
             try:
                 read_tensor(folder, saved, name)
             except manifest.DamagedError as error:

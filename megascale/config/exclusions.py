@@ -203,6 +203,12 @@ SAMPLE_WEIGHTS = Exclusions("data.sample_weight", unless(None), (
      "0, or remove data.sample_weight"),
 ))  # fmt: skip
 
+EXPERT_PARALLEL = Exclusions("parallel.ep", unless(1), (
+    ("train.noise_scale_every", only(0),
+     "an expert's first gradient is of tokens of several ranks, and no micro-batch's (parallel.ep = {given})",
+     "0, or ep = 1"),
+))  # fmt: skip
+
 WHOLE_SEQUENCES = Exclusions("data.sequence_chunk_tokens", only(None), (
     ("data.sequence_chunks_saved", only(1), "has no effect without data.sequence_chunk_tokens", REMOVE),
 ))  # fmt: skip

@@ -21,11 +21,12 @@ from megascale.config.section import FEW_CHOICES
 Target = Literal["rank", "node", "driver"]
 
 PHASES = (
-    "build", "load", "data", "forward", "send", "receive", "backward", "tp", "grad_reduce", "totals", "optimizer",
-    "param_gather", "evaluation", "snapshot", "write", "commit",
+    "build", "load", "data", "forward", "send", "receive", "backward", "tp", "ep", "grad_reduce", "totals",
+    "optimizer", "param_gather", "evaluation", "snapshot", "write", "commit",
 )  # fmt: skip
-"""Moments of a rank at which a fault can strike; tp: a collective of tensor parallelism, totals: the all-reduce at the
-end of a step; snapshot, write and commit: a checkpoint, which a helper process may write.
+"""Moments of a rank at which a fault can strike; tp: a collective of tensor parallelism, ep: an exchange of tokens with
+experts, totals: the all-reduce at the end of a step; snapshot, write and commit: a checkpoint, which a helper process
+may write.
 """
 
 COLLECTIVES = ("tp", "grad_reduce", "totals")

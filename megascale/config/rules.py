@@ -44,7 +44,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.MOCK_PACKING, exclusions.NO_DOCUMENTS, data_rules.end_of_document,
     exclusions.NOT_DECOMPOSED, data_rules.decomposed_documents,
     exclusions.NO_POLICY, data_rules.data_policy,
-    exclusions.MOCK_WEIGHTS, exclusions.SAMPLE_WEIGHTS,
+    exclusions.MOCK_WEIGHTS, exclusions.SAMPLE_WEIGHTS, exclusions.EXPERT_PARALLEL,
     parallel_rules.cp_modes, parallel_rules.cp_sequence, parallel_rules.cp_heads, parallel_rules.cp_fp8,
     parallel_rules.cp_combinations, parallel_rules.cp_sharding,
     exclusions.WHOLE_SEQUENCES, data_rules.chunk_sizes, data_rules.chunk_schedule, exclusions.CHUNKS,

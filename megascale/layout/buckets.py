@@ -61,13 +61,15 @@ class Slot:
 @dataclass(frozen=True)
 class SlotRange:
     """Elements [start, stop) of a bucket. `slot`: of the parameter, or of the first of several, that they belong to.
-    `part`: which of the parameter's tensors has the first element. Padding after parameters may be included.
+    `part`: which of the parameter's tensors has the first element; `matrix`: and which of this rank's matrices, if the
+    tensor is a stack. Padding after parameters may be included.
     """
 
     slot: Slot
     start: int
     stop: int
     part: int = 0
+    matrix: int = 0
 
     @property
     def tensor(self) -> TensorSpec:
@@ -80,6 +82,12 @@ class SlotRange:
     def clipped(self, start: int, stop: int) -> SlotRange:
         """The part inside [start, stop), of no elements or fewer where there is none."""
         return replace(self, start=max(self.start, start), stop=min(self.stop, stop))
+
+    def matrices(self) -> Iterator[SlotRange]:
+        """The matrices of this rank's part of a stack, cut along the stack only; of another tensor all elements."""
+        size = math.prod(self.tensor.shape[-2:]) if self.tensor.is_stack else self.numel
+        for matrix, start in enumerate(range(self.start, self.stop, size)):
+            yield replace(self, start=start, stop=start + size, matrix=matrix)
 
     def view(self, flat: Flat, first: int = 0) -> Flat:
         """These elements of `flat` [n], which begins at element `first` of the bucket."""
@@ -128,6 +136,11 @@ class BucketLayout:
         return self.replicated if sequence else self.tp_partial
 
     @property
+    def has_experts(self) -> bool:
+        """The parameters are experts: ranks along tp are no shards and no replicas of them, but those along edp are."""
+        return "ep" in self.slots[0].parameter.sharding
+
+    @property
     def padding(self) -> list[tuple[int, int]]:
         """The ranges (start, stop) after slots that belong to no parameter."""
         return [(slot.stop, end) for slot, end in self._slot_ends if slot.stop < end]
@@ -155,6 +168,11 @@ class BucketLayout:
                 found.append(SlotRange(slot, low, high, part))
                 low = high
         return inside(found, start, stop)
+
+    def matrix_ranges(self, start: int, stop: int, topology: Topology) -> list[SlotRange]:
+        """The parts of matrices and vectors inside [start, stop), such as of q, k and v, and of each expert."""
+        tensors = self.tensor_ranges(0, self.numel, topology)
+        return inside((matrix for item in tensors for matrix in item.matrices()), start, stop)
 
     def merged_ranges(self, start: int, stop: int) -> list[SlotRange]:
         """The ranges of parameters with equal optimizer flags inside [start, stop). A range includes the padding after

@@ -75,12 +75,13 @@ class ParamGroup:
         return [(count, tuple(sizes[letter] for letter in letters)) for letters, count in counts]
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the state of a matrix of `shape`; of a stack of matrices, stacked."""
         sizes = self._sizes(shape)
         shapes = dict[str, tuple[int, ...]]()
         for name, letters in self.state.items():
             dimensions = tuple(sizes[letter] for letter in letters.removeprefix("/")) or (1,)
             blocks = (-(-math.prod(dimensions) // QUANTIZED_BLOCK),)
-            shapes[name] = blocks if letters.startswith("/") else dimensions
+            shapes[name] = (*shape[:-2], *(blocks if letters.startswith("/") else dimensions))
         return shapes
 
     def can_keep(self, before: ParamGroup, shape: tuple[int, ...]) -> bool:
@@ -116,12 +117,12 @@ class ParamGroup:
         return self
 
     def _sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Return the dimensions of a matrix of `shape` by letter."""
-        (rows, columns), (short, long), options = shape, sorted(shape), self.all_options
+        """Return the dimensions of a matrix of `shape`, or of those of a stack, by letter."""
+        (rows, columns), (short, long), options = shape[-2:], sorted(shape[-2:]), self.all_options
         rank, most = min(options.get("rank", short), short), options.get("max_size", long)
         drawn = max(1, int(options.get("density", 1.0) * rows * columns))
         own = {"r": rank, "h": options.get("history", 1), "d": drawn}
-        a, b = (max(2, min(size, options.get("block", size))) for size in shape)
+        a, b = (max(2, min(size, options.get("block", size))) for size in (rows, columns))
         blocks = {
             "a": a,
             "b": b,
@@ -178,15 +179,14 @@ class ParamGroups:
 
 
 def group_ranges(layout: BucketLayout, groups: ParamGroups, topology: Topology) -> list[tuple[ParamGroup, SlotRange]]:
-    """List the tensors of a bucket in order, with their groups, on any rank; the padding after a parameter belongs to
-    its last tensor.
+    """List the tensors of a bucket in order, with their groups, on any rank, and the matrices of stacks where a group
+    needs whole ones. The padding after a parameter belongs to its last tensor.
     """
-    found = layout.tensor_ranges(0, layout.numel, topology)
-    stops = [*(item.start for item in found[1:]), layout.numel]
-    return [
-        (groups.group_of(item.slot.parameter, item.tensor), replace(item, stop=stop))
-        for item, stop in zip(found, stops, strict=True)
-    ]
+    tensors = layout.tensor_ranges(0, layout.numel, topology)
+    grouped = [(groups.group_of(item.slot.parameter, item.tensor), item) for item in tensors]
+    found = [(group, part) for group, item in grouped for part in (item.matrices() if group.needs_matrix else [item])]
+    stops = [*(item.start for _, item in found[1:]), layout.numel]
+    return [(group, replace(item, stop=stop)) for (group, item), stop in zip(found, stops, strict=True)]
 
 
 def element_ranges(

@@ -47,6 +47,11 @@ class TensorSpec:
     head_dim: int | None = None
     width_ratio: float = 1.0
 
+    @property
+    def is_stack(self) -> bool:
+        """True for a stack of matrices, each of which optimizers treat as a matrix of its own."""
+        return len(self.shape) > 2
+
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
         """Shape on one rank, with padding."""
         shape = list(self.shape)

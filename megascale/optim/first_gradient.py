@@ -6,9 +6,10 @@
 
 No backward is added: the main gradient of a bucket holds one micro-batch until the second backward of its chunk, or its
 reduction. A measurement is one pass over the main gradients. What is partial on a rank is copied, and summed at the end
-of the step: with sequence parallelism the gradients of parameters that tp replicates, QK-norm gradients always, and the
-two ends of a tied embedding, which then need the memory of a second gradient. Ranks that share sequences along cp sum a
-copy of each bucket at once, and the first of them counts it.
+of the step: with sequence parallelism the gradients of experts and of parameters that tp replicates, QK-norm gradients
+always, and the two ends of a tied embedding, which then need the memory of a second gradient. Ranks that share
+sequences along cp sum a copy of each bucket at once, and the first of them counts it. With ep > 1 the gradients of
+experts are of the tokens of several data-parallel ranks: `config.exclusions` allows no measurement.
 
 A schedule that runs a second forward of the last stage before its first backward mixes micro-batches in the gradient of
 the head, which the fused loss computes in forward.
@@ -74,8 +75,10 @@ class FirstGradient:
         if bucket.tied_group.size > 1:
             self._tied.append((bucket, full.clone()))
             return
-        low, high = bucket.layout.replicated
-        partial = bucket.layout.summed_over_tp(self._sequence) if self._tp.size > 1 else (low, low)
+        layout = bucket.layout
+        low, high = (0, layout.numel) if layout.has_experts else layout.replicated
+        partial = (low, high) if layout.has_experts else layout.summed_over_tp(self._sequence)
+        partial = partial if self._tp.size > 1 else (low, low)
         self._total += sum_of_squares(full[:low])
         if partial[0] < partial[1]:
             self._partial_over_tp.append(full[slice(*partial)].clone())

@@ -4,7 +4,8 @@
     compute         one rule after another on this rank's matrices; directions on their way back
     apply           steps along the directions, in this rank's shard of the master weights
 
-The state of a matrix is on its owner, in the shapes of the rule's card, and in checkpoints by the matrix's global name.
+The state of a matrix is on its owner, in the shapes of the rule's card, and in checkpoints by the tensor's global name;
+that of matrices of a stack is stacked there, as they are.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class BucketMatrices:
             grad.masked_fill_(clipping.skip > 0, 0.0)  # no decomposition of NaN
             given = UpdateInput(
                 grad, state, step, place.group.all_options, by_number.pop(number, None), place.tensor.head_dim,
-                place.tensor.name, first=number in first, lr=lr * place.group.lr_mult,
+                place.name(self._mesh.topology, self._mesh.coord), first=number in first, lr=lr * place.group.lr_mult,
                 dtype=self._shard.bucket.shard_weights.dtype,
             )  # fmt: skip
             direction, new_state = self._rules[place.group.rule](given)
@@ -136,13 +137,18 @@ class BucketMatrices:
         return self._first
 
     def note_fresh_state(self) -> None:
-        """Take note of the state that is zero, after a load or a restore."""
-        begun = self._shard.bucket.grad.new_zeros(len(self.places))
+        """Take note of the state that is zero, after a load or a restore: of a stack, that of all matrices, since an
+        expert without tokens has begun with the others.
+        """
+        tensors = [place.tensor.name for place in self.places]
+        positions = {name: position for position, name in enumerate(dict.fromkeys(tensors))}
+        begun = self._shard.bucket.grad.new_zeros(len(positions))
         for number, state in self.state.items():
-            begun[number] = any(bool(values.any()) for values in state.values())
-        for group in (self._mesh.tp, self._shard.bucket.group):
+            begun[positions[tensors[number]]] += any(bool(values.any()) for values in state.values())
+        for group in (self._mesh.tp, self._mesh.dp):
             all_reduce(group, begun, "max", label="matrices with state")
-        self._first = set((begun == 0).nonzero().view(-1).tolist())
+        zero = begun.tolist()
+        self._first = {number for number, name in enumerate(tensors) if not zero[positions[name]]}
         self._skip = None
 
     def tensors(self) -> Iterator[tuple[Bucket, OwnedMatrix, str, Tensor]]:

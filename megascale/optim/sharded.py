@@ -9,6 +9,7 @@ and rules of whole matrices run on owners.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ from megascale.optim.element_updates import ElementUpdates
 from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
 from megascale.optim.updates import Parts, Rules, Updates
 from megascale.parallel.param_and_grad_buffers import Bucket
-from megascale.parallel.stateful import GlobalTensor
+from megascale.parallel.stateful import GlobalTensor, TensorShard
 
 if TYPE_CHECKING:
+    from megascale.layout.owners import OwnedMatrix
     from megascale.optim.step_guard import StepGuard
 
 
@@ -121,22 +123,24 @@ class ShardedOptimizer:
         for shard in self.shards:
             yield from ((shard.bucket, name, start, values) for name, start, values in shard.tensors())
 
-    def matrix_tensors(self) -> Iterator[tuple[Bucket, str, str, Tensor]]:
-        """Yield the state of the matrices that this rank owns: bucket, matrix, name, and values."""
-        for updates in self.updates:
-            for bucket, matrix, name, values in updates.matrix_state():
-                yield bucket, matrix.tensor.name, name, values
+    def matrix_state(self) -> Iterator[tuple[Bucket, OwnedMatrix, str, Tensor]]:
+        """Return the state of the matrices that this rank owns: bucket, matrix, name, and values."""
+        return itertools.chain.from_iterable(updates.matrix_state() for updates in self.updates)
 
     def global_tensors(self) -> dict[str, GlobalTensor]:
         """Return master weights (`weights.NAME`) and state (`exp_avg.NAME`, ...); see `parallel.stateful.Stateful`."""
-        matrices = self.matrix_tensors()
-        return global_tensors(self.shards, self._mesh) | {
-            f"{name}.{matrix}": GlobalTensor.whole(values) for _, matrix, name, values in matrices
-        }
+        tensors = global_tensors(self.shards, self._mesh)
+        for _, matrix, name, values in self.matrix_state():
+            index, stack = matrix.index(self._mesh.topology, self._mesh.coord), matrix.tensor.shape[:-2]
+            whole = GlobalTensor((*stack, *values.shape), values.dtype, [])
+            offset, size = (*index, *[0] * values.dim()), (*[1] * len(stack), *values.shape)
+            shards = tensors.setdefault(f"{name}.{matrix.tensor.name}", whole).shards
+            shards.append(TensorShard(offset, size, values.view(size)))
+        return tensors
 
     def flat_tensors(self) -> list[Tensor]:
         flat = [tensor for shard in self.shards for tensor in (shard.master, *shard.state.values())]
-        return flat + [values for _, _, _, values in self.matrix_tensors()]
+        return flat + [values for _, _, _, values in self.matrix_state()]
 
     def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
         """Return all tensors but state that the checkpoint has of another rule: it begins at zero, and `fresh_state`

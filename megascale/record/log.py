@@ -161,7 +161,7 @@ class RankLog:
         """Set what is known once training begins; events are stored from then on. `attempt`: in the event store."""
         words = self._words
         words[layout.STORED_ATTEMPT], words[layout.EPOCH], words[layout.PEAK_FLOPS] = attempt, epoch_ns, int(peak_flops)
-        for place, axis in ((layout.TP, "tp"), (layout.CP, "cp"), (layout.DP, "dp"), (layout.PP, "pp")):
+        for axis, place in layout.COORDINATES.items():
             words[place] = coord.get(axis, 0)
         words[layout.READY] = 1
 

@@ -200,7 +200,6 @@ def _state(head: bytes, newest: bytes, read_ns: int) -> RankState:
         wait = Wait(kind, group, header[layout.WAIT_SEQUENCE], header[layout.WAIT_SINCE])
     events = _events(newest, groups, texts)
     ready = header[layout.READY] == 1
-    axes = {"tp": layout.TP, "cp": layout.CP, "dp": layout.DP, "pp": layout.PP}
     return RankState(
         run=_text(head, layout.RUN_OFFSET, layout.RUN_BYTES),
         rank=header[layout.RANK],
@@ -226,7 +225,7 @@ def _state(head: bytes, newest: bytes, read_ns: int) -> RankState:
         last=tuple(events),
         stored_attempt=header[layout.STORED_ATTEMPT] if ready else None,
         epoch_ns=header[layout.EPOCH] if ready else 0,
-        coord={axis: header[place] for axis, place in axes.items()} if ready else {},
+        coord={axis: header[place] for axis, place in layout.COORDINATES.items()} if ready else {},
         peak_flops=header[layout.PEAK_FLOPS] if ready else 0,
     )
 

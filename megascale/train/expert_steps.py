@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.experts.capacity import Capacity
 from megascale.parallel.experts.router_losses import Columns, RouterLosses
 from megascale.parallel.microbatch import StepBatch
-from megascale.parallel.stateful import BALANCE_BIAS
+from megascale.parallel.stateful import BALANCE_BIAS, GlobalTensor
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step_totals import StepTotals
@@ -34,6 +35,12 @@ class ExpertState(ReplicatedState):
         used = {BIAS: model.balance_bias, CHOICES: moe.balance == "step"}
         super().__init__({name: size for name, kept in used.items() if kept}, mesh, device)
         self._shape = model.num_layers, model.experts
+
+    def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
+        """Have the first rank read all that the saved run had: none of it may begin anew."""
+        had = {BIAS, CHOICES} if config.get("moe", {}).get("balance") == "step" else {BIAS}
+        own = {} if self._mesh.rank else self.global_tensors()
+        return super().begin_load(saved, config) | {name: own[name] for name in had & own.keys()}
 
     def layers(self, name: str) -> Tensor | None:
         """Return a view [layers, experts] of a vector; None if the run has none."""

@@ -157,11 +157,11 @@ class _GroupMoments:
         return CommunicationFault(strike=partial(strike, fault, describe(fault)))
 
     def _phase(self, operation: str, label: LabelLike) -> str:
-        if operation in ("send", "receive") or self._axis == "tp":
+        if operation in ("send", "receive") or self._axis in ("tp", "ep"):
             return operation if self._axis == "pp" else self._axis
         if Label.from_part(label).text() == "totals":
             return "totals"
-        if self._axis in ("dp", "tied"):
+        if self._axis in ("dp", "edp", "tied"):
             return "param_gather" if operation == "all_gather" else "grad_reduce"
         return ""
 

@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """Non-finite values on one rank. Ranks with equal `pp_tp`, (pp, tp), hold the same buckets.
+    """Non-finite values on one rank.
 
-    `nonfinite_grads`: parameter name to bucket index, for reduced gradients that are not finite in this rank's shard.
-    `nonfinite_buckets`: buckets that were not finite before the reduction, which hides the source rank. `incomplete`:
-    some buckets were checked for norms and biases only, so `nonfinite_buckets` may lack entries.
+    `reduced_from`: by bucket, the first of the ranks whose gradients are summed. `nonfinite_grads`: parameter name to
+    bucket index, for reduced gradients that are not finite in this rank's shard. `nonfinite_buckets`: buckets that were
+    not finite before the reduction, which hides the source rank. `incomplete`: some buckets were checked for norms and
+    biases only, so `nonfinite_buckets` may lack entries.
     """
 
     rank: int
     host: str
-    pp_tp: list[int]
+    reduced_from: list[int]
     local_loss: float
     nonfinite_weights: list[str]
     nonfinite_grads: dict[str, int]
@@ -52,11 +53,11 @@ def check_step_finite(run: Run, local_loss: float, total_loss: float, norm: floa
     """
     if math.isfinite(total_loss) and math.isfinite(norm):
         return
-    coord, buckets = run.mesh.coord, list(enumerate(run.buffers.buckets))
+    buckets = list(enumerate(run.buffers.buckets))
     report = NonFiniteReport(
         rank=run.mesh.rank,
         host=socket.gethostname(),
-        pp_tp=[coord.pp, coord.tp],
+        reduced_from=[bucket.group.ranks[0] for _, bucket in buckets],
         local_loss=local_loss,
         nonfinite_weights=[
             name for _, b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())
@@ -80,7 +81,8 @@ def check_state_finite(run: Run) -> None:
     Raises: DivergenceError on every rank, with step, rank and parameter.
     """
     flat = [(bucket, start, values) for bucket, _, start, values in run.optimizer.state_tensors()]
-    matrices = [(name, values) for _, name, _, values in run.optimizer.matrix_tensors()]
+    place = run.mesh.topology, run.mesh.coord
+    matrices = [(matrix.name(*place), values) for _, matrix, _, values in run.optimizer.matrix_state()]
     values_of = [*(values for _, _, values in flat), *(values for _, values in matrices)]
     nonfinite = torch.stack([~all_finite(values) for values in values_of]).sum()
     sum_over_job(run.mesh, nonfinite, label="non-finite state")
@@ -160,10 +162,9 @@ def _first_nonfinite_grad(reports: Sequence[NonFiniteReport], model: ModelConfig
         return ""
     _, name = max(nonfinite)
     holders = [report for report in reports if name in report.nonfinite_grads]
-    places = [(report.pp_tp, report.nonfinite_grads[name]) for report in holders]
-    sources = [
-        r for r in reports if any(r.pp_tp == pp_tp and bucket in r.nonfinite_buckets for pp_tp, bucket in places)
-    ]
-    unchecked = [r for r in reports if r.incomplete and any(r.pp_tp == pp_tp for pp_tp, _ in places)]
+    places = {(report.nonfinite_grads[name], report.reduced_from[report.nonfinite_grads[name]]) for report in holders}
+    peers = [(r, bucket) for r in reports for bucket in set(enumerate(r.reduced_from)) & places]
+    sources = [r for r, (bucket, _) in peers if bucket in r.nonfinite_buckets]
+    unchecked = [r for r, _ in peers if r.incomplete]
     first, *rest = sources or unchecked or holders
     return f"the gradient of {name} on {first}" + (f" and {len(rest)} more" if rest else "")

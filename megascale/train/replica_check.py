@@ -1,5 +1,5 @@
-"""Check that replicas of a parameter are equal bit for bit: over dp, over tp where tp replicates, and the two ends of a
-tied embedding.
+"""Check that replicas of a parameter are equal bit for bit: over dp, over tp where tp replicates, of experts over edp
+alone, and the two ends of a tied embedding.
 
 A checksum of every bucket is compared first, by one small all-reduce for each axis. Only where checksums differ are the
 parameters compared, and the ranks named: a rank that differs from the majority, else all ranks that differ.
@@ -90,9 +90,12 @@ def replicated_values(run: Run) -> Iterator[Copy]:
         for name, start, values in shard.tensors():
             if name or shard.has_own_master:
                 yield from _copies(run.mesh, shard.bucket, f" ({name or 'master weight'})", start, values)
-    for bucket, matrix, name, state in run.optimizer.matrix_tensors():
-        if bucket.replicas.size > 1:  # every replica is an owner
-            yield Copy(bucket.replicas, state.view(-1), ((f"{matrix} ({name})", 0, state.numel()),))
+    for bucket, matrix, name, state in run.optimizer.matrix_state():  # every replica is an owner
+        parts = ((f"{matrix.name(run.mesh.topology, run.mesh.coord)} ({name})", 0, state.numel()),)
+        over_tp = matrix.tp_owner is None and not bucket.layout.has_experts
+        for group in (bucket.replicas, *([run.mesh.tp] if over_tp else [])):
+            if group.size > 1:
+                yield Copy(group, state.view(-1), parts)
 
 
 def _copies(mesh: Mesh, bucket: Bucket, suffix: str, first: int, values: Tensor) -> Iterator[Copy]:

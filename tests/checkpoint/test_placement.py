@@ -17,10 +17,19 @@ LAYOUTS = [
     for per_host in (1, 2, 3, 4, 8)
     if tp * dp * pp > per_host
 ]
+EXPERTS = [
+    (Topology(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep), per_host)
+    for tp, cp, dp, pp in itertools.product((1, 2), (1, 2), (2, 3, 4), (1, 2))
+    for ep in (2, 4)
+    for per_host in (1, 2, 4)
+    if tp * cp * dp % ep == 0 and tp * cp * dp * pp > per_host
+]
 
 
 def groups_of(topology: Topology, rank: int) -> set[int]:
-    return {member for axes in (("tp",), DATA_AXES, ("pp",)) for member in topology.group(rank, *axes)}
+    axes = [("tp",), DATA_AXES, ("pp",), *([("ep",), ("edp",)] if topology.ep > 1 else [])]
+    groups = [topology.group(rank, *along) for along in axes]
+    return {member for group in groups if len(group) < topology.world_size for member in group}
 
 
 def hosts_of(topology: Topology, per_host: int) -> list[int]:
@@ -28,7 +37,7 @@ def hosts_of(topology: Topology, per_host: int) -> list[int]:
 
 
 def test_a_replica_is_outside_the_groups_of_its_owner_where_the_layout_allows() -> None:
-    for topology, per_host in LAYOUTS:
+    for topology, per_host in LAYOUTS + EXPERTS:
         hosts = hosts_of(topology, per_host)
         ranks = range(topology.world_size)
         for rank, keeper in enumerate(replica_ranks(topology, hosts)):
@@ -57,6 +66,13 @@ def test_the_state_survives_the_loss_of_a_whole_group_of_hosts(topology: Topolog
             for owner in topology.group(rank, *axes):
                 assert hosts[keepers[owner]] not in lost
     assert set(Counter(hosts[keeper] for keeper in keepers).values()) == {per_host}, "every host keeps as many"
+
+
+def test_the_state_of_experts_survives_the_loss_of_the_ranks_that_exchange_tokens() -> None:
+    """Ranks of dp hold different experts: neighbours keep each other's replicas only without another choice."""
+    assert replica_ranks(Topology(dp=4, ep=2), [0, 1, 2, 3]) == [3, 2, 1, 0]
+    keepers = replica_ranks(Topology(dp=8, ep=4), list(range(8)))
+    assert all(keeper is not None and keeper // 4 != rank // 4 for rank, keeper in enumerate(keepers))
 
 
 def test_a_layout_of_one_axis_uses_another_host() -> None:

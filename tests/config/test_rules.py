@@ -116,6 +116,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"moe.balance_group": "no effect with balance = step"},
     ),
     ("NO_BALANCE_BIAS", MOE | {"moe__bias_rate": 0.1}, {"moe.bias_rate": "no effect with balance_bias = False"}),
+    (
+        "EXPERT_PARALLEL",
+        MOE | {"parallel__dp": 2, "parallel__ep": 2, "train__noise_scale_every": 1},
+        {"train.noise_scale_every": "an expert's first gradient is of tokens of several ranks"},
+    ),
     *(
         ("EXPERTS", MOE | changes, {key: message})
         for changes, key, message in (

@@ -201,19 +201,19 @@ def test_the_gradient_of_one_weight_is_named(tmp_path: Path) -> None:
                 assert f"the gradient of {name} {where}" in text and ("and 1 more" in text) == (zero == 2)
 
 
-def report(rank: int, pp_tp: tuple[int, int], grads: dict[str, int], buckets: set[int]) -> NonFiniteReport:
-    return NonFiniteReport(rank, "host", pp_tp, 1.0, [], grads, buckets)
+def report(rank: int, reduced_from: list[int], grads: dict[str, int], buckets: set[int]) -> NonFiniteReport:
+    return NonFiniteReport(rank, "host", reduced_from, 1.0, [], grads, buckets)
 
 
 def test_every_possible_source_of_a_reduced_gradient_is_counted() -> None:
     """A reduced shard does not show the source: any rank with a non-finite bucket before the reduction counts."""
     shard = {"layers.1.mlp.down.weight": 0, "layers.1.attention.qkv.weight": 0}
     reports = [
-        report(0, (0, 0), {}, set()),
-        report(1, (0, 0), shard, set()),
-        report(2, (0, 0), {}, {0}),
-        report(3, (0, 0), {}, {0}),
-        report(4, (1, 0), {}, {0}),  # another stage, with another first bucket
+        report(0, [0], {}, set()),
+        report(1, [0], shard, set()),
+        report(2, [0], {}, {0}),
+        report(3, [0], {}, {0}),
+        report(4, [4], {}, {0}),  # another stage, with another first bucket
     ]
     name = "the gradient of layers.1.mlp.down.weight on rank"
     assert _first_cause(reports, ModelConfig(**GPT)) == f"{name} 2 (host) and 1 more is not finite"
@@ -223,6 +223,44 @@ def test_every_possible_source_of_a_reduced_gradient_is_counted() -> None:
     assert _first_cause(incomplete, ModelConfig(**GPT)) == f"{name} 0 (host) and 3 more is not finite", (
         "the whole stage"
     )
+
+
+EXPERTS = LLAMA | {"num_layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
+EXPERT_LAYOUTS: list[dict[str, Any]] = [
+    {"parallel__dp": 4, "parallel__ep": 4},
+    {"parallel__dp": 4, "parallel__ep": 2, "parallel__zero": 0},
+    {"parallel__dp": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__ep": 4, "parallel__zero": 2},
+]
+DOWN = "layers.1.experts.down.weight"
+
+
+def errors_of_an_expert(rank: Rank, configs: list[Any]) -> list[str]:
+    """The error of a step of each run, in which the gradient of an expert is not finite on rank 2."""
+    from megascale.core.errors import DivergenceError
+    from megascale.train.step import train_step
+
+    def spoil(bucket: Any, full: Any) -> None:
+        (slot,) = [slot for slot in bucket.layout.slots if slot.parameter.name == DOWN]
+        full[slot.stop - 1] = math.nan
+
+    texts = []
+    for config in configs:
+        run = build_run(rank, config)
+        if rank.rank == 2:
+            (bucket,) = [bucket for bucket in run.buffers.buckets if DOWN in bucket.parameters]
+            bucket.grad_reader = spoil  # after the first backward
+        with pytest.raises(DivergenceError) as caught:
+            train_step(run, run.train_loader.batch(0))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_the_rank_of_an_expert_is_named(tmp_path: Path) -> None:
+    """Ranks with other experts have parameters of the same names."""
+    configs = [config_of(settings(EXPERTS, tmp_path, batch__global=4, **it), tmp_path) for it in EXPERT_LAYOUTS]
+    (texts,) = {tuple(texts) for texts in run_world(4, errors_of_an_expert, configs)}
+    for text in texts:
+        assert re.search(rf"the gradient of {re.escape(DOWN)} on rank 2 \(\S+\) is not finite", text), text
 
 
 def last_rank_with_layer_2(config: Any) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError
 from megascale.core.rank import Rank
 from megascale.record.metrics_writers import JsonLinesWriter
 from megascale.schedule.ir import Kind
@@ -122,6 +123,24 @@ def test_ranks_that_share_sequences_measure_as_one_process(family: str, name: st
     (alone,) = run_threads(configure(family, tmp_path, **keys), first_totals_of)
     for found in run_threads(configure(family, tmp_path, **keys, **SHARED[name]), first_totals_of):
         assert found == pytest.approx(alone, rel=1e-10)
+
+
+EXPERTS = LLAMA | {"num_layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
+
+
+@pytest.mark.parametrize("name", ["tp2 sp", "cp2 tp2 sp"])
+def test_gradients_of_experts_are_summed_over_the_ranks_of_a_sequence(name: str, tmp_path: Path) -> None:
+    layout = {"parallel__sp": True, "parallel__tp": 2, "parallel__cp": 2 if name.startswith("cp2") else 1}
+    keys = {"train__noise_scale_every": 1, "batch__global": 2}
+    alone, shared = (config_of(settings(EXPERTS, tmp_path, **keys, **more), tmp_path) for more in ({}, layout))
+    (expected,) = run_threads(alone, first_totals_of)
+    for found in run_threads(shared, first_totals_of):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+def test_experts_with_tokens_of_other_ranks_are_not_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="an expert's first gradient is of tokens of several ranks"):
+        config_of(settings(EXPERTS, tmp_path, train__noise_scale_every=1, parallel__dp=2, parallel__ep=2), tmp_path)
 
 
 def test_nothing_is_measured_in_other_steps(tmp_path: Path) -> None:

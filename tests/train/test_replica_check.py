@@ -22,6 +22,7 @@ from tests.worlds import run_world
 
 FP8 = {"train__precision": "fp8", "fp8__recipe": "tensorwise"}
 WIDE = LLAMA | {"hidden_size": 64, "ffn_size": 96}
+EXPERTS = LLAMA | {"num_layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero0 fp32": (LLAMA, {"parallel__dp": 2, "parallel__zero": 0, "train__precision": "fp32"}),
@@ -36,7 +37,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cp2 zero0": (LLAMA, {"parallel__cp": 2, "parallel__zero": 0}),
     "cp2 tp2 sp zero1": (LLAMA, {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True}),
     "lamb tp2 dp2": (LLAMA, {"parallel__tp": 2, "parallel__dp": 2, "optimizer__name": "lamb"}),
-}
+    "muon dp4 ep2 zero0": (
+        EXPERTS, {"parallel__dp": 4, "parallel__ep": 2, "parallel__zero": 0, "optimizer__name": "muon"},
+    ),
+    "muon tp2 sp dp2 ep4": (
+        EXPERTS,
+        {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__ep": 4, "optimizer__name": "muon"},
+    ),
+}  # fmt: skip
 
 
 def flip(values: torch.Tensor, element: int, bit: int) -> None:
@@ -86,7 +94,7 @@ def find(rank: Rank, config: Any) -> list[tuple[str, str, list[int], str]]:
     return found
 
 
-@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "zero0 bf16", "tied pp2 dp2"))
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "zero0 bf16", "tied pp2 dp2", "muon dp4 ep2 zero0"))
 def test_one_flipped_bit_is_named(layout: str, tmp_path: Path) -> None:
     model, changes = LAYOUTS[layout]
     config = config_of(settings(model, tmp_path, batch__global=4, **changes), tmp_path)
@@ -98,7 +106,8 @@ def test_one_flipped_bit_is_named(layout: str, tmp_path: Path) -> None:
         for group, name, members, text in kind:
             if group:
                 assert f"  {name}, a copy on each rank of {group}: " in text
-                assert all(f"rank {member} (" in text for member in members), "of two, nobody knows who is right"
+                odd = members if len(members) == 2 else members[-1:]  # of two, nobody knows who is right
+                assert all(f"rank {member} (" in text for member in odd)
                 assert "continue from a checkpoint of a step up to step 2, where they were equal" in text
 
 

@@ -6,7 +6,7 @@ history of FP8 scaling (`fp8_history.OPERAND`). Learning rate, dropout and sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,23 +40,53 @@ class Progress:
     tokens: int | float = 0  # of a saved number, pydantic keeps the type
 
 
+def missing_region(region: Region, boxes: Iterable[Region]) -> Region | None:
+    """Return a part of a region that no box covers; None if there is none."""
+    left = [region]
+    for box in boxes:
+        left = [part for piece in left for part in _outside(piece, box)]
+    return left[0] if left else None
+
+
+def _outside(region: Region, box: Region) -> Iterator[Region]:
+    """Yield the parts of a region outside of a box, cut off along one dimension after another."""
+    offset, size = map(list, region)
+    overlap = [
+        (max(low, first), min(low + n, first + count))
+        for low, n, first, count in zip(offset, size, *box, strict=True)
+    ]
+    if any(low >= high for low, high in overlap):
+        yield region
+        return
+    for dim, (low, high) in enumerate(overlap):
+        for start, stop in ((offset[dim], low), (high, offset[dim] + size[dim])):
+            if start < stop:
+                cut_offset, cut_size = offset.copy(), size.copy()
+                cut_offset[dim], cut_size[dim] = start, stop - start
+                yield tuple(cut_offset), tuple(cut_size)
+        offset[dim], size[dim] = low, high - low
+
+
 def shard_key(name: str, offset: Sequence[int]) -> str:
     """Return the key of a shard in its safetensors file."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def split_shards(state: Mapping[str, GlobalTensor], file_bytes: int) -> dict[str, GlobalTensor]:
-    """Split shards along dimension 0, so that each fits a file of `file_bytes` and MAX_SHARD_BYTES; a larger row stays
-    in one shard.
+    """Split shards along dimension 0, and stacks of large matrices along further ones, so that each fits a file of
+    `file_bytes` and MAX_SHARD_BYTES; a larger row stays in one shard.
     """
     max_bytes = min(MAX_SHARD_BYTES, file_bytes - HEADER_BYTES)
 
-    def split(shard: TensorShard) -> Iterator[TensorShard]:
-        count, *rest = shard.size
-        rows = max(1, max_bytes // max(1, shard.data.nbytes // count))
+    def split(shard: TensorShard, dim: int = 0) -> Iterator[TensorShard]:
+        count = shard.size[dim]
+        row_bytes = shard.data.nbytes // count
+        rows = max(1, max_bytes // max(1, row_bytes))
         for first in range(0, count, rows):
-            data = shard.data[first : first + rows]
-            yield TensorShard((shard.offset[0] + first, *shard.offset[1:]), (len(data), *rest), data)
+            data = shard.data.narrow(dim, first, min(rows, count - first))
+            offset = (*shard.offset[:dim], shard.offset[dim] + first, *shard.offset[dim + 1 :])
+            part = TensorShard(offset, tuple(data.shape), data)
+            yield from split(part, dim + 1) if row_bytes > max_bytes and dim + 2 < data.dim() else [part]
 
     return {
         name: GlobalTensor(tensor.shape, tensor.dtype, [part for shard in tensor.shards for part in split(shard)])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megascale.checkpoint.collective_errors import OtherRankError
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES
-from megascale.checkpoint.format.state import Region, shard_key, slices
+from megascale.checkpoint.format.state import Region, missing_region, shard_key, slices
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, single_rank_group
 from megascale.core.errors import CheckpointError
@@ -71,8 +71,18 @@ def plan_reads(path: Location, saved: manifest.Manifest, tensors: Mapping[str, G
             part = tensor.shards[target].data[slices(item.dest_offsets, item.lengths)]
             request.parts.append(((tuple(item.storage_offsets), tuple(item.lengths)), part))
         if sum(math.prod(item.lengths) for item in items) != sum(math.prod(shard.size) for shard in tensor.shards):
-            raise manifest.DamagedError(f"{path} holds only a part of {name}")
+            raise incomplete(path, name, stored, [(shard.offset, shard.size) for shard in tensor.shards])
     return list(requests.values())
+
+
+def incomplete(path: Location, name: str, stored: manifest.StoredTensor, wanted: Iterable[Region]) -> CheckpointError:
+    """Return the error of a tensor that is stored in part: with the first of the `wanted` regions that lacks one."""
+    boxes = [(shard.offset, shard.size) for shard in stored.shards]
+    missing = next(filter(None, (missing_region(region, boxes) for region in wanted)), None)
+    if missing is None:
+        return manifest.DamagedError(f"{path} holds parts of {name} twice")
+    text = ", ".join(f"{first}:{first + count}" for first, count in zip(*missing, strict=True))
+    return manifest.DamagedError(f"{path} holds only a part of {name} {list(stored.shape)}: it lacks [{text}]")
 
 
 def _chunk(shard: manifest.StoredShard | TensorShard) -> ChunkStorageMetadata:

@@ -1,8 +1,9 @@
 """Placement of replicas: the rank whose host keeps the replica of a rank's copy (`replica_ranks`).
 
 An eviction takes the nodes of a whole parallel group when a hang has no single culprit, so a replica lies outside the
-tp, dp and pp groups of its owner where the layout allows (ByteRobust, section 6; arXiv 2509.16293). Every rank moves by
-the same displacement along the axes, 0 or a power of two on each, so that every host keeps as many replicas as copies.
+tp, dp and pp groups of its owner, and those of its experts, where the layout allows (ByteRobust, section 6; arXiv
+2509.16293). Every rank moves by the same displacement along the axes, 0 or a power of two on each, so that every host
+keeps as many replicas as copies.
 """
 
 from __future__ import annotations
@@ -38,15 +39,22 @@ def replica_ranks(topology: Topology, hosts: Sequence[Hashable]) -> list[int | N
 
 
 class _Placement:
-    """Groups and hosts of ranks as arrays, by axis: the group of every rank, and the hosts of every group."""
+    """Groups and hosts of ranks as arrays, by axis: the group of every rank, and the hosts of every group. Of axes with
+    more than one group: no rank is outside of a group of all.
+    """
 
     def __init__(self, topology: Topology, host: np.ndarray) -> None:
         self._host = host
         self._index = np.arange(topology.world_size).reshape(_sizes(topology))
-        self._attainable = OTHER_GROUPS if sum(size > 1 for size in _sizes(topology)) > 1 else OTHER_HOST
         self._groups, self._on_host = [], []
-        for axis, size in enumerate(_sizes(topology)):
-            members = np.moveaxis(self._index, axis, -1).reshape(-1, size)
+        axes = [(self._index, axis) for axis in range(3)]
+        if topology.ep > 1:
+            of_experts = self._index.reshape(topology.pp, topology.edp, topology.ep)
+            axes += [(of_experts, 1), (of_experts, 2)]
+        for index, axis in axes:
+            members = np.moveaxis(index, axis, -1).reshape(-1, index.shape[axis])
+            if len(members) == 1:
+                continue
             of_rank = np.empty(topology.world_size, dtype=np.int64)
             of_rank[members] = np.arange(len(members))[:, None]
             on_host = np.zeros((len(members), host.max() + 1), dtype=bool)
@@ -76,7 +84,7 @@ class _Placement:
         ranks = np.arange(len(keepers))
         quality = self.quality(ranks, keepers)
         load = np.bincount(self._host[keepers], minlength=self._host.max() + 1)
-        for rank in ranks[quality < self._attainable]:
+        for rank in ranks[quality < OTHER_GROUPS]:
             options = self.quality(np.full_like(ranks, rank), ranks)
             options[options == GROUPS_ELSEWHERE] = OTHER_GROUPS  # load matters more
             best = options.max()

@@ -27,7 +27,7 @@ TICKS_PER_SECOND = 8_000_000
 binary floats of all viewers.
 """
 
-AXIS_ORDER = ("tp", "cp", "pp", "dp", "tied", "world")  # axes in display order; any further axes follow
+AXIS_ORDER = ("tp", "cp", "ep", "pp", "dp", "edp", "tied", "world")  # axes in display order; any further axes follow
 
 
 def axis_sort_key(axis: str) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megascale.layout.chunks import stages_of
 from megascale.layout.stages import Placement, looped
-from megascale.layout.topology import AXES, DATA_AXES, Topology
+from megascale.layout.topology import AXES, DATA_AXES, EXPERT_AXES, Topology
 from megascale.operate.show.run_view import RunView
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.ir import forward
@@ -50,6 +50,7 @@ def place_of(topology: Topology, rank: int, placement: Placement | None = None) 
     coord = topology.coord(rank)
     index = tuple((axis, getattr(coord, axis), getattr(topology, axis)) for axis in AXES)
     axes = {"tp": ("tp",), "cp": ("cp",), "dp": DATA_AXES, "pp": ("pp",)}
+    axes |= {axis: (axis,) for axis in EXPERT_AXES if topology.ep > 1}
     groups = {name: tuple(topology.group(rank, *along)) for name, along in axes.items() if topology.size(*along) > 1}
     placement = placement or looped(topology.pp, 1)
     found = [neighbours(forward(chunk, 0), coord.pp, placement) for chunk in range(placement.v)]

@@ -78,7 +78,9 @@ def _bubble(cube: StepCube, folder: Path) -> float:
     for rank in range(p.pp):
         for chunk in range(p.vpp):
             own = {name: np.nanmean(cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank]) / m for name in WORK}
-            waits = sum(np.nanmean(cube.mean(_chunk(cube, axis, chunk))[stage == rank]) for axis in ("tp", "cp")) / m
+            waits = (
+                sum(np.nanmean(cube.mean(_chunk(cube, axis, chunk))[stage == rank]) for axis in ("tp", "cp", "ep")) / m
+            )
             for name, seconds in own.items():
                 times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
     chunks = StageTimes(times[Kind.F], times[Kind.B], 0.0, 0.0, {}, {})

@@ -139,7 +139,10 @@ def rank_resources(store: duckdb.DuckDBPyConnection, run: str) -> dict[tuple[int
     """Return the resources by attempt and rank: host, process, and the rank's place in the layout."""
     from opentelemetry.sdk.resources import Resource
 
-    axes = {"tp": "tensor_parallel", "cp": "context_parallel", "dp": "data_parallel", "pp": "pipeline_parallel"}
+    axes = {
+        "tp": "tensor_parallel", "cp": "context_parallel", "dp": "data_parallel", "pp": "pipeline_parallel",
+        "ep": "expert_parallel",
+    }  # fmt: skip
     sizes = ", ".join(f"1 + max({axis}) OVER (PARTITION BY attempt) AS {axis}s" for axis in axes)
     once = "QUALIFY row_number() OVER (PARTITION BY attempt, rank ORDER BY start_ns DESC) = 1"
     resources = {}

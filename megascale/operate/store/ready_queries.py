@@ -82,7 +82,7 @@ READY_QUERIES = {
         WITH last AS (
             SELECT attempt, step, tp, pp, rank, max(last_issue_ns) AS ns
             FROM step_parts JOIN ranks USING (attempt, rank)
-            WHERE axis = 'dp' AND name IN ('reduce_scatter', 'all_reduce') AND step > 0 GROUP BY ALL
+            WHERE axis IN ('dp', 'edp') AND name IN ('reduce_scatter', 'all_reduce') AND step > 0 GROUP BY ALL
         ), spread AS (SELECT attempt, step, max(ns) - min(ns) AS ns, arg_max(rank, ns) AS rank FROM last
             GROUP BY attempt, step, tp, pp)
         SELECT attempt, step, round(max(ns) / 1e6, 3) AS widest_ms, round(median(ns) / 1e6, 3) AS median_ms,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale.record.layout import EVENT_FIELDS, STEP_FIELDS, Fields
+from megascale.record.layout import COORDINATES, EVENT_FIELDS, STEP_FIELDS, Fields
 
 ColumnType = Literal["int8", "int16", "int32", "int64", "float64", "text"]
 
@@ -123,7 +123,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("node", "text", "node, as the scheduler or the launcher names it"),
         Column("host", "text", "host name"),
         Column("pid", "int32", "process"),
-        *(Column(axis, "int32", f"index on the {axis} axis") for axis in ("tp", "cp", "dp", "pp")),
+        *(Column(axis, "int32", f"index on the {axis} axis") for axis in COORDINATES),
         Column("peak_flops", "float64", "peak FLOP/s of the rank's device; 0: unknown"),
         Column("cores", "int32", "cores that the ranks of the node may use together; 0: unknown"),
         Column("start_ns", "int64", "start of the process"),

@@ -176,7 +176,7 @@ def _span_of(row: Row) -> tuple[str, str, int]:
     if name in ("send", "receive"):
         operation = "send" if name == "send" else "recv"
         return f"megatron.p2p.{operation}_{row['direction'] or 'other'}", FORWARD_BACKWARD, 1
-    if axis == "dp" and name in ("reduce_scatter", "all_reduce"):
+    if axis in ("dp", "edp") and name in ("reduce_scatter", "all_reduce"):
         return "megatron.grad_sync", TRAIN_STEP, 1
     return f"megatron.{axis}.{name}", TRAIN_STEP, 2
 

@@ -86,7 +86,7 @@ def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:
             counter_mode.set_kind(tensor, "optimizer")
     for tensor in run.average.flat_tensors() if run.average is not None else []:
         counter_mode.set_kind(tensor, "optimizer")
-    for _, _, _, values in run.optimizer.matrix_tensors():
+    for _, _, _, values in run.optimizer.matrix_state():
         counter_mode.set_kind(values, "optimizer")
     for bucket in run.buffers.buckets:
         counter_mode.set_kind(bucket.weights, "parameters")  # last, because fp32 weights are their own master copy

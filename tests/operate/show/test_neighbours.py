@@ -24,6 +24,14 @@ def test_a_rank_in_the_middle_of_a_pipeline() -> None:
     }  # fmt: skip
 
 
+def test_groups_of_experts() -> None:
+    topology = Topology(tp=2, dp=2, pp=2, ep=2)
+    assert place_of(topology, 6).groups == {
+        "tp": (6, 7), "dp": (4, 6), "pp": (2, 6), "ep": (6, 7), "edp": (4, 6)
+    }  # fmt: skip
+    assert place_of(Topology(dp=4, ep=4), 1).groups == {"dp": (0, 1, 2, 3), "ep": (0, 1, 2, 3)}
+
+
 def test_the_ends_of_a_pipeline_meet_with_virtual_stages_only() -> None:
     topology = Topology(pp=3)
     assert place_of(topology, 0).flows == (Flow("to", 1, "activations"), Flow("from", 1, "gradients of activations"))

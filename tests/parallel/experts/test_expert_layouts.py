@@ -10,6 +10,7 @@ import pytest
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings
+from tests.thread_world import run_threads
 from tests.worlds import run_world
 
 MIXTRAL = LLAMA | {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 24}
@@ -91,3 +92,49 @@ def test_every_layout_is_the_same_run(name: str, alone: Any, tmp_path: Path) -> 
 
 def test_recomputation_chooses_the_same_experts(alone: Any, tmp_path: Path) -> None:
     check("dp2 ep2", alone, tmp_path, train__recompute="full")
+
+
+MUON = {"optimizer__name": "muon"}
+
+
+@pytest.fixture(scope="module")
+def alone_by_muon(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[float, float]]]:
+    return run_world(1, train_all, configurations(tmp_path_factory.mktemp("muon"), {}, **MUON))[0]
+
+
+MUON_LAYOUTS = ("dp2 ep2", "dp2 ep2 zero2", "pp2 dp2 ep2", "dp4 ep2", "tp2 sp dp2 ep4")
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(it, marks=pytest.mark.slow) for it in MUON_LAYOUTS[:-1]), "tp2 sp dp2 ep4"]
+)
+def test_muon_takes_the_same_steps(name: str, alone_by_muon: Any, tmp_path: Path) -> None:
+    check(name, alone_by_muon, tmp_path, **MUON)
+
+
+GUARDED = {
+    "train__steps": 8, "optimizer__zclip": True, "optimizer__zclip_warmup": 2, "optimizer__zclip_threshold": 0.5,
+    "optimizer__skip_sigma": 0.2, "optimizer__skip_window": 2, "optimizer__clip_norm": 0.1,
+}  # fmt: skip
+
+
+def guarded(run: Any) -> tuple[list[tuple[float, float]], list[float], list[bool]]:
+    """Train with guards: the curve, their state, and which steps left this rank's weights as they were."""
+    curve, same = [], []
+    for _ in range(8):
+        before = [shard.master.clone() for shard in run.optimizer.shards]
+        curve += curve_of(run, 1)
+        same.append(all(bool((old == new.master).all()) for old, new in zip(before, run.optimizer.shards, strict=True)))
+    return curve, [number for values in run.optimizer._guard.flat_tensors() for number in values.tolist()], same
+
+
+@pytest.mark.parametrize("name", ["dp2 ep2", "tp2 sp dp2 ep4"])
+def test_guards_of_steps_see_one_norm(name: str, tmp_path: Path) -> None:
+    """Clipped and skipped steps are those of one process, on ranks with any experts."""
+    layout = {f"parallel__{key}": value for key, value in LAYOUTS[name].items()}
+    alone, split = (config_of(settings(MIXTRAL, tmp_path, **GUARDED, **more), tmp_path) for more in ({}, layout))
+    ((curve, state, same),) = run_threads(alone, guarded)
+    assert any(same) and not all(same)
+    for found_curve, found_state, found_same in run_threads(split, guarded):
+        assert sum(found_curve, ()) == pytest.approx(sum(curve, ()), rel=1e-10)
+        assert found_state == pytest.approx(state, rel=1e-9) and found_same == same

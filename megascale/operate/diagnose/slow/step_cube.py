@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megascale.layout.topology import AXES, DATA_AXES
+from megascale.layout.topology import AXES, DATA_AXES, EXPERT_AXES
 from megascale.operate.store.schema import COLD_TAGS, COMMON
 from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 from megascale.schedule.ir import Kind
@@ -35,7 +35,7 @@ OTHER = "other"  # name of the host's part of a step outside of all recorded act
 CLASS_TAGS = frozenset({"gc", "evaluation", "checkpoint"})
 """Tags of steps that a known cause has made longer: these are not compared with the others, unless they are common."""
 
-REDUCTIONS = frozenset({("dp", "reduce_scatter"), ("dp", "all_reduce")})
+REDUCTIONS = frozenset((axis, name) for axis in ("dp", "edp") for name in ("reduce_scatter", "all_reduce"))
 """Axis and name of the collectives that reduce gradients."""
 
 
@@ -83,7 +83,7 @@ class Places:
         last = np.flatnonzero(attempt == attempt.max(initial=0))
         last = last[np.argsort(np.asarray(ranks["rank"])[last])]
         nodes, node = np.unique(np.asarray(ranks["node"])[last].astype(str), return_inverse=True)
-        coords = {axis: np.asarray(ranks[axis])[last] for axis in AXES}
+        coords = {axis: np.asarray(ranks[axis])[last] for axis in (*AXES, "ep") if axis in ranks}
         crowded = list[tuple[str, int, int]]()
         if "cores" in ranks:  # agents on one host count its cores alike; 0: not known
             names = np.asarray(ranks["host"])[last].astype(str)
@@ -108,6 +108,11 @@ class Places:
 
     def group_codes(self, axis: str) -> Integers:
         """Return a code for each rank, equal for the ranks of a communication group along `axis`."""
+        if axis in EXPERT_AXES:
+            ep = self.coords.get("ep", np.zeros(len(self.rank), np.int64))
+            edp = self.codes("dp", "cp", "tp") // (int(ep.max(initial=0)) + 1)
+            other = edp if axis == "ep" else ep
+            return self.coords["pp"] * (int(other.max(initial=0)) + 1) + other
         along = {"dp": DATA_AXES}.get(axis, (axis,))
         return self.codes(*(other for other in AXES if other not in along)) if along[0] in AXES else self.codes()
 

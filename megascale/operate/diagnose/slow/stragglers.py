@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megascale.core.rank import format_ranks
-from megascale.layout.topology import AXES
+from megascale.layout.topology import AXES, EXPERT_AXES
 from megascale.operate.diagnose.slow.finding import JOB, SlowCause, SlowCulprit
 from megascale.operate.diagnose.slow.heatmap import MIN_STEPS, Kind, Outlier, excess_of, heat_map
 from megascale.operate.diagnose.slow.job_cost import Excess, job_costs
@@ -108,7 +108,7 @@ def slow_groups(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     A group's transfer is the shortest wait of its ranks: the last one to enter waits for the network only. Peers are
     the groups along the axis that carry as many bytes; a group without peers is compared with its usual steps.
     """
-    for axis in [axis for axis in cube.axes if axis in AXES and axis != "pp"]:
+    for axis in [axis for axis in cube.axes if axis in (*AXES, *EXPERT_AXES) and axis != "pp"]:
         groups, parts = Groups.of(cube.places.group_codes(axis)), cube.select(axis)
         transfer = groups.reduce(np.minimum, cube.wait[:, :, parts]).sum(2)
         size = groups.reduce(np.maximum, cube.bytes[:, parts]).sum(1)

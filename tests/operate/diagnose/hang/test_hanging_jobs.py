@@ -62,6 +62,11 @@ HEALING = [
 ]
 HANG_S = 12
 
+EXPERTS = {
+    "model__experts": 4, "model__experts_per_token": 2, "model__expert_ffn_size": 24, "model__bias": False,
+    "parallel__ep": 2,
+}  # fmt: skip
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"parallel__pp": 2}, {"parallel__tp": 2}, {}], ids=["pp2 dp2", "tp2 dp2", "dp4"])
@@ -93,6 +98,7 @@ def test_faults_of_random_ranks_are_named(tmp_path: Path, layout: dict[str, Any]
         ("skip_collective rank=3 step=5 phase=totals", 3, "divergence", {"parallel__pp": 2}),
         ("lose_message rank=1 step=5", 1, "network", {"parallel__pp": 2}),
         ("hang rank=3 step=5 phase=tp", 3, "collective", {"parallel__tp": 2}),
+        ("hang rank=2 step=5 phase=ep", 2, "collective", EXPERTS),
     ],
 )
 def test_faults_that_last_are_named(tmp_path: Path, fault: str, rank: int, kind: str, layout: dict[str, Any]) -> None:

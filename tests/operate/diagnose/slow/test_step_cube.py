@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from lab.fleet import Fleet
 from lab.fleet_tables import cube_of
 from lab.fleet_times import FleetLayout
-from megascale.layout.topology import Topology
-from megascale.operate.diagnose.slow.step_cube import Columns, StepCube
+from megascale.layout.topology import AXES, DATA_AXES, Topology
+from megascale.operate.diagnose.slow.step_cube import Columns, Places, StepCube
 
 LAYOUT = FleetLayout(Topology(dp=4), node_ranks=2, steps=20)
 
@@ -49,3 +50,18 @@ def test_a_step_counts_in_the_last_attempt_that_ran_it() -> None:
     assert (cube.wall[:, :10] < 1).all()
     assert (cube.own[:, 10:, cube.select("compute", "F")] == 5.0).all()
     np.testing.assert_allclose(cube.own[:, :10], cube_of(fleet).own[:, :10])
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(tp=2, dp=4, pp=2, ep=4), Topology(tp=2, cp=2, dp=2, ep=2), Topology(dp=3)]
+)
+def test_groups_are_those_of_the_layout(topology: Topology) -> None:
+    ranks = np.arange(topology.world_size)
+    coords = [topology.coord(rank) for rank in range(topology.world_size)]
+    of_axes = {axis: np.array([getattr(coord, axis) for coord in coords]) for axis in AXES}
+    ep = np.array([topology.index_in_group(coord, "ep") for coord in coords])
+    places = Places(ranks, ranks * 0, ("n0",), of_axes | {"ep": ep})
+    for axis, along in {"tp": ("tp",), "dp": DATA_AXES, "pp": ("pp",), "ep": ("ep",), "edp": ("edp",)}.items():
+        codes = places.group_codes(axis)
+        for rank in range(topology.world_size):
+            assert np.flatnonzero(codes == codes[rank]).tolist() == topology.group(rank, *along), (axis, rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -91,6 +93,15 @@ def test_slow_groups() -> None:
     assert found.seconds.mean() == pytest.approx(0.024, rel=0.05)
     cube = cube_of(Fleet(WIDE, 7, FleetFault("slow", rank=2, factor=1.5)))
     assert not list(slow_groups(cube, step_levels(cube, cube)))
+
+
+def test_slow_groups_of_experts() -> None:
+    """Four ranks of tp hold different experts: those with the same ones are those of dp."""
+    cube = cube_of(Fleet(WIDE, 7, FleetFault("dp_group", rank=2, factor=3)))
+    parts = tuple(part._replace(axis="edp") if part.axis == "dp" else part for part in cube.parts)
+    places = replace(cube.places, coords={**cube.places.coords, "ep": cube.places.coords["tp"]})
+    (found,) = slow_groups(of_experts := replace(cube, parts=parts, places=places), step_levels(of_experts, of_experts))
+    assert set(found.culprit.ranks) == set(range(2, 64, 4)) and found.culprit.axis == "edp"
 
 
 def test_a_slow_group_without_peers_is_compared_with_its_past() -> None:
