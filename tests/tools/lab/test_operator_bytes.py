@@ -62,4 +62,4 @@ def test_the_table_has_a_row_for_every_operator() -> None:
     head, *rows, total = table({"bf16": [Launch("mm", 2_000_000, 1_000_000)], "x": [Launch(WEIGHTS, 0, 5_000_000)]})
     assert head == ["operator", "bf16", "x"]
     assert rows == [["mm", "1: 2 + 1", ""], [WEIGHTS, "", "1: 0 + 5"]]
-    assert total == ["all but these", "1: 2 + 1", ""]
+    assert total == ["sum of a micro-batch", "1: 2 + 1", ""]

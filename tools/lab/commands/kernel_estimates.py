@@ -6,7 +6,7 @@ bandwidth. Writes the table into the page of the measurement.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import defaultdict
 
 from lab.commands.operator_bytes import BF16, CONFIG, WEIGHTS, count, recipe_config
 from megascale.catalog.recipes import RECIPES
@@ -62,7 +62,7 @@ def estimate(options: argparse.Namespace, recipe: str) -> dict[str, float]:
     config = recipe_config(options.config, recipe)
     stack = profiles.stack("megascale").model_copy(update={"attention": options.attention, "generation": GENERATION})
     parts = StepParts(config, profiles.hardware(options.hardware), stack)
-    seconds, stream = Counter[str](), parts.layers.kernels.stream
+    seconds, stream = defaultdict[str, float](float), parts.layers.kernels.stream
     for launch in count(config):
         times = config.model.num_layers * (1 if launch.name == WEIGHTS else config.num_microbatches)
         purpose = "quantise" if launch.name == WEIGHTS else classify(f"aten::{launch.name}")
@@ -70,4 +70,4 @@ def estimate(options: argparse.Namespace, recipe: str) -> dict[str, float]:
     logits = parts.layers.tokens * padded_vocab(config.model, 1)
     seconds["loss"] += config.num_microbatches * stream(LOSS_PASSES * logits * parts.layers.kernels.bytes)
     seconds |= {name: parts.estimate.causes[name] for name in PLANNED}
-    return {name: 1e3 * seconds[name] for name in ALL_PURPOSES if seconds[name]}
+    return {name: 1e3 * seconds[name] for name in ALL_PURPOSES if name in seconds}

@@ -77,7 +77,7 @@ def table(counts: Mapping[str, Sequence[Launch]]) -> list[list[str]]:
     names = dict.fromkeys(launch.name for launches in counts.values() for launch in launches)
     names.pop(WEIGHTS, None)
     rows = {name: [[one for one in each if one.name == name] for each in counts.values()] for name in (*names, WEIGHTS)}
-    rows["all but these"] = [[one for one in each if one.name != WEIGHTS] for each in counts.values()]
+    rows["sum of a micro-batch"] = [[one for one in each if one.name != WEIGHTS] for each in counts.values()]
     return [["operator", *counts], *([name, *map(cell, row)] for name, row in rows.items())]
 
 
@@ -136,8 +136,8 @@ def build_block(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> 
     parameters = {}
     for spec in layer_params(model, 0):
         weight = nn.Parameter(torch.empty(spec.local_shape(topology), dtype=torch.bfloat16, device=META))
-        weight.main_grad = torch.empty_like(weight, dtype=torch.float32)
-        weight.accumulation = Accumulation(partial(wgrad, counter))
+        weight.main_grad = torch.empty_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        weight.accumulation = Accumulation(partial(wgrad, counter))  # type: ignore[attr-defined]
         parameters[spec.name] = weight
     block: nn.Module = BLOCKS[model.block].load()(replace(context, parameters=parameters), 0)
     return block
