@@ -6,7 +6,7 @@
 # A part begins if its expected seconds are left of SECONDS (570), and ends at its limit at the latest. A part that ended
 # with status 0 is skipped when the script is called again. Outputs of the parts are in build/quarter-hour; FOLDER
 # (build) gets quarter-hour.json, quarter-hour.md and quarter-hour.tar.xz, the outputs, after every part.
-# REHEARSE=1 runs tiny cases on the CPU. Exit status: 1 if a part failed.
+# REHEARSE=1 runs tiny cases on the CPU, where all times are five-fold. Exit status: 1 if a part failed.
 #
 # Two ranks share one GPU with NCCL 2.30. For a machine without a package index, put into .loan what it lacks: wheels
 # (pydantic and those that pydantic needs), and libnccl.so.2.xz, from the wheel nvidia-nccl-cu13==2.30.7.
@@ -21,7 +21,7 @@ part() { # NAME SECONDS LIMIT COMMAND...
     local name=$1 seconds=$2 limit=$3 left=$((deadline - SECONDS)) begun=$SECONDS status=0
     shift 3
     [[ $(cut -d' ' -f1 "$state/$name.status" 2>/dev/null) != 0 ]] || return
-    ((left >= seconds)) || { echo "$name: needs $seconds s, $left s are left" && return; }
+    ((seconds *= stretch, left >= seconds)) || { echo "$name: needs $seconds s, $left s are left" && return; }
     ((limit *= stretch, limit < left)) || limit=$left
     timeout -k 5 $limit "$@" >"$state/$name.out" 2>"$state/$name.err" || status=$?
     echo "$status $((SECONDS - begun)) $seconds $limit" >"$state/$name.status"
@@ -47,7 +47,7 @@ fi
 pair=(NCCL_MAX_CTAS=4) stretch=1 cpu=() tiny=() # environment of two ranks; arguments of a rehearsal
 if [[ ${REHEARSE:-} ]]; then
     export CUDA_VISIBLE_DEVICES=
-    stretch=5 cpu=(--device cpu)
+    stretch=5 deadline=${1:-2850} cpu=(--device cpu)
     tiny=(model.hidden_size=64 model.num_heads=8 model.num_kv_heads=8 model.seq_length=64 model.vocab_size=512)
     tiny+=(model.ffn_size=128)
 elif (($($python -c 'import torch; print(torch.cuda.device_count())') == 1)); then

@@ -176,7 +176,7 @@ _CARDS = {
     ],
     "partial_attention": [
         _card("flash", "flash-attn (Dao 2023)", "flash_partial:FlashPartial", **_FLASH_FACTS),
-        _card("varlen", "the kernels of flash-attn 2 in torch", "flash_partial:TorchVarlen", **_FLASH_FACTS),
+        _card("varlen", "torch's flash-attn 2, or 3 or 4 if installed", "flash_partial:TorchVarlen", **_FLASH_FACTS),
         _card("torch", "torch's flash kernel for CPUs", "partial_attention:TorchFlash"),
     ],
     "rope": [

@@ -6,7 +6,7 @@ A soft cap c replaces the scores S = scale q k^T by c tanh(S / c) (Gemma 2).
 
 `TorchAttention`, `causal_attention`, `sliding_attention`, `visible`: torch's implementation. The rest tells which
 kernels suit a GPU: `half_precision_unsupported`, `not_by_default`, `torch_attention_outdated`, `is_outdated_kernel`,
-`newer_flash`.
+`newer_flash`, `activate_newer_flash`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class TorchAttention(OpBackend):
     """torch's fused kernels, blockwise for a sliding window; with dropout, unfused with all scores in memory."""
 
     def build(self, context: OpContext) -> CoreAttention:
-        if (newer := newer_flash(context)) is not None:
-            torch.nn.attention.activate_flash_attention_impl(newer)  # in this process
+        activate_newer_flash(context)
         return torch_attend(context.model.attention_scale, context.model.attention_softcap)
 
 
@@ -133,6 +132,12 @@ def newer_flash(context: OpContext) -> str | None:
         if name in names and fits and library.missing_reason() is None:
             return None if torch.are_deterministic_algorithms_enabled() else name
     return None
+
+
+def activate_newer_flash(context: OpContext) -> None:
+    """Let torch run `newer_flash`, if there is one, in this process."""
+    if (newer := newer_flash(context)) is not None:
+        torch.nn.attention.activate_flash_attention_impl(newer)
 
 
 def causal_attention(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megascale.device import copy_to_device
 from megascale.layout.mask_blocks import MaskBlock, MaskBlocks
-from megascale.ops.core_attention import half_precision_unsupported
+from megascale.ops.core_attention import activate_newer_flash, half_precision_unsupported
 from megascale.ops.library import FLASH, FLASH3, TRITON
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention
 from megascale.ops.select import OpContext
@@ -77,7 +77,9 @@ def version_3(operators: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class TorchVarlen:
-    """flash-attn 2's kernels in torch's GPU builds (`torch.nn.attention.varlen`)."""
+    """flash-attn 2's kernels in torch's GPU builds (`torch.nn.attention.varlen`), or in their place version 3's or 4's
+    if installed.
+    """
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         if context.model.head_dim % 8:
@@ -87,6 +89,7 @@ class TorchVarlen:
         return None if find_spec("torch.nn.attention.varlen") else "needs torch 2.10 or later"
 
     def build(self, context: OpContext) -> PartialAttention:
+        activate_newer_flash(context)
         m = context.model
         return FlashPartialAttention(_varlen_forward, _varlen_backward, m.attention_scale or m.head_dim**-0.5, _merge())
 

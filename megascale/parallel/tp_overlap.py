@@ -129,17 +129,17 @@ class TensorParallel:
         serves = blocks == {TENSOR} or (blocks == {ROW} and aligned)
         return fused if serves and fused.has_scaled_matmul() else None
 
-    def num_pieces(self, shard: Operand) -> int:
-        """Return the number of pieces into which the communication of `shard` [s, b, k] is split; 0: one collective."""
+    def num_pieces(self, shape: Sequence[int], nbytes: int) -> int:
+        """Return the number of pieces into which the communication of a shard [s, b, k] is split; 0: one collective."""
         if not self.overlap or self.group.p2p_transport is None:
             return 0
-        pieces = max(1, min(MAX_PIECES, shard.nbytes // MIN_PIECE_BYTES))
+        pieces = max(1, min(MAX_PIECES, nbytes // MIN_PIECE_BYTES))
         if not self.gpu:
             return pieces
         # Pieces of sharded activations are p2p messages to every rank; otherwise each piece is an all-reduce.
         if self.activations_sharded and self.size > MAX_GPU_P2P_RANKS:
             return 0
-        return min(pieces, max_pieces(*shard.shape[:2]))
+        return min(pieces, max_pieces(*shape[:2]))
 
 
 def all_gather_matmul(
@@ -154,7 +154,7 @@ def all_gather_matmul(
     during communication, and then for the remaining rows. `after_all_gather` turns gathered rows into a GEMM operand.
     """
     on_rows = on_rows or (lambda full, rows: None)
-    pieces = tp.num_pieces(shard) if tp.activations_sharded else 0
+    pieces = tp.num_pieces(shard.shape, shard.nbytes) if tp.activations_sharded else 0
     operands = [weight.operand for weight in weights]
     if (fused := tp.fused_for([shard], operands, shard.shape[:-1].numel())) is not None:
         full, outputs = _fused_all_gather_matmul(shard, operands, tp, fused, label, dtype)
@@ -225,19 +225,38 @@ def matmul_reduce_scatter(
     x, weight = inputs[0], weights[0].operand
     if (fused := tp.fused_for(inputs, [w.operand for w in weights], x.shape[:-1].numel() // tp.size)) is not None:
         return _fused_matmul_reduce_scatter(x, weight, fused, label, dtype)
-    full = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
+    *tokens, n = *x.shape[:-1], weight.shape[0]
+    shape = torch.Size([tokens[0] // tp.size if tp.sequence_parallel else tokens[0], *tokens[1:], n])  # of the result
+    pieces = tp.num_pieces(shape, shape.numel() * dtype.itemsize)
+    if not pieces:
+        full = weights[0].gemms.gemm(x, weight, None, dtype)
+        for layer_input, (operand, _, gemms) in zip(inputs[1:], weights[1:], strict=True):
+            gemms.gemm_out(full, layer_input, operand, add=True)
+        return tp.reduce(full, label)[0]
+    return _matmul_reduce_scatter_pieces(inputs, weights, tp, label, pieces, dtype)
+
+
+def _fused_matmul_reduce_scatter(
+    x: Operand, weight: Operand, fused: SymmetricMemory, label: Label, dtype: torch.dtype
+) -> Tensor:
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        return fused.matmul_reduce_scatter(x, weight.t(), label=label)
+    assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8, or neither"
+    return fused.scaled_matmul_reduce_scatter(x.data, x.scale, _scaled_matrix(weight), dtype, label=label)
+
+
+def _matmul_reduce_scatter_pieces(
+    inputs: Sequence[Operand], weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, pieces: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    full = inputs[0].new_empty(*inputs[0].shape[:-1], weights[0].operand.shape[0], dtype=dtype)
 
     def compute_rows(rows: slice) -> None:
         for number, (layer_input, (operand, _, gemms)) in enumerate(zip(inputs, weights, strict=True)):
             gemms.gemm_out(full[rows], layer_input[rows], operand, add=number > 0)
 
-    shard = full[: full.shape[0] // tp.size]
-    pieces = tp.num_pieces(shard if tp.sequence_parallel else full)
-    if not pieces:
-        compute_rows(slice(0, full.shape[0]))
-        return tp.reduce(full, label)[0]
     if tp.sequence_parallel:
-        out = torch.empty_like(shard)
+        out = torch.empty_like(full[: full.shape[0] // tp.size])
         scatter = ReduceScatterPieces(tp.group, out, full, pieces, label=label)
         for rows_to_send in scatter.rows_per_send:
             for rows in rows_to_send:
@@ -252,12 +271,3 @@ def matmul_reduce_scatter(
     for reduction in reductions:
         reduction.wait()
     return full
-
-
-def _fused_matmul_reduce_scatter(
-    x: Operand, weight: Operand, fused: SymmetricMemory, label: Label, dtype: torch.dtype
-) -> Tensor:
-    if isinstance(x, Tensor) and isinstance(weight, Tensor):
-        return fused.matmul_reduce_scatter(x, weight.t(), label=label)
-    assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8, or neither"
-    return fused.scaled_matmul_reduce_scatter(x.data, x.scale, _scaled_matrix(weight), dtype, label=label)

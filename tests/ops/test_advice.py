@@ -16,6 +16,7 @@ from megascale.device import Device
 from megascale.ops import wgrad
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.core_attention import TorchAttention, newer_flash
+from megascale.ops.flash_partial import TorchVarlen
 from megascale.ops.library import Library
 from megascale.ops.select import OpContext
 from tests.ops.settings import CPU, GPU, setting
@@ -106,16 +107,17 @@ def test_newer_kernels_in_torch_are_not_outdated(machine: Machine, monkeypatch: 
     assert newer_flash(setting(torch.bfloat16, GPU)) is None, "a head dim of 8"
 
 
-def test_torchs_attention_takes_the_newer_kernels(machine: Machine) -> None:
+@pytest.mark.parametrize("backend", [TorchAttention(), TorchVarlen()], ids=lambda each: type(each).__name__)
+def test_torchs_attention_takes_the_newer_kernels(machine: Machine, backend: TorchAttention | TorchVarlen) -> None:
     attention, registered = torch.nn.attention, []
     context = machine("flash_attn_3", "flash_attn_4", kernel="FLASH_ATTENTION")
     own = dict(_registry._FLASH_ATTENTION_IMPLS)
     try:
         for name in own:
             attention.register_flash_attention_impl(name, register_fn=partial(registered.append, name))
-        TorchAttention().build(setting(torch.bfloat16, CPU))
+        backend.build(setting(torch.bfloat16, CPU))
         assert not registered
-        TorchAttention().build(context)
+        backend.build(context)
         assert registered == ["FA3"]
         torch.use_deterministic_algorithms(True)
         assert newer_flash(context) is None

@@ -4,26 +4,27 @@ and torch's operators run on tensors without data. A copy from the host would be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.commands.operator_bytes import noted_triton
+from lab.launches import LaunchCounter
 from megascale.catalog.recipes import RECIPES
-from megascale.comm.mesh import open_mesh
 from megascale.config.run import RunConfig
-from megascale.core.rank import Rank
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.topology import Topology
-from megascale.ops.fp8 import TORCH_KERNELS, Fp8Kernels
+from megascale.ops.fp8 import TORCH_KERNELS
 from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.plan.dryrun.fake_mesh import fake_mesh
+from megascale.record.recorder import Recorder
 from tests.parallel.test_fp8_linear import WIDE, configured, operands
-from tests.worlds import run_world
 
 LAYER, META = "attention.out", torch.device("meta")
 OPERANDS = ("input", "weight", "gradient", "input for wgrad", "gradient for wgrad")
@@ -42,58 +43,28 @@ the weight's few scales for its transpose.
 """
 
 
-class Launched(TorchDispatchMode):
-    """Notes operators but views and allocations."""
-
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self._found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, results = func.overloadpacket.__name__, func._schema.returns
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in results)
-        if not is_view and name not in ("empty", "new_empty"):
-            self._found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-class Noted:
-    """Stands in for a kernel of Triton."""
-
-    def __init__(self, name: str, found: list[str]) -> None:
-        self._name, self._found = name, found
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *_, **__: self._found.append(self._name)
-
-
-def launches(rank: Rank, configs: list[RunConfig], monitor: bool, with_triton: bool) -> dict[str, list[list[str]]]:
-    found, kernels = list[str](), TORCH_KERNELS
-    if with_triton:
-        from megascale.ops import cast_transpose
-
-        for name in ("_fp8_amax", "_fp8_cast", "_fp8_cast_rows"):
-            setattr(cast_transpose, name, Noted(name, found))
-        kernels = Fp8Kernels(cast_transpose.amax, cast_transpose.cast, strided=True)
-    mesh = open_mesh(Topology(), rank.rank, tied=False)
+def launches(configs: list[RunConfig], monitor: bool, with_triton: bool) -> dict[str, list[list[str]]]:
+    counter, mesh = LaunchCounter(), fake_mesh(Topology(), 0, Recorder(), tied=False, collectives_in_pieces=True)
     results = {}
-    for config in configs:
-        layers = fp8_layers(config.model, config.train, config.fp8)
-        state = Fp8State(config.model, config.fp8, layers, mesh, META, kernels)
-        state.end_restore()  # a step later than the first: delayed scaling has a history
-        state.begin_step(collect_stats=monitor)
-        gemms = build_linear_gemms(f"layers.1.{LAYER}", state, TensorParallel(mesh.tp, False))
-        assert isinstance(gemms, Fp8Gemms)
-        x, weight, grad = (torch.empty(each.shape, dtype=each.dtype, device=META) for each in operands(LAYER))
-        with Launched(found):
-            results[config.fp8.recipe] = [found[:] for _ in casts(gemms, x, weight, grad, found)]
+    with ExitStack() as stack:
+        kernels = noted_triton(counter, stack) if with_triton else TORCH_KERNELS
+        for config in configs:
+            layers = fp8_layers(config.model, config.train, config.fp8)
+            state = Fp8State(config.model, config.fp8, layers, mesh, META, kernels)
+            state.end_restore()  # a step later than the first: delayed scaling has a history
+            state.begin_step(collect_stats=monitor)
+            gemms = build_linear_gemms(f"layers.1.{LAYER}", state, TensorParallel(mesh.tp, False))
+            assert isinstance(gemms, Fp8Gemms)
+            x, weight, grad = (torch.empty(each.shape, dtype=each.dtype, device=META) for each in operands(LAYER))
+            with counter:
+                taken = [counter.take() for _ in casts(gemms, x, weight, grad)]
+            results[config.fp8.recipe] = [[launch.name for launch in each] for each in taken]
     return results
 
 
-def casts(gemms: Fp8Gemms, x: Tensor, weight: Tensor, grad: Tensor, found: list[str]) -> Any:
+def casts(gemms: Fp8Gemms, x: Tensor, weight: Tensor, grad: Tensor) -> Iterator[None]:
     """Quantize each of `OPERANDS`, and yield when it is."""
     for each in OPERANDS:
-        found.clear()
         if each == "input":
             of_x = gemms.input_operand(x)
         elif each == "weight":
@@ -117,11 +88,10 @@ def configs(tmp_path: Path) -> list[RunConfig]:
 def test_casts_launch_the_counted_kernels_alone(configs: list[RunConfig], monitor: bool) -> None:
     """The monitor counts in these kernels."""
     pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
-    (found,) = run_world(1, launches, configs, monitor, True)
-    assert found == LAUNCHES
+    assert launches(configs, monitor, True) == LAUNCHES
 
 
 def test_torchs_operators_are_counted_too(configs: list[RunConfig]) -> None:
     """The count sees what the kernels replace."""
-    (found,) = run_world(1, launches, configs, True, False)
+    found = launches(configs, True, False)
     assert all(len(operators) >= 10 for recipe in found.values() for operators in recipe[:3])

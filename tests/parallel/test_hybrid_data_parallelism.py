@@ -69,6 +69,9 @@ def with_steps(monkeypatch: pytest.MonkeyPatch, step: int, rows: set[int]) -> No
 
         def micro_batches(self, *given: Any) -> list[MicroBatch]:
             found = super().micro_batches(*given)
+            lengths = [document.stop - document.start for document in hybrid_batches.documents_of(*given[:2])]
+            plan = plan_hybrid(lengths, self.ranks, self.max_tokens, self.work, self.stages)
+            assert [part.planned_rows for part in found] == (plan.rows(self.rank, step) or [step])
             rows.update(part.planned_rows or 0 for part in found)
             assert all(part.tokens is None or len(part.tokens) == part.planned_rows for part in found)
             return found

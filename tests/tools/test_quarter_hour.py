@@ -43,10 +43,10 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def call(here: Path, *words: str, fails: str = "nothing", gpus: int = 1) -> list[str]:
+def call(here: Path, *words: str, fails: str = "nothing", gpus: int = 1, rehearse: bool = False) -> list[str]:
     """Run the script, which must fail if a part fails; return the calls of tools."""
     env = os.environ | {"PATH": f"{here / 'bin'}:{os.environ['PATH']}", "FAILS": fails, "GPUS": str(gpus)}
-    env.pop("REHEARSE", None)
+    env["REHEARSE"] = "1" if rehearse else ""
     (here / "calls").unlink(missing_ok=True)
     done = subprocess.run([here / "tools" / "gpu_quarter_hour.sh", *words], env=env, check=False, capture_output=True)
     calls = (here / "calls").read_text().splitlines() if (here / "calls").exists() else []
@@ -71,6 +71,15 @@ def test_a_part_that_does_not_fit_the_time_left_is_left_out(here: Path) -> None:
     assert [words.split()[1] for words in call(here, "30") if "lab" in words] == ["spin-gemm"]
     limits = [int(line) for line in (here / "limits").read_text().splitlines()]
     assert limits and max(limits) <= 30, "no part may outlast the time left"
+
+
+def test_a_rehearsal_has_five_times_the_seconds(here: Path) -> None:
+    """Of the whole, of a part's limit, and of what a part needs to begin: the shortest needs 50 s."""
+    assert call(here, "49", rehearse=True) == []
+    rehearsed = call(here, rehearse=True)
+    limits = [int(line) for line in (here / "limits").read_text().splitlines()]
+    assert len(rehearsed) == 17 and limits[:2] == [200, 500] and max(limits) == 900
+    assert all("--rehearse" in words for words in rehearsed if "test_gpu.py" in words)
 
 
 @pytest.mark.parametrize(("gpus", "shared"), [(1, True), (2, False)])

@@ -47,12 +47,13 @@ class HybridPlan:
         for sequences, first, ranks in self.microbatches[rank]:
             yield [(i, ring_parts(self.lengths[i], ranks)[rank - first]) for i in sequences]
 
-    def tokens(self, rank: int) -> list[int]:
-        """Count the tokens of every micro-batch of a rank."""
-        return [
-            sum(_share(self.lengths[i], ranks, rank - first) for i in sequences)
-            for sequences, first, ranks in self.microbatches[rank]
-        ]
+    def padded(self, batch: PlannedBatch, step: int) -> int:
+        """Count the tokens of a micro-batch over its ranks, with padding as in `with_padding`."""
+        return with_padding(sum(self.lengths[i] for i in batch.sequences), batch.ranks, step, self.max_tokens)
+
+    def rows(self, rank: int, step: int = 1) -> list[int]:
+        """Count the rows of every micro-batch of a rank, with padding as in `with_padding`."""
+        return [_share(self.padded(own, step), own.ranks, rank - own.first) for own in self.microbatches[rank]]
 
     @property
     def rings(self) -> tuple[PlannedBatch, ...]:

@@ -29,7 +29,7 @@ GRAIN = 256  # tokens per rank are planned in multiples
 @dataclass(frozen=True)
 class StrategyCost:
     """A way to train on the drawn steps, in means over them. `context_bytes`: sent by all ranks in a step; `bound`: of
-    the makespan, for any plan.
+    the makespan, for any plan; `padding`: rows of padding over tokens.
     """
 
     name: str
@@ -39,6 +39,7 @@ class StrategyCost:
     bound: float
     context_bytes: float
     microbatches: tuple[int, int]
+    padding: float
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class LengthPlan:
         step_s = fmean(self.times.parts.seconds(step.makespan) for step in steps)
         sent = fmean(map(self._context_bytes, steps))
         counts = min(step.microbatches[0] for step in steps), max(step.microbatches[1] for step in steps)
-        return StrategyCost(name, step_s, self.mean_tokens / step_s, makespan, fmean(bounds), sent, counts)
+        padding = fmean(step.padding for step in steps) / self.mean_tokens
+        return StrategyCost(name, step_s, self.mean_tokens / step_s, makespan, fmean(bounds), sent, counts, padding)
 
     def _context_bytes(self, step: LengthStep) -> float:
         """Bytes that all ranks send for keys and values of all layers, forward and backward."""

@@ -33,8 +33,11 @@ def tables(plan: LengthPlan) -> Iterator[str | Table]:
         speed = format_count(way.tokens_per_s), f"{way.tokens_per_s / first.tokens_per_s:.2f}"
         makespan = f"{way.makespan:.3f}", f"{way.makespan / way.bound:.2f}"
         counts = "-".join(f"{count:,}" for count in dict.fromkeys(way.microbatches))
-        rows.append((way.name, f"{way.step_s:.3f}", *speed, *makespan, format_bytes(way.context_bytes), counts))
-    headings = ("way", "step s", "tokens/s", "speed", "makespan s", "over bound", "context bytes", "micro-batches")
+        sent, padding = format_bytes(way.context_bytes), f"{way.padding:.1%}"
+        rows.append((way.name, f"{way.step_s:.3f}", *speed, *makespan, sent, counts, padding))
+    headings = (
+        "way", "step s", "tokens/s", "speed", "makespan s", "over bound", "context bytes", "micro-batches", "padding",
+    )  # fmt: skip
     yield plain_table(headings, rows)
     yield "the bound: equal work on all ranks without communication; gradient reductions are left out, alike for all"
     exchanges = list[tuple[str, ...]]()

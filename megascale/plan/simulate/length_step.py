@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 
-from megascale.layout.hybrid.plan import HybridPlan
+from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch
 from megascale.layout.hybrid.planner import makespan_bound, plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.packs import deal, pack_sequences
@@ -23,18 +24,20 @@ SIMULATED = 4  # slowest pipelines by their sums that are simulated
 @dataclass(frozen=True)
 class LengthStep:
     """A step. `makespan`: seconds until the slowest pipeline is done; `rings`: tokens that ranks share, and the number
-    of ranks; `microbatches`: fewest and most of a pipeline.
+    of ranks; `microbatches`: fewest and most of a pipeline; `padding`: rows of padding of all ranks.
     """
 
     makespan: float
     rings: Sequence[tuple[int, int]]
     microbatches: tuple[int, int]
+    padding: int = 0
 
 
 @dataclass(frozen=True)
 class Pool:
     """The dp x cp ranks of a job. `work`: of a stage, of `stages`; `forward`: the forward's share of time; `message`:
-    seconds of a message between stages, for `max_tokens`.
+    seconds of a message between stages, for `max_tokens`; `step`: of numbers of rows, as in
+    `layout.hybrid.plan.with_padding`.
     """
 
     ranks: int
@@ -43,6 +46,7 @@ class Pool:
     stages: int = 1
     forward: float = 1 / 3
     message: float = 0.0
+    step: int = 1
 
     def bound(self, lengths: Sequence[int]) -> float:
         """Bound the makespan of any plan: equal work on all ranks, without communication."""
@@ -68,22 +72,37 @@ class Pool:
 
 
 def hybrid_step(lengths: Sequence[int], pool: Pool) -> tuple[LengthStep, HybridPlan]:
-    """Plan a step by hybrid data parallelism, and simulate its pipelines."""
+    """Plan a step by hybrid data parallelism, and time it with the padding of its rows, which is a document of its own;
+    its pipelines are simulated.
+    """
     plan = plan_hybrid(lengths, pool.ranks, pool.max_tokens, pool.work, pool.stages)
-    counts, makespan = [len(batches) for batches in plan.microbatches], plan.makespan
+    batches = dict.fromkeys(batch for own in plan.microbatches for batch in own)
+    padding = {batch: plan.padded(batch, pool.step) - plan.padded(batch, 1) for batch in batches}
 
     @cache
-    def seconds(sequences: tuple[int, ...], ranks: int) -> float:
-        return pool.work.shared([lengths[i] for i in sequences], ranks)
+    def seconds(batch: PlannedBatch) -> float:
+        return pool.work.shared([*(lengths[i] for i in batch.sequences), padding[batch]], batch.ranks)
 
+    times = [[seconds(batch) for batch in own] for own in plan.microbatches]
+    fills = [(pool.stages - 1) * max(own, default=0.0) for own in times]
+    makespan = max(end + fill for end, fill in zip(_ends(plan, seconds), fills, strict=True))
     if pool.stages > 1:
-        times = [[seconds(batch.sequences, batch.ranks) for batch in own] for own in plan.microbatches]
-        ends = [sum(own) + (pool.stages - 1) * max(own, default=0.0) for own in times]
-        slowest = sorted(range(pool.ranks), key=ends.__getitem__)[-SIMULATED:]
+        slowest = sorted(range(pool.ranks), key=lambda rank: sum(times[rank]) + fills[rank])[-SIMULATED:]
         # the plan counts the waits of rings, the simulation the order of 1F1B
-        makespan = max(makespan, *(pool.pipeline(times[rank], plan.tokens(rank)) for rank in slowest))
+        makespan = max(makespan, *(pool.pipeline(times[rank], plan.rows(rank, pool.step)) for rank in slowest))
     rings = [(lengths[i], ring.ranks) for ring in plan.rings for i in ring.sequences]
-    return LengthStep(makespan, rings, (min(counts), max(counts))), plan
+    counts = [len(own) for own in times]
+    return LengthStep(makespan, rings, (min(counts), max(counts)), sum(padding.values())), plan
+
+
+def _ends(plan: HybridPlan, seconds: Callable[[PlannedBatch], float]) -> list[float]:
+    """Return when every rank is done with its micro-batches: a ring starts when all of its ranks are ready."""
+    done = [0.0] * len(plan.microbatches)
+    for row in zip_longest(*plan.microbatches):
+        for batch in {batch for batch in row if batch is not None}:
+            members = slice(batch.first, batch.first + batch.ranks)
+            done[members] = [max(done[members]) + seconds(batch)] * batch.ranks
+    return done
 
 
 def static_step(lengths: Sequence[int], pool: Pool, cp: int, *, balanced: bool = False) -> LengthStep:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megascale.config.run import RunConfig
+from megascale.layout.hybrid.plan import row_step
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.plan.account.chunk_memory import with_context
 from megascale.plan.account.context_bytes import ContextMode, Heads, context_bytes
@@ -52,7 +53,8 @@ class SequenceTimes:
         p, stage = self.config.parallel, self.parts.slowest_rank
         message = self.parts.times.message if p.pp > 1 else 0.0
         forward = stage.forward.total / stage.total
-        return Pool(self.config.dp * p.cp, self.max_tokens, self.work, p.pp, forward, message)
+        step = 1 if self.hardware.device.measured else row_step(self.max_tokens)  # processors need no alike shapes
+        return Pool(self.config.dp * p.cp, self.max_tokens, self.work, p.pp, forward, message, step)
 
     @property
     def heads(self) -> Heads:

@@ -44,7 +44,7 @@ def test_ranks_have_few_numbers_of_rows(max_tokens: int, tokens: int, ranks: int
 def test_every_token_is_trained_on_once_within_the_limit(lengths: list[int], pool: int, stages: int) -> None:
     plan = plan_hybrid(lengths, pool, 100, SequenceWork(1.0, 0.01), stages)
     check_plan(plan)
-    assert sum(sum(plan.tokens(rank)) for rank in range(len(plan.microbatches))) == sum(lengths)
+    assert sum(sum(plan.rows(rank)) for rank in range(len(plan.microbatches))) == sum(lengths)
     assert plan.makespan >= plan.bound * (1 - 1e-9)
 
 
@@ -119,7 +119,7 @@ def test_a_pipeline_with_many_micro_batches_is_close_to_the_bound() -> None:
 def test_768k_tokens_take_96_ranks() -> None:
     plan = plan_hybrid([786432, *[100] * 2700], 128, 8192, SequenceWork(1.0, 0.0))
     assert [(ring.ranks, ring.sequences) for ring in plan.rings] == [(96, (0,))]
-    assert plan.tokens(0)[0] == 8192
+    assert plan.rows(0)[0] == 8192
 
 
 def test_rings_wider_than_memory_asks_for_if_attention_dominates() -> None:

@@ -37,6 +37,18 @@ def test_hybrid_is_faster_than_a_static_mesh() -> None:
         assert step.makespan >= plan.makespan >= plan.bound
 
 
+@pytest.mark.parametrize("stages", [1, 4])
+def test_padding_of_rows_counts_in_the_time_of_a_step(stages: int) -> None:
+    """As a document of its own in each micro-batch, whose rows are a multiple of the step or the most of a rank."""
+    exact, plan = hybrid_step(LENGTHS, Pool(8, 1000, WORK, stages))
+    padded, same = hybrid_step(LENGTHS, Pool(8, 1000, WORK, stages, step=64))
+    assert same == plan and exact.padding == 0
+    assert padded.padding == sum(sum(plan.rows(rank, 64)) for rank in range(8)) - sum(LENGTHS) > 0
+    assert exact.makespan < padded.makespan < exact.makespan * (1 + 64 / 500)
+    if stages == 1:
+        assert exact.makespan == pytest.approx(plan.makespan)
+
+
 def test_packs_dealt_in_turn_are_slower_than_balanced_ones() -> None:
     pool = Pool(8, 2000, WORK)
     assert static_step(LENGTHS, pool, 4).makespan > static_step(LENGTHS, pool, 4, balanced=True).makespan

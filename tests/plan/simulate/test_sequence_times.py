@@ -14,6 +14,7 @@ from megascale.plan.account.chunk_memory import with_context
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.sequence_times import SequenceTimes, ranks_with_offload
 from megascale.plan.simulate.step_time import StepParts
+from tests.bench.test_profile import truth
 
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
 
@@ -31,6 +32,13 @@ def test_work_is_the_stage_s_time_at_other_lengths(keys: list[str]) -> None:
         longer = times_of(*keys, max_tokens=length).parts.slowest_rank
         expected = longer.forward.total + longer.backward.total
         assert times.work.whole(length) == pytest.approx(expected, rel=0.05)
+
+
+def test_rows_have_padding_on_accelerators() -> None:
+    """As in a loader: 16 numbers of rows at most. A processor takes any number."""
+    assert times_of().pool.step == 512
+    processor = profiles.Hardware.model_validate(truth())
+    assert replace(times_of("train.precision=fp32"), hardware=processor).pool.step == 1
 
 
 def test_windows_make_attention_linear() -> None:

@@ -1,0 +1,65 @@
+"""Launches of a layer and their bytes, counted without a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from lab.commands.operator_bytes import BF16, CONFIG, WEIGHTS, count, recipe_config, table
+from lab.launches import Launch, LaunchCounter
+
+TOKENS, HIDDEN, INNER, QKV = 8192, 4096, 14336, 6144
+LINEARS = ((HIDDEN, QKV), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))  # inputs and outputs
+INPUTS = sum(k for k, _ in LINEARS) * TOKENS
+GRADIENTS = sum(n for _, n in LINEARS) * TOKENS
+
+
+def of(launches: list[Launch], name: str) -> tuple[int, int, int]:
+    """Return the number of launches of a name, and their bytes read and written."""
+    found = [launch for launch in launches if launch.name == name]
+    return len(found), sum(launch.read for launch in found), sum(launch.written for launch in found)
+
+
+def test_a_layer_in_bf16_has_a_launch_for_every_operand() -> None:
+    launches, weights = count(recipe_config(CONFIG, BF16)), sum(k * n for k, n in LINEARS)
+    assert of(launches, "mm") == (8, 2 * (INPUTS + GRADIENTS + 2 * weights), 2 * (GRADIENTS + INPUTS))
+    assert of(launches, "addmm") == (4, 2 * (INPUTS + GRADIENTS) + 4 * weights, 4 * weights)
+    stream = 2 * TOKENS * HIDDEN
+    assert of(launches, "add, rmsnorm") == (1, 2 * stream + 2 * HIDDEN, 2 * stream)
+    assert of(launches, "add, rmsnorm backward")[1:] == (3 * stream + 2 * HIDDEN, stream + 2 * HIDDEN)
+    assert of(launches, "swiglu")[1:] == (2 * TOKENS * 2 * INNER, 2 * TOKENS * INNER)
+    assert of(launches, "dot_product_attention")[1:] == (2 * TOKENS * QKV, stream)
+    assert Counter(launch.name for launch in launches)["rope"] == 2
+    assert of(launches, WEIGHTS) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("recipe", "amaxes"), [("tensorwise", 8), ("delayed", 0)])
+def test_casts_read_their_operands_once_or_twice(recipe: str, amaxes: int) -> None:
+    """Inputs and output gradients of four layers; an FP8 copy and its transpose are written, with a scale in fp32."""
+    pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
+    launches, elements = count(recipe_config(CONFIG, recipe)), INPUTS + GRADIENTS
+    assert of(launches, "_fp8_cast") == (8, 2 * elements + 4 * 8, 2 * elements + 4 * 8)
+    assert of(launches, "_fp8_amax") == (amaxes, 2 * elements * bool(amaxes), 4 * amaxes)
+    assert of(launches, "_fp8_gemm")[0] == 4 and of(launches, "_scaled_mm")[0] == 8
+    assert of(launches, WEIGHTS)[0] == (12 if amaxes else 4)
+    assert of(launches, "copy_")[0] == 0, "GEMMs write their results themselves"
+
+
+def test_operators_on_tensors_without_data_are_counted() -> None:
+    counter = LaunchCounter()
+    x = torch.empty(4, 8, device="meta")
+    with counter:
+        x.t().add_(1)
+        torch.add(x, x, out=torch.empty_like(x))
+        x.sum()
+    assert counter.take() == [Launch("add_", 128, 128), Launch("add", 128, 128), Launch("sum", 128, 4)]
+    assert not counter.take()
+
+
+def test_the_table_has_a_row_for_every_operator() -> None:
+    head, *rows, total = table({"bf16": [Launch("mm", 2_000_000, 1_000_000)], "x": [Launch(WEIGHTS, 0, 5_000_000)]})
+    assert head == ["operator", "bf16", "x"]
+    assert rows == [["mm", "1: 2 + 1", ""], [WEIGHTS, "", "1: 0 + 5"]]
+    assert total == ["sum of a micro-batch", "1: 2 + 1", ""]
