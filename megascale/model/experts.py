@@ -43,7 +43,9 @@ class Experts(nn.Module):
         recompute_input: Recomputation | None = None,
         compute_output: bool = True,
     ) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed."""
+        """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed. The output is computed in any
+        case: the gate's gradient needs the shared expert's.
+        """
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
         routing = self._experts.routing
         scores = routing.scores(router_logits(x, self.router))
@@ -53,11 +55,11 @@ class Experts(nn.Module):
         inner = self._activate(grouped_linear(rows, self.up, exchange.groups)) * weights.to(x.dtype)
         rows = grouped_linear(inner, self.down, exchange.groups)
         out = combine(rows, exchange, experts.shape[1], Label.for_layer(self._index, "combine")).view_as(x_sbh)
-        return out if self.shared is None else out + self._shared(x_sbh, batch, compute_output)
+        return out if self.shared is None else out + self._shared(x_sbh, batch)
 
-    def _shared(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool) -> Tensor:
+    def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         assert self.shared is not None
-        out = self.shared(x_sbh, batch, None, compute_output)
+        out = self.shared(x_sbh, batch)
         if self.shared_gate is None:
             return out
         gate = torch.sigmoid(router_logits(x_sbh.reshape(-1, x_sbh.shape[-1]), self.shared_gate))

@@ -111,7 +111,7 @@ def build_rank_run(
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp, experts = (
         build_context_parallel(p, mesh, operators, overlap=config.overlap.cp),
-        build_experts(config.model, mesh),
+        build_experts(config.model, mesh, device),
     )
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
@@ -302,14 +302,14 @@ def build_context_parallel(
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, overlap)
 
 
-def build_experts(model: ModelConfig, mesh: Mesh) -> ExpertParallel | None:
+def build_experts(model: ModelConfig, mesh: Mesh, device: Device) -> ExpertParallel | None:
     """Return the parallelism of experts; None of a dense model."""
     if not model.experts:
         return None
     from megascale.ops.routing import Routing
     from megascale.parallel.experts.expert_parallel import ExpertParallel
 
-    return ExpertParallel(mesh.group("ep"), Routing(model))
+    return ExpertParallel(mesh.group("ep"), Routing(model), device.read_counts)
 
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:

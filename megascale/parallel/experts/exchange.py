@@ -27,12 +27,6 @@ ReadCounts = Callable[[Tensor, int], list[int]]
 """Copies counts of rows to the host, which waits for the device. The second argument: the slots of this rank."""
 
 
-def read_counts(counts: Tensor, slots: int) -> list[int]:
-    """Implement `ReadCounts`."""
-    numbers: list[int] = counts.tolist()
-    return numbers
-
-
 @dataclass(frozen=True)
 class Exchange:
     """Where the slots of a micro-batch go. `slots` [t k]: the slot of each row that this rank sends, and `places`

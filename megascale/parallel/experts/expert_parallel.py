@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megascale.comm.group import Group
 from megascale.ops.routing import Routing
-from megascale.parallel.experts.exchange import Exchange, ReadCounts, make_exchange, read_counts
+from megascale.parallel.experts.exchange import Exchange, ReadCounts, make_exchange
 from megascale.parallel.experts.route import Route
 from megascale.parallel.microbatch import MicroBatch
 from megascale.record.label import Label
@@ -23,7 +23,7 @@ class ExpertParallel:
 
     group: Group
     routing: Routing
-    read: ReadCounts = read_counts
+    read: ReadCounts
 
     def route(self, scores: Tensor, batch: MicroBatch, layer: int) -> tuple[Tensor, Exchange]:
         """Return the experts [t, k] that tokens choose by their `scores` [t, experts] in a layer, and the exchange of

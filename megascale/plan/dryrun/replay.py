@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megascale.layout.blocks import distinct_blocks
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.sequence_shard import sequence_shard
@@ -245,7 +246,7 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         spans = None if shard is None or run.config.data.attention_mask == "document" else shard.spans
         for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
-    anchor = torch.zeros((), requires_grad=True)
+    anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m)[1]
 
     def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:
         return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
@@ -254,7 +255,7 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         policy = recompute_policy(run.config.train, chunk)
         for name, block in list(stage.layers.items()):
             layer = int(name)
-            key = (m.windows[layer], layer in quantized, policy)
+            key = (kinds[layer], layer in quantized, policy)
             stage.layers[name] = replayed(block, key, layer, policy.full)
         if stage.embedding is not None:
             stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]
