@@ -170,7 +170,7 @@ class Part(ABC):
         yield from ()
 
     def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
-        """List the exchanges over ep of a forward or a backward, for a micro-batch. `again`: of a recomputed forward."""
+        """List the exchanges over ep of a forward, of a recomputed one (`again`), or a backward, for a micro-batch."""
         yield from ()
 
     def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:

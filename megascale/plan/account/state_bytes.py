@@ -1,10 +1,9 @@
 """State of a rank between steps: parameters, gradients and optimizer state, exactly (`state_bytes`).
 
-For N parameters of c bytes in the compute and a in the accumulation dtype, d data-parallel ranks (along edp for those of
-experts) and ZeRO stage z
+For N parameters of c bytes in the compute and a in the accumulation dtype, d data-parallel ranks and ZeRO stage z
 (Rajbhandari et al. 2020): parameters c N, plus 2 bytes per FP8 weight; gradients a N, for z = 2 a N / d; optimizer
-(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights. State of whole
-matrices is on their owners (`account.optimizer_state`).
+(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights. Parameters of
+experts are divided by the ranks along edp. State of whole matrices is on their owners (`account.optimizer_state`).
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ module: the same communications, FLOPs, memory peak, and bytes saved for backwar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.sequence_shard import sequence_shard
 from megascale.ops.rope import layer_rope, rope_table
+from megascale.parallel.experts.route import Route
+from megascale.parallel.microbatch import MicroBatch
 from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, ResourceCounterMode, ResourceCounts
 from megascale.train.run import Run
 
@@ -39,7 +41,8 @@ class ModuleCost:
     """The cost of a module whose output has `shape` and `dtype`.
 
     `saved_for_backward`: bytes live between forward and backward. `retained`: bytes live after the backward. Neither
-    counts the input, which is saved for backward if `saves_input`. `backward` is None without gradients.
+    counts the input, which is saved for backward if `saves_input`. `backward` is None without gradients. `route`: of
+    the micro-batch, if the forward has made one; it is counted neither.
     """
 
     shape: torch.Size
@@ -49,6 +52,7 @@ class ModuleCost:
     saved_for_backward: BytesByKind
     retained: BytesByKind
     saves_input: bool
+    route: Route | None
 
 
 @dataclass
@@ -56,34 +60,43 @@ class ModuleCostCache:
     """Measures modules and caches their `costs`.
 
     `representatives`: the module that is run for all modules of a key. Only the representative has the side effects of
-    a first call, such as quantized weights.
+    a first call, such as quantized weights. `routes`: by key, those of the last measured forward, for a recomputation.
     """
 
     counter_mode: ResourceCounterMode
     grad_dtype: torch.dtype
     costs: dict[Hashable, ModuleCost] = field(default_factory=dict)
     representatives: dict[Hashable, nn.Module] = field(default_factory=dict)
+    routes: dict[Hashable, dict[int, Route]] = field(default_factory=dict)
 
     @property
     def counts(self) -> ResourceCounts:
         return self.counter_mode.recorder.counts
 
     def measure(
-        self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], recompute: bool = False
+        self,
+        module: nn.Module,
+        x: Tensor,
+        call: Callable[[Tensor], Tensor],
+        routes: Mapping[int, Route],
+        recompute: bool = False,
     ) -> ModuleCost:
-        """Run `call` on a tensor like x, and the backward if gradients are enabled. `recompute`: the module's
-        activations are recomputed, and checkpointing holds the output's gradient until the backward ends.
+        """Run `call` on a tensor like x, and the backward if gradients are enabled. `routes`: to which the call may add
+        one. `recompute`: the module's activations are recomputed, and checkpointing holds the output's gradient until
+        the backward ends.
         """
         recorder = self.counter_mode.recorder
         outer, recorder.counts = recorder.counts, ResourceCounts()
         try:
             with _temporary_main_grads(module, self.grad_dtype):
-                return self._measure(x, call, recompute)
+                return self._measure(x, call, routes, recompute)
         finally:
             recorder.counts = outer
 
-    def _measure(self, x: Tensor, call: Callable[[Tensor], Tensor], recompute: bool) -> ModuleCost:
-        with_backward = torch.is_grad_enabled()
+    def _measure(
+        self, x: Tensor, call: Callable[[Tensor], Tensor], routes: Mapping[int, Route], recompute: bool
+    ) -> ModuleCost:
+        with_backward, known = torch.is_grad_enabled(), set(routes)
         counts, counter_mode = self.counts, self.counter_mode
         leaf = torch.empty_like(x).requires_grad_(x.requires_grad and with_backward)
         baseline = Counter(counts.live_bytes)  # tensors that exist only for the measurement
@@ -106,13 +119,16 @@ class ModuleCostCache:
         saved = counts.live_bytes - baseline
         if saves_input:
             saved -= Counter({"activations": x.nbytes})
+        route = next((routes[layer] for layer in routes.keys() - known), None)
+        kept = Counter({"activations": sum(tensor.nbytes for tensor in _tensors(route))})
         if edge is not None:
             torch.autograd.backward((edge,), (torch.ones((), dtype=self.grad_dtype),))
             backward = self._cost(starts[-1])
             leaf.grad = None
         del edge
         held_grads.clear()
-        return ModuleCost(shape, dtype, forward, backward, saved, counts.live_bytes - baseline, saves_input)
+        retained = counts.live_bytes - baseline - kept
+        return ModuleCost(shape, dtype, forward, backward, saved - kept, retained, saves_input, route)
 
     def _start(self) -> BytesByKind:
         """Begin to count a forward or backward pass. Returns the live bytes."""
@@ -156,16 +172,21 @@ class ReplayModule(nn.Module):
         self._recompute = recompute
         self._called = set[bool]()  # with gradients enabled, without, or both
 
-    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        with_gradients = torch.is_grad_enabled()
+    def forward(self, x: Tensor, batch: MicroBatch, **named: Any) -> Tensor:
+        with_gradients, cache = torch.is_grad_enabled(), self._cost_cache
         first = with_gradients not in self._called
         self._called.add(with_gradients)
         key = (self._module_key, first, tuple(named.items()), x.shape, x.requires_grad, with_gradients)
-        if key not in self._cost_cache.costs:
-            module = self._cost_cache.representatives.setdefault(self._module_key, self._module[0])
-            cost = self._cost_cache.measure(module, x, lambda x: module(x, *arguments, **named), self._recompute)
-            self._cost_cache.costs[key] = cost
-        return _Replay.apply(x, self._anchor, self._cost_cache, self._cost_cache.costs[key], self._layer)
+        if key not in cache.costs:
+            module = cache.representatives.setdefault(self._module_key, self._module[0])
+            again = self._recompute and with_gradients
+            routes = cache.routes[self._module_key] = cache.routes[self._module_key] if again else {}
+            own = replace(batch, routes=routes)
+            cache.costs[key] = cache.measure(module, x, lambda x: module(x, own, **named), routes, self._recompute)
+        cost = cache.costs[key]
+        if cost.route is not None:
+            batch.routes[self._layer] = _without_values(cost.route)
+        return _Replay.apply(x, self._anchor, cache, cost, self._layer)
 
 
 class _Replay(torch.autograd.Function):
@@ -222,6 +243,22 @@ def _replay(cost_cache: ModuleCostCache, cost: PassCost, layer: int) -> None:
         if label.layer >= 0:
             label = label._replace(layer=layer)
         recorder.record_communication(axis, call.group, call.operation, label, call.bytes, call.peer)
+
+
+def _tensors(route: Route | None) -> list[Tensor]:
+    """List the tensors of a route."""
+    if route is None or route.exchange is None:
+        return []
+    exchange = route.exchange
+    tensors = route.experts, route.counts, exchange.slots, exchange.places, exchange.order, exchange.back
+    return [tensor for tensor in (*tensors, exchange.groups.ends) if tensor is not None]
+
+
+def _without_values(route: Route) -> Route:
+    """Return a route with as many bytes, and the counts in their place."""
+    counts = torch.empty_like(route.counts)
+    nbytes = sum(tensor.nbytes for tensor in _tensors(route)) - counts.nbytes
+    return Route(torch.empty(nbytes, dtype=torch.uint8), None, counts)
 
 
 @contextmanager
