@@ -164,12 +164,17 @@ class ExpertLayer(Part):
         return [part._replace(forward=part.forward + beside) for part in parts]
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
-        """Time equally loaded experts, and four passes over each slot's row."""
-        shapes = [(self.inputs * self.chosen, self.hidden), (self.hidden, self.width * self.chosen)]
-        routed = times.linears([(self.experts, self.hidden), *shapes], False, enters=True)
-        moved = times.passes(4 * times.stream * self.chosen, backward=1)
-        dense = (part.seconds(times, fp8) for part in self._dense)
-        return sum(dense, start=routed + moved)
+        """Time the steps in turn; rows are moved by (2 k + 2) T h elements in forward and in backward, in which fused
+        permutations read and write each slot's row and each token.
+        """
+        sizes, local = times.sizes, self.experts // times.sizes.ep
+        rows = times.stream // self.hidden * self.chosen * (sizes.imbalance if sizes.ep > 1 else 1)
+        total = times.local_linear(self.experts, self.hidden) + times.host_wait()
+        total += times.passes((2 * self.chosen + 2) * times.stream, backward=1)
+        total += times.passes(rows * (self.inputs + self.width))
+        total += times.grouped_linears([(self.inputs, self.hidden), (self.hidden, self.width)], local, rows / local)
+        total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)))
+        return sum((part.seconds(times, fp8) for part in self._dense), start=total)
 
 
 def expert_layer(model: ModelConfig) -> ExpertLayer:
