@@ -123,10 +123,10 @@ class ExpertLayer(Part):
         copies = 0 if sizes.ep == 1 else 1 if sizes.ep == self.experts else 2  # as they came, and sorted by expert
         gate = 2 * outputs if self.inputs > self.width else 0
         up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))  # wgrad
-        summed = sizes.stream // sizes.compute * sizes.wide + sizes.stream
+        summed = _wide_stream(sizes) + sizes.stream
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         steps = [
-            self._router_bytes(sizes, rows, copies),
+            self._router_bytes(sizes),
             UnitBytes(0, sent + copies * arrived, (copies + 1) * sent + arrived * (copies > 0), own - arrived),
             UnitBytes(arrived, inputs, arrived + up, arrived - inputs),
             UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
@@ -143,12 +143,12 @@ class ExpertLayer(Part):
         slots = sizes.local * self.chosen
         return INDEX * slots * (3 if sizes.ep in (1, self.experts) else 5)
 
-    def _router_bytes(self, sizes: MicroBatchSizes, rows: int, copies: int) -> UnitBytes:
+    def _router_bytes(self, sizes: MicroBatchSizes) -> UnitBytes:
         """Account for the router, with all numbers of experts and rows."""
         scores = sizes.local * self.experts * sizes.wide
         weights = sizes.local * (self.chosen + 1) * sizes.wide * self.normalized
         saved = sizes.stream + scores + weights + self.kept(sizes)
-        wide = sizes.stream // sizes.compute * sizes.wide
+        wide = _wide_stream(sizes)
         return UnitBytes(saved, max(wide + scores, 3 * scores), 2 * scores + 2 * wide + sizes.stream)
 
     def _shared_bytes(self, sizes: MicroBatchSizes, at: Surroundings, beside: int) -> list[UnitBytes]:
@@ -175,6 +175,11 @@ class ExpertLayer(Part):
         total += times.grouped_linears([(self.inputs, self.hidden), (self.hidden, self.width)], local, rows / local)
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)))
         return sum((part.seconds(times, fp8) for part in self._dense), start=total)
+
+
+def _wide_stream(sizes: MicroBatchSizes) -> int:
+    """Size a copy of the residual stream in the accumulation dtype, if it is another."""
+    return sizes.stream // sizes.compute * sizes.wide if sizes.narrow else 0
 
 
 def expert_layer(model: ModelConfig) -> ExpertLayer:
