@@ -76,3 +76,11 @@ def test_every_layout_is_the_same_run(name: str, alone: Any, tmp_path: Path) -> 
 
 def test_recomputation_chooses_the_same_experts(alone: Any, tmp_path: Path) -> None:
     check("dp2 ep2", alone, tmp_path, train__recompute="full")
+
+
+def test_recomputation_of_a_gated_shared_expert(tmp_path: Path) -> None:
+    """The gate's gradient needs the shared expert's output, also where a block adds it to the residual stream."""
+    model = MIXTRAL | {"num_layers": 2, "shared_ffn_size": 16, "shared_gate": True}
+    trees = [settings(model, tmp_path, train__steps=3, train__recompute=each) for each in ("none", "full")]
+    saved, recomputed = run_world(1, train_all, [config_of(tree, tmp_path) for tree in trees])[0]
+    assert recomputed == saved
