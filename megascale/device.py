@@ -238,6 +238,13 @@ class Device:
 
         return host_values
 
+    def read_counts(self, counts: Tensor, total: int) -> list[int]:
+        """Copy the counts of rows that this rank sends and receives, two halves of a vector, to the host, which waits
+        for the device. `total`: of the rows sent.
+        """
+        numbers: list[int] = counts.tolist()
+        return numbers
+
     def host_buffers(self) -> HostBuffers:
         """Return host memory for copies of this device's tensors."""
         return PlainBuffers() if self.is_cpu else PinnedBuffers(self.torch_device)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 from hypothesis import strategies as st
 
-from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
+from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROUTER_SCORES
 from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
+from megascale.config.finding import divisors
 from megascale.config.loading import load_config_tree
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
@@ -27,12 +29,18 @@ FLAT_OPTIMIZERS = [name for name in OPTIMIZERS.names() if OPTIMIZERS[name].facts
 
 @st.composite
 def jobs(
-    draw: Draw, *, large: bool = False, quick: bool = False, shares: bool = False, saves: bool = False
+    draw: Draw,
+    *,
+    large: bool = False,
+    quick: bool = False,
+    shares: bool = False,
+    saves: bool = False,
+    experts: bool = False,
 ) -> RunConfig:
     """Draw a resolved configuration, with tensors of sizes that a formula cannot neglect. `large`: models of several GB
     per rank, for fake tensors. `quick`: without features that take torch many operators. `shares`: ranks share
     sequences where the model permits. `saves`: the MLP is in tiles where FP8 scales permit, and block inputs that are
-    all that is saved are offloaded in half of the jobs.
+    all that is saved are offloaded in half of the jobs. `experts`: in place of MLPs.
     """
     parallel = draw(layouts(large))
     recipes = [name for name in RECIPES.names() if not (quick and RECIPES[name].facts["granularity"] == "block")]
@@ -52,6 +60,12 @@ def jobs(
     widths = ([2048] if quick else [2048, 4096, 8192]) if large else None
     tree["model"] = draw(models(parallel, tree["train"]["precision"] == "fp8", widths))
     tree["model"] |= {"window": None, "vocab_size": 4000} if quick else {}
+    if experts:
+        tree["model"] |= draw(
+            mixtures(parallel["tp"], tree["model"]["num_layers"], [512, 1536] if large else [64, 192])
+        )
+        most = math.gcd(tree["model"]["experts"], parallel["tp"] * parallel["dp"])
+        parallel |= {"sp": parallel["tp"] > 1, "ep": draw(st.sampled_from(divisors(most)))}
     tree["train"] |= draw(recomputation(parallel["vpp"]))
     if parallel["pp"] > 2 and draw(booleans):  # ends of the network without layers
         chunks = parallel["pp"] * parallel["vpp"]
@@ -125,6 +139,19 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
         "tie_embeddings": draw(booleans), "dropout": draw(st.sampled_from([0.0, 0.0, 0.1])),
         "embedding_scale": draw(st.sampled_from([1.0, 1.0, 8.0])),
         "logit_softcap": draw(st.sampled_from([None, None, 30.0])),
+    }  # fmt: skip
+
+
+@st.composite
+def mixtures(draw: Draw, tp: int, layers: int, widths: list[int]) -> dict[str, Any]:
+    """Draw the keys of [model] for experts of one of `widths`."""
+    shared = draw(st.sampled_from([0, 128 * tp]))
+    return {
+        "experts": draw(st.sampled_from([4, 8])), "experts_per_token": draw(st.integers(1, 3)), "bias": False,
+        "block": draw(st.sampled_from(["serial", "sandwich", "post_norm"])), "shared_ffn_size": shared,
+        "shared_gate": shared > 0 and draw(booleans), "dense_layers": draw(st.integers(0, min(1, layers - 1))),
+        "expert_ffn_size": draw(st.sampled_from(widths)), "router_normalize": draw(booleans),
+        "router_score": draw(st.sampled_from(ROUTER_SCORES.names())),
     }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from megascale.catalog.accelerators import Peak
 from megascale.catalog.presets import PRESETS
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
-from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.layout.parameters import parameter_count
+from megascale.core.units import format_bytes, format_flops
+from megascale.layout.parameters import active_parameter_count, describe_parameters, parameter_count
 from megascale.layout.parts.part import TokenFlops
 from megascale.plan.account.attended import expected_scores
 from megascale.plan.account.flops import hardware_flops, head_flops, mfu, token_flops
@@ -155,6 +155,7 @@ class MfuResult:
             "layers": model.num_layers,
             "whole_layers": self.full_model.num_layers,
             "parameters": parameter_count(model),
+            "active_parameters": active_parameter_count(model),
             "precision": self.config.train.precision,
             "tokens": self.tokens,
             "warm_up": self.warm_up,
@@ -204,7 +205,7 @@ def table(speed: MfuResult) -> str:
         cut = f"{layers} of {total} layers (head: {head:.0%} of the FLOPs, {full_head:.0%} in the whole model)"
     backends = ", ".join(f"{operation} {name}" for operation, name in machine.backends.items())
     lines = [
-        f"{config.name}: {cut}, {format_count(parameter_count(model))} parameters, {config.train.precision}",
+        f"{config.name}: {cut}, {describe_parameters(model)}, {config.train.precision}",
         f"on {machine.device}, torch {machine.torch}; {backends}",
         f"{batch.total} x {model.seq_length} tokens per step in micro-batches of {batch.micro}; "
         f"{step.count} timed steps after {speed.warm_up} warm-up steps",

@@ -8,7 +8,7 @@ from megascale.cli.check_data import RANKS_OF_HOST, data_summary
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count
 from megascale.data.mix.batch_shape import BatchShape
-from megascale.layout.parameters import parameter_count
+from megascale.layout.parameters import describe_parameters
 from megascale.layout.topology import topology_of
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import JobMemory
@@ -46,7 +46,8 @@ def summary(config: RunConfig) -> str:
     p, m, memory = config.parallel, config.model, memory_facts(config)
     cp = f" x cp {p.cp} {'hybrid_dp' if p.hybrid_dp else p.cp_mode}" if p.cp > 1 else ""
     vpp = f" (vpp {p.vpp})" if p.vpp > 1 else ""
-    layout = f"tp {p.tp}{' sp' if p.sp else ''}{cp} x pp {p.pp}{vpp} x dp {config.dp}"
+    ep = f" (ep {p.ep})" if p.ep > 1 else ""
+    layout = f"tp {p.tp}{' sp' if p.sp else ''}{cp} x pp {p.pp}{vpp} x dp {config.dp}{ep}"
     tokens, whole = config.batch.total * m.seq_length, config.samples * m.seq_length
     rampup = " after the ramp-up" if config.batch.rampup else ""
     documents = f"{text}\n" if (text := describe_documents(config.data)) else ""
@@ -58,7 +59,7 @@ def summary(config: RunConfig) -> str:
         lines.append(f"memory of a host's reader {format_bytes(size)}")
     return "\n".join(
         [
-            f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world_size} processes, "
+            f"{config.name}: {describe_parameters(m)}, {layout} = {config.world_size} processes, "
             f"{config.num_microbatches} micro-batches of {config.batch.micro}, "
             f"{format_count(tokens)} tokens per step{rampup}, "
             f"{format_count(whole)} in {config.train.steps} steps: no mistakes found",

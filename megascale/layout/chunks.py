@@ -14,7 +14,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks
-from megascale.layout.buckets import pack, split_by_reduce_axes
+from megascale.layout.buckets import BucketLayout, pack, split_by_reduce_axes
 from megascale.layout.parameters import layer_params, stage_params
 from megascale.layout.stages import Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
@@ -105,10 +105,15 @@ def _split(modules: list[_Module], min_numel: int, max_numel: int) -> list[list[
 
 
 class BucketSize(NamedTuple):
-    """A bucket's first module, and its number of elements with padding."""
+    """A bucket's first module, its number of elements with padding, and the axes whose ranks' gradients are summed."""
 
     first_module: str
     numel: int
+    reduce_axes: tuple[str, ...] = DATA_AXES
+
+    def shard(self, topology: Topology) -> int:
+        """Count the elements of a shard over all ranks whose gradients are summed."""
+        return self.numel // topology.size(*self.reduce_axes)
 
 
 def bucket_sizes(
@@ -121,16 +126,16 @@ def bucket_sizes(
     bucket of a tied embedding on the last stage has "head" as its first module.
     """
     topology, kinds = topology_of(parallel), distinct_blocks(model)[1]
-    layers, numels = dict[int, _Module](), dict[tuple[str, ...], list[int]]()
+    layers, known = dict[int, _Module](), dict[tuple[str, ...], list[BucketLayout]]()
     for number, kind in enumerate(kinds):
         if kind not in layers:
             layers[kind] = _module(f"layers.{number}", layer_params(model, number), topology)
 
     def sizes(modules: list[_Module]) -> list[BucketSize]:
         key = tuple(module.params[0].name for module in modules)
-        if key not in numels:
-            numels[key] = [pack(bucket, topology).numel for bucket in _params_of_buckets(modules)]
-        return [BucketSize(modules[0].name, numel) for numel in numels[key]]
+        if key not in known:
+            known[key] = [pack(bucket, topology) for bucket in _params_of_buckets(modules)]
+        return [BucketSize(modules[0].name, layout.numel, layout.reduce_axes) for layout in known[key]]
 
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")
@@ -138,6 +143,12 @@ def bucket_sizes(
     held, limits = range(parallel.vpp) if chunks is None else chunks, partial(_bounds, parallel, overlap, train)
     found = _modules_of_buckets(model, parallel, pp_rank, held, layer, limits)
     return [[size for modules in chunk for size in sizes(modules)] for chunk in found]
+
+
+def stage_elements(chunks: Iterable[Iterable[BucketSize]], topology: Topology) -> tuple[int, int]:
+    """Count the elements of chunks' buckets, and of their shards."""
+    buckets = list(itertools.chain(*chunks))
+    return sum(bucket.numel for bucket in buckets), sum(bucket.shard(topology) for bucket in buckets)
 
 
 class _Module(NamedTuple):

@@ -1,7 +1,8 @@
 """The parameters of a model in the order of the network, which does not depend on the layout.
 
 Initialization, sharding, optimizers, FP8, checkpoints, parameter counts and memory all read these lists: of a layer
-(`layer_params`), of a pipeline stage (`stage_params`), of the full model (`all_params`, `parameter_count`).
+(`layer_params`), of a pipeline stage (`stage_params`), of the full model (`all_params`, `parameter_count`). With
+experts, MFU counts the FLOPs of the parameters that a token uses (`active_parameter_count`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from megascale.config.model import ModelConfig
+from megascale.core.units import format_count
 from megascale.layout.blocks import block_spec, distinct_blocks
 from megascale.layout.parts.elementwise import norm_params
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec, TensorSpec, matrix_param, vocabulary_param
@@ -67,6 +69,12 @@ def active_parameter_count(model: ModelConfig) -> int:
     stacks = [param for param in layer_params(model, model.num_layers - 1) if "ep" in param.sharding]
     idle = _elements(stacks) * (model.experts - model.experts_per_token) // model.experts
     return parameter_count(model) - idle * (model.num_layers - model.dense_layers)
+
+
+def describe_parameters(model: ModelConfig) -> str:
+    """Say how many parameters a model has, and how many of them a token uses, such as '47B parameters, 13B active'."""
+    total = f"{format_count(parameter_count(model))} parameters"
+    return f"{total}, {format_count(active_parameter_count(model))} active" if model.experts else total
 
 
 def _elements(parameters: Iterable[ParamSpec]) -> int:

@@ -42,8 +42,8 @@ class Experts(nn.Module):
         recompute_input: Recomputation | None = None,
         compute_output: bool = True,
     ) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed. Without `compute_output` only
-        the result's shape and gradients are valid.
+        """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed. The output is computed in any
+        case: the gate's gradient needs the shared expert's.
         """
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
         logits = router_logits(x, self.router)
@@ -51,16 +51,16 @@ class Experts(nn.Module):
         label = Label.for_layer(self._index, "dispatch")
         rows, weights = dispatch(x, weights, exchange, label)
         inner = self._activate(grouped_linear(rows, self.up, exchange.groups)) * weights.to(x.dtype)
-        rows = grouped_linear(inner, self.down, exchange.groups, compute_output)
+        rows = grouped_linear(inner, self.down, exchange.groups)
         label = Label.for_layer(self._index, "combine")
-        started, flight = start_combine(rows, exchange, label, compute_output)
-        shared = None if self.shared is None else self._shared(x_sbh, batch, compute_output)  # overlaps the exchange
+        started, flight = start_combine(rows, exchange, label)
+        shared = None if self.shared is None else self._shared(x_sbh, batch)  # overlaps the exchange
         out = finish_combine(started, flight, exchange, experts.shape[1], label).view_as(x_sbh)
         return out if shared is None else out + shared
 
-    def _shared(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool) -> Tensor:
+    def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         assert self.shared is not None
-        out = self.shared(x_sbh, batch, None, compute_output)
+        out = self.shared(x_sbh, batch)
         if self.shared_gate is None:
             return out
         gate = torch.sigmoid(router_logits(x_sbh.reshape(-1, x_sbh.shape[-1]), self.shared_gate))

@@ -110,7 +110,7 @@ def build_rank_run(
     fp8_state = build_fp8(config, mesh, context)
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
-    experts, expert_steps = build_experts(config, mesh, on)
+    experts, expert_steps = build_experts(config, mesh, device)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
@@ -311,9 +311,7 @@ def build_context_parallel(
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, overlap)
 
 
-def build_experts(
-    config: RunConfig, mesh: Mesh, device: torch.device
-) -> tuple[ExpertParallel | None, ExpertSteps | None]:
+def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[ExpertParallel | None, ExpertSteps | None]:
     """Return the parallelism of experts, and what a step does to balance them; None of a dense model."""
     model = config.model
     if not model.experts:
@@ -322,10 +320,11 @@ def build_experts(
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.train.expert_steps import BIAS, ExpertState, ExpertSteps, expert_capacity, router_losses
 
-    state = ExpertState(model, config.moe, mesh, device)
+    state = ExpertState(model, config.moe, mesh, device.torch_device)
     losses = router_losses(config.moe, model, mesh, config.batch.micro, state)
     capacity = expert_capacity(config.moe, model, mesh, config.batch.micro)
-    experts = ExpertParallel(mesh.group("ep"), Routing(model), state.layers(BIAS), losses, capacity)
+    group, bias = mesh.group("ep"), state.layers(BIAS)
+    experts = ExpertParallel(group, Routing(model), device.read_counts, bias, losses, capacity)
     return experts, ExpertSteps(state, losses)
 
 

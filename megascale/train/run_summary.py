@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megascale.catalog.accelerators import Peak
-from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.layout.parameters import parameter_count
+from megascale.core.units import format_bytes, format_flops
+from megascale.layout.parameters import describe_parameters
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import JobMemory
@@ -19,11 +19,12 @@ def run_summary(run: Run, peak: Peak | None) -> str:
     config, p, m = run.config, run.config.parallel, run.config.model
     threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
     memory = JobMemory(config).rank(run.mesh.coord.pp)
-    name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
+    name = f"{config.name}: {describe_parameters(m)} in {config.train.precision}"
     tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
     if p.cp > 1 or p.hybrid_dp:
         tensor += f" x cp {p.cp} ({'hybrid_dp' if p.hybrid_dp else p.cp_mode})"
-    shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
+    ep = f", ep {p.ep}" if p.ep > 1 else ""
+    shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero}{ep})"
     step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.num_microbatches} micro-batches a rank"
     if config.num_chunks > 1:
         step += f", chunks of {config.row_tokens} tokens with K = {config.data.sequence_chunks_saved}"

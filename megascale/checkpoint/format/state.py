@@ -52,8 +52,7 @@ def _outside(region: Region, box: Region) -> Iterator[Region]:
     """Yield the parts of a region outside of a box, cut off along one dimension after another."""
     offset, size = map(list, region)
     overlap = [
-        (max(low, first), min(low + n, first + count))
-        for low, n, first, count in zip(offset, size, *box, strict=True)
+        (max(low, first), min(low + n, first + count)) for low, n, first, count in zip(offset, size, *box, strict=True)
     ]
     if any(low >= high for low, high in overlap):
         yield region

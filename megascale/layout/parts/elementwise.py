@@ -29,7 +29,7 @@ class NormSpec(Part):
         return norm_params(f"{block}.{self.name}", model)
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
-        after_branch = at.before is not None and bool(at.before.results) and not self.shares_input
+        after_branch = at.before is not None and at.before.ends_branch and not self.shares_input
         gradient = sizes.stream - sizes.branch if after_branch else -sizes.stream
         saved = sizes.norm_saved - (sizes.stream if self.shares_input else 0)
         return UnitBytes(saved, sizes.stream, sizes.norm_backward, gradient)

@@ -1,22 +1,24 @@
 """Experts in place of an MLP (`ExpertLayer`): router, exchange of tokens over ep, grouped GEMMs, shared expert.
 
-A rank routes its T tokens, k slots each, and exchanges their rows over ep: T k h elements each way, in forward and in
-backward, of which its own (1 / ep of them, if experts are equally loaded) stay. Sizes are those of equal loads.
+A rank routes its T tokens to k slots each, and sends their rows to the ranks of the experts and back, in forward and in
+backward. With equal loads a rank has rows for 1 / ep of its slots itself, and as many rows arrive as leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
 from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_std
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes, walk
-from megascale.layout.parts.part import LinearSpec, Part, Scores, Surroundings, TokenFlops
+from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
 from megascale.layout.tensors import ParamSpec, TensorSpec, expert_param, matrix_param
+
+INDEX = 8  # bytes of the number of an expert or a row, and of a count of rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class SharedExpert:
 @dataclass(frozen=True)
 class ExpertLayer(Part):
     """`experts` of inner `width`, of which a token has `chosen`. `inputs`: elements of the activation's input, twice
-    the width if gated.
+    the width if gated. `normalized`: the weights of a token's experts add up to 1.
     """
 
     experts: int
@@ -44,19 +46,32 @@ class ExpertLayer(Part):
     hidden: int
     width: int
     inputs: int
+    normalized: bool
     shared: SharedExpert | None = None
-
-    enters: ClassVar[bool] = True
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """The dense linear layers: of the shared expert."""
-        return () if self.shared is None else self.shared.columns.layers + self.shared.rows.layers
+        return tuple(layer for part in self._dense for layer in part.linears)
 
-    def fp8_operands(self) -> Iterator[str]:
-        """The operands of the shared expert. Routed experts compute in the compute dtype."""
-        for part in () if self.shared is None else self.shared.parts:
-            yield from part.fp8_operands()
+    @property
+    def ends_branch(self) -> bool:
+        return True
+
+    @property
+    def expert_numel(self) -> int:
+        return self.experts * self.hidden * (self.inputs + self.width)
+
+    @property
+    def token_weights(self) -> int:
+        """Count the active parameters: of the chosen experts, router, shared expert and its gate."""
+        gates = 1 if self.shared is not None and self.shared.gated else 0
+        router = (self.experts + gates) * self.hidden
+        return self.expert_numel // self.experts * self.chosen + router + super().token_weights
+
+    @property
+    def _dense(self) -> tuple[Part, ...]:
+        return () if self.shared is None else self.shared.parts
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         ratio, up = model.width_ratio, "gate_up" if model.gated else "up"
@@ -68,56 +83,111 @@ class ExpertLayer(Part):
             expert_param(f"{block}.experts.{up}.weight", inner, first, ratio),
             expert_param(f"{block}.experts.down.weight", (self.experts, self.hidden, self.width), last, ratio),
         ]
-        for part in () if self.shared is None else self.shared.parts:
+        for part in self._dense:
             params += part.params(block, model)
         if self.shared is not None and self.shared.gated:
             gate = TensorSpec(f"{block}.shared_gate.weight", (1, self.hidden), std=first, width_ratio=ratio)
             params.append(matrix_param(gate.name, gate))
         return params
 
-    def flops(self, scores: Scores) -> TokenFlops:
-        """Count the FLOPs of a token, of active parameters: of the experts that it has, router and shared expert."""
-        gates = 1 if self.shared is not None and self.shared.gated else 0
-        expert = self.hidden * (self.inputs + self.width)
-        dense = sum(layer.weight_numel for layer in self.linears) + (self.experts + gates) * self.hidden
-        return TokenFlops(2 * (self.chosen * expert + dense))
-
-    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
-        """Account for equally loaded experts: the input, rows before and after the first GEMM, the activation and its
-        weighted result are saved; logits and scores are in the accumulation dtype.
-        """
-        slots = sizes.local * self.chosen
-        rows, inner, outer = (slots * width * sizes.compute for width in (self.hidden, self.inputs, self.width))
-        saved = sizes.stream + rows + inner + 2 * outer + 2 * sizes.local * self.experts * sizes.wide
-        forward, backward = rows + 2 * outer, 2 * rows + inner + 2 * outer
-        shared, again, back = (0, 0, 0) if self.shared is None else self._shared_bytes(sizes, at)
-        gradient = sizes.stream - branch_gradient(sizes, at.after)
-        return UnitBytes(saved + shared, saved + shared + forward + again, sizes.stream + backward + back, gradient)
-
-    def _shared_bytes(self, sizes: MicroBatchSizes, at: Surroundings) -> tuple[int, int, int]:
-        assert self.shared is not None
-        columns = self.shared.columns.layer_bytes(sizes, after_norm=False)
-        rows = self.shared.rows.layer_bytes(sizes, [self.shared.activation], 0)
-        return walk([columns, self.shared.activation.memory(sizes, at), rows], sizes.stream)
+    def fp8_operands(self) -> Iterable[str]:
+        return (operand for part in self._dense for operand in part.fp8_operands())
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
-        for part in () if self.shared is None else self.shared.parts:
+        for part in self._dense:
             yield from part.traffic(sizes, backward)
 
+    def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
+        for part in self._dense:
+            yield from part.token_amaxes(sizes, backward)
+
+    def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
+        """List the exchanges of counts, once, and of rows: with a weight each to the experts and their gradients back,
+        without one for the results. Bytes are those that a rank sends to others, with equal loads.
+        """
+        if sizes.ep == 1:
+            return
+        if not (backward or again):
+            yield CommOp("ep", "all_to_all", INDEX * self.experts, "experts counts")
+        slots, row = sizes.local * self.chosen, self.hidden * sizes.compute
+        sent, suffix = slots - slots // sizes.ep, " gradient" if backward else ""
+        yield CommOp("ep", "all_to_all", sent * (row + sizes.wide), f"dispatch{suffix}")
+        yield CommOp("ep", "all_to_all", sent * row, f"combine{suffix}")
+
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        """Account for the steps of `model.experts` in turn; `imbalance` has more rows arrive than leave."""
+        slots, result = sizes.local * self.chosen, branch_gradient(sizes, at.after)
+        rows = slots if sizes.ep == 1 else math.ceil(slots * sizes.imbalance)
+        sent, arrived = (count * self.hidden * sizes.compute for count in (slots, rows))
+        inputs, outputs = (rows * width * sizes.compute for width in (self.inputs, self.width))
+        copies = 0 if sizes.ep == 1 else 1 if sizes.ep == self.experts else 2  # as they came, and sorted by expert
+        gate = 2 * outputs if self.inputs > self.width else 0
+        up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))  # wgrad
+        summed = _wide_stream(sizes) + sizes.stream
+        own = sizes.stream if at.before is not None and at.before.normalizes else 0
+        steps = [
+            self._router_bytes(sizes),
+            UnitBytes(0, sent + copies * arrived, (copies + 1) * sent + arrived * (copies > 0), own - arrived),
+            UnitBytes(arrived, inputs, arrived + up, arrived - inputs),
+            UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
+            UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),
+            UnitBytes(outputs, arrived, outputs + down, outputs - arrived),
+            UnitBytes(0, (copies + 1) * sent + arrived + summed, sent + copies * arrived, arrived - result),
+            *self._shared_bytes(sizes, at, arrived + sizes.stream),
+        ]
+        saved, forward, backward = walk(steps, result)
+        return UnitBytes(saved, forward, backward - result, own - result)
+
+    def kept(self, sizes: MicroBatchSizes) -> int:
+        """Size the route of a micro-batch, which recomputation uses again."""
+        slots = sizes.local * self.chosen
+        return INDEX * slots * (3 if sizes.ep in (1, self.experts) else 5)
+
+    def _router_bytes(self, sizes: MicroBatchSizes) -> UnitBytes:
+        """Account for the router, with all numbers of experts and rows."""
+        scores = sizes.local * self.experts * sizes.wide
+        weights = sizes.local * (self.chosen + 1) * sizes.wide * self.normalized
+        saved = sizes.stream + scores + weights + self.kept(sizes)
+        wide = _wide_stream(sizes)
+        return UnitBytes(saved, max(wide + scores, 3 * scores), 2 * scores + 2 * wide + sizes.stream)
+
+    def _shared_bytes(self, sizes: MicroBatchSizes, at: Surroundings, beside: int) -> list[UnitBytes]:
+        """Account for the shared expert, `beside` the results of the others. Its input is saved for the router."""
+        if self.shared is None:
+            return []
+        columns = self.shared.columns.layer_bytes(sizes, after_norm=False)
+        columns = columns._replace(saved=columns.saved - (sizes.stream if sizes.shrink == 1 else 0))
+        columns = columns._replace(gradient=columns.gradient + sizes.stream)
+        rows = self.shared.rows.layer_bytes(sizes, [self.shared.activation], 0)
+        gated = [UnitBytes(sizes.stream, sizes.stream, 2 * sizes.stream, sizes.stream)] if self.shared.gated else []
+        parts = columns, self.shared.activation.memory(sizes, at), rows, *gated
+        return [part._replace(forward=part.forward + beside) for part in parts]
+
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
-        """Time equally loaded experts, and four passes over each slot's row."""
-        shapes = [(self.inputs * self.chosen, self.hidden), (self.hidden, self.width * self.chosen)]
-        routed = times.linears([(self.experts, self.hidden), *shapes], False, enters=True)
-        moved = times.passes(4 * times.stream * self.chosen, backward=1)
-        dense = (part.seconds(times, fp8) for part in (() if self.shared is None else self.shared.parts))
-        return sum(dense, start=routed + moved)
+        """Time the steps in turn; rows are moved by (2 k + 2) T h elements in forward and in backward, in which fused
+        permutations read and write each slot's row and each token.
+        """
+        sizes, local = times.sizes, self.experts // times.sizes.ep
+        rows = times.stream // self.hidden * self.chosen * (sizes.imbalance if sizes.ep > 1 else 1)
+        total = times.local_linear(self.experts, self.hidden) + times.host_wait()
+        total += times.passes((2 * self.chosen + 2) * times.stream, backward=1)
+        total += times.passes(rows * (self.inputs + self.width))
+        total += times.grouped_linears([(self.inputs, self.hidden), (self.hidden, self.width)], local, rows / local)
+        total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)))
+        return sum((part.seconds(times, fp8) for part in self._dense), start=total)
+
+
+def _wide_stream(sizes: MicroBatchSizes) -> int:
+    """Size a copy of the residual stream in the accumulation dtype, if it is another."""
+    return sizes.stream // sizes.compute * sizes.wide if sizes.narrow else 0
 
 
 def expert_layer(model: ModelConfig) -> ExpertLayer:
     """The experts of a layer, as `[model]` describes them."""
     factor, width = 2 if model.gated else 1, model.expert_ffn_size
     shared = _shared_expert(model, factor, model.shared_ffn_size) if model.shared_ffn_size else None
-    return ExpertLayer(model.experts, model.experts_per_token, model.hidden_size, width, factor * width, shared)
+    sizes = model.experts, model.experts_per_token, model.hidden_size, width, factor * width
+    return ExpertLayer(*sizes, model.router_normalize, shared)
 
 
 def _shared_expert(model: ModelConfig, factor: int, width: int) -> SharedExpert:

@@ -35,7 +35,8 @@ class CommOp(NamedTuple):
 
 class UnitBytes(NamedTuple):
     """Bytes of a unit, or of a block's part: `saved` for backward; transient peaks of `forward`, of `backward` and of
-    `casting` weights to FP8; `gradient`, the input's gradient minus the output's. `elements`: weights of the unit.
+    `casting` weights to FP8; `gradient`, the input's gradient minus the output's. `elements`: weights of the unit, of
+    which `experts` are those of experts.
     """
 
     saved: int
@@ -44,6 +45,7 @@ class UnitBytes(NamedTuple):
     gradient: int = 0
     elements: int = 0
     casting: int = 0
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class MicroBatchSizes:
     `compute` dtype, `wide` accumulation dtype. `cp_heads`, `cp_keys`: ranks that exchange heads, and keys, by an
     all-gather if `gathers`; `key_parts`: times that a rank attends to some of the keys. `documents`: their expected
     lengths in a row with a document mask. `granularity` of FP8 scales, from the tensor itself if `current`; `fp8`: the
-    linear layers run FP8 GEMMs.
+    linear layers run FP8 GEMMs. `ep`: ranks that exchange tokens; `imbalance`: rows of the fullest of them, over the
+    mean.
     """
 
     model: ModelConfig
@@ -73,6 +76,8 @@ class MicroBatchSizes:
     current: bool
     fp8: bool = False
     recompute: RecomputePolicy = NO_RECOMPUTE
+    ep: int = 1
+    imbalance: float = 1.0
 
     @property
     def tokens(self) -> int:

@@ -99,8 +99,8 @@ class Surroundings(NamedTuple):
 class Part(ABC):
     """A part without parameters, GEMMs and communication; subclasses answer for what they have.
 
-    `normalizes`: a norm, whose output the next part may recompute. `enters`: such a part, that begins a branch.
-    `feeds_rows`: the output is an input of the next row-parallel layers.
+    `normalizes`: a norm, whose output the next part may recompute. `enters`: a part that does so, at the
+    beginning of a branch. `feeds_rows`: the output is an input of the next row-parallel layers.
     """
 
     normalizes: ClassVar[bool] = False
@@ -115,6 +115,21 @@ class Part(ABC):
     def results(self) -> tuple[LinearSpec, ...]:
         """The row-parallel layers at the end, whose sum is the result of a branch."""
         return ()
+
+    @property
+    def ends_branch(self) -> bool:
+        """The output is the result of a branch."""
+        return bool(self.results)
+
+    @property
+    def token_weights(self) -> int:
+        """Elements of the weights that a token is multiplied by."""
+        return sum(layer.weight_numel for layer in self.linears)
+
+    @property
+    def expert_numel(self) -> int:
+        """Elements of the weights that ranks along ep share."""
+        return 0
 
     @property
     def core(self) -> AttentionCore | None:
@@ -134,13 +149,13 @@ class Part(ABC):
         return ()
 
     def flops(self, scores: Scores) -> TokenFlops:
-        return TokenFlops(2 * sum(layer.weight_numel for layer in self.linears))
+        return TokenFlops(2 * self.token_weights)
 
     def recomputed_weights(self, full: bool, skipped: bool) -> int:
         """Count the elements of weights whose GEMMs backward repeats. `full`: of the entire block, but for layers that
         are `skipped`.
         """
-        return sum(layer.weight_numel for layer in self.linears) if full and not skipped else 0
+        return self.token_weights if full and not skipped else 0
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives over tp of a forward or a backward, for a micro-batch."""
@@ -154,6 +169,10 @@ class Part(ABC):
         """List the exchanges of context parallelism of a forward or a backward, for a micro-batch."""
         yield from ()
 
+    def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
+        """List the exchanges over ep of a forward, of a recomputed one (`again`), or a backward, for a micro-batch."""
+        yield from ()
+
     def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the all-reduces over cp of FP8 amaxes whose scales cover the tokens of a micro-batch."""
         yield from ()
@@ -161,6 +180,10 @@ class Part(ABC):
     @abstractmethod
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the activations of a micro-batch."""
+
+    def kept(self, sizes: MicroBatchSizes) -> int:
+        """Size what full recomputation does not repeat."""
+        return 0
 
     def recomputes_output(self, recompute: RecomputePolicy) -> bool:
         """Backward recomputes the output in place of saving it as the input of row-parallel layers."""

@@ -21,8 +21,8 @@ class _Sum:
 
 @dataclass(frozen=True)
 class Seconds(_Sum):
-    """Seconds of a rank by cause. `host`: waits for launches; `tp`, `cp`, `dp`: exposed communication, for dp of
-    ZeRO-3; `offload`: exposed copies of block inputs to and from host memory.
+    """Seconds of a rank by cause. `host`: waits for launches; `tp`, `cp`, `ep`, `dp`: exposed communication, for dp
+    of ZeRO-3; `offload`: exposed copies of block inputs to and from host memory.
     """
 
     gemm: float = 0.0
@@ -32,12 +32,18 @@ class Seconds(_Sum):
     host: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
+    ep: float = 0.0
     dp: float = 0.0
     offload: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(vars(self).values())
+
+    @property
+    def sent(self) -> Seconds:
+        """The exposed communication between the ranks of a layer."""
+        return Seconds(tp=self.tp, cp=self.cp, ep=self.ep)
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,18 @@ class OperationTimes(Protocol):
         """Time linear layers [outputs, inputs] of this rank with a common collective over tp: on the input (`enters`),
         or on the output.
         """
+
+    def local_linear(self, outputs: int, inputs: int) -> PassTimes:
+        """Time a linear layer of this rank's tokens of the residual stream, without communication."""
+
+    def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float) -> PassTimes:
+        """Time linear layers [outputs, inputs] of each of `experts` for `rows` rows each."""
+
+    def exchanges(self, sent: Sequence[Iterable[CommOp]]) -> PassTimes:
+        """Time the exchanges over ep in forward and in backward."""
+
+    def host_wait(self) -> PassTimes:
+        """Time a forward's wait for numbers on the host."""
 
     def sums(self, nbytes: int) -> PassTimes:
         """Time exposed all-reduces over tp of `nbytes`, one in forward and one in backward."""

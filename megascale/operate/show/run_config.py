@@ -13,8 +13,7 @@ from megascale.config.run import RunConfig
 from megascale.config.section import ELSEWHERE
 from megascale.core.named_run import CONFIG_FILE, RunFolderError
 from megascale.core.registry import MissingCardError
-from megascale.core.units import format_count
-from megascale.layout.parameters import parameter_count
+from megascale.layout.parameters import describe_parameters
 
 
 def read_run_config(folder: Path) -> RunConfig | None:
@@ -39,7 +38,7 @@ def read_run_config(folder: Path) -> RunConfig | None:
 def model_words(model: ModelConfig, precision: str) -> str:
     """Return a model in a few words."""
     try:
-        size = f"{format_count(parameter_count(model))} parameters"
+        size = describe_parameters(model)
     except MissingCardError as error:
         size = f"an unknown number of parameters ({error.message})"
     return f"{size} in {precision}, {model.num_layers} layers of {model.hidden_size}, sequences of {model.seq_length}"

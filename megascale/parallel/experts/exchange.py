@@ -28,12 +28,6 @@ ReadCounts = Callable[[Tensor, int], list[int]]
 """Copies counts of rows to the host, which waits for the device. The second argument: the slots of this rank."""
 
 
-def read_counts(counts: Tensor, slots: int) -> list[int]:
-    """Implement `ReadCounts`."""
-    numbers: list[int] = counts.tolist()
-    return numbers
-
-
 @dataclass(frozen=True)
 class Exchange:
     """Where the slots of a micro-batch go. `slots`: the slot of each row that this rank sends; `places` [t k]: the row
@@ -152,13 +146,12 @@ class Flight:
         return rows
 
 
-def start_combine(rows: Tensor, exchange: Exchange, label: Label, compute_output: bool = True) -> tuple[Tensor, Flight]:
+def start_combine(rows: Tensor, exchange: Exchange, label: Label) -> tuple[Tensor, Flight]:
     """Start to send the experts' results [r, h] back. What is computed before `finish_combine` overlaps with the
-    exchange, in forward and in backward. Returns a scalar, which connects the two in autograd, and the flight. Without
-    `compute_output` placeholders arrive.
+    exchange, in forward and in backward. Returns a scalar, which connects the two in autograd, and the flight.
     """
     flight = Flight()
-    return _StartCombine.apply(rows, exchange, flight, label, compute_output), flight
+    return _StartCombine.apply(rows, exchange, flight, label), flight
 
 
 def finish_combine(started: Tensor, flight: Flight, exchange: Exchange, slots: int, label: Label) -> Tensor:
@@ -197,19 +190,14 @@ class _Dispatch(torch.autograd.Function):
 
 class _StartCombine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, exchange: Exchange, flight: Flight, label: Label, compute_output: bool
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange, flight: Flight, label: Label) -> Tensor:
         ctx.exchange, ctx.flight = exchange, flight
-        if compute_output:
-            flight.arriving, flight.work = exchange.send_to_tokens(rows, label)
-        else:
-            flight.arriving = rows.new_zeros(()).expand(len(exchange.slots), rows.shape[1])
+        flight.arriving, flight.work = exchange.send_to_tokens(rows, label)
         return rows.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange.by_expert(ctx.flight.land()), None, None, None, None
+        return ctx.exchange.by_expert(ctx.flight.land()), None, None, None
 
 
 class _FinishCombine(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 from megascale.comm.group import Group
 from megascale.ops.routing import Routing
 from megascale.parallel.experts.capacity import Capacity
-from megascale.parallel.experts.exchange import Exchange, ReadCounts, make_exchange, read_counts
+from megascale.parallel.experts.exchange import Exchange, ReadCounts, make_exchange
 from megascale.parallel.experts.expert_choice import ExpertChoice
 from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.microbatch import MicroBatch
@@ -19,17 +19,17 @@ from megascale.record.label import Label
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The `group` of ranks that hold different experts. `routing`: the rule of choice; `bias` [layers, experts]: added
-    to scores for the choice; `losses`: of routers; `capacity`: of experts in a sequence, if it is limited; `read`: how
-    counts come to the host.
+    """The `group` of ranks that hold different experts. `routing`: the rule of choice; `read`: how counts come to the
+    host; `bias` [layers, experts]: added to scores for the choice; `losses`: of routers; `capacity`: of experts in a
+    sequence, if it is limited.
     """
 
     group: Group
     routing: Routing
+    read: ReadCounts
     bias: Tensor | None = None
     losses: RouterLosses | None = None
     capacity: Capacity | None = None
-    read: ReadCounts = read_counts
 
     def route(self, logits: Tensor, batch: MicroBatch, layer: int) -> tuple[Tensor, Tensor, Exchange]:
         """Return the experts [t, k] that tokens choose by their `logits` [t, experts] in a layer, the experts' weights

@@ -12,11 +12,11 @@ from megascale.ops.wgrad import torch_wgrad
 from megascale.parallel.grad_accumulation import Accumulation, accumulate_grad
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups, compute_output: bool = True) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Compute y = x W_e^T for rows x [r, k] of each expert e, and `weight` [experts, ..., k], whose dimensions between
-    are the n outputs: [r, n]. Saved for backward: x. Without `compute_output` the result is a placeholder.
+    are the n outputs: [r, n]. Saved for backward: x.
     """
-    return _GroupedLinear.apply(x, weight, groups, compute_output)
+    return _GroupedLinear.apply(x, weight, groups)
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -26,11 +26,9 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, compute_output: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, matrices = groups, weight.view(len(weight), -1, x.shape[1])
-        if not compute_output:
-            return x.new_zeros(()).expand(len(x), matrices.shape[1])
         return grouped_gemm(x, matrices, groups)
 
     @staticmethod
@@ -38,7 +36,7 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad, matrices = grads[0].contiguous(), weight.view(len(weight), -1, x.shape[1])
         grad_x = grouped_gemm(grad, matrices.transpose(-2, -1), ctx.groups)
-        return grad_x, _accumulate(weight, grad, x, ctx.groups), None, None
+        return grad_x, _accumulate(weight, grad, x, ctx.groups), None
 
 
 def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor | None:

@@ -22,6 +22,9 @@ from megascale.layout.tensors import padded_vocab
 
 TOKEN = 8  # bytes of a token id
 
+Shares = tuple[float, float]
+"""Bytes in gradient shards of an element of dense weights, and of experts."""
+
 
 def angle_bytes(sizes: MicroBatchSizes) -> UnitBytes:
     """Account for the rotary angles of a micro-batch with documents, which all of its layers share."""
@@ -36,13 +39,15 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     parts = [part.memory(of_block, at) for part, at in surroundings(tile_mlp(block, recompute.mlp_tiles))]
     released, forward, backward = walk(parts, sizes.stream)
     if recompute.full:  # the recomputed forward's saved tensors exist in this block's backward only
-        released, backward = sizes.stream, released + max(forward, backward)
+        kept = sizes.stream + sum(part.kept(of_block) for part in block)
+        released, backward = kept, released + max(forward, backward)
     if recompute.offload:  # on the device: the input, in forward the one before it, in backward two on their way
         released, forward, backward = 0, forward + 2 * sizes.stream, backward + 3 * sizes.stream
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
     cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + (1 + sizes.compute if of_block.grain == "row" else 0)
     casting = cast * max(elements) if fp8 else 0
-    return UnitBytes(released, forward, backward, elements=sum(elements), casting=casting)
+    experts = sum(part.expert_numel for part in block) // sizes.ep
+    return UnitBytes(released, forward, backward, 0, sum(elements) + experts, casting, experts)
 
 
 def layer_bytes(sizes: MicroBatchSizes, fp8: range) -> Callable[[int, RecomputePolicy], UnitBytes]:
@@ -78,17 +83,24 @@ def _vocabulary(sizes: MicroBatchSizes) -> int:
     return padded_vocab(sizes.model, sizes.tp) // sizes.tp * sizes.model.hidden_size
 
 
-def chunk_bytes(units: Sequence[UnitBytes], share: float = 0.0, stay: bool = False) -> UnitBytes:
+def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: bool = False) -> UnitBytes:
     """Account for a chain of units: a unit's backward begins after later units freed their saved tensors, and ends
-    with gradient shards of `share` bytes an element, freed at once or at the chain's end (`stay`).
+    with gradient shards (`shard_bytes`), freed at once or at the chain's end (`stay`).
     """
     saved = forward = backward = casting = 0
     for unit in reversed(units):
-        shard = int(share * unit.elements)
+        shard = shard_bytes(unit, shares)
         forward, casting = max(forward, unit.forward - saved), max(casting, unit.casting - saved)
         backward = max(backward, unit.backward - saved, shard - unit.saved - saved)
         saved += unit.saved - (shard if stay else 0)
-    return UnitBytes(saved, forward, backward, elements=sum(unit.elements for unit in units), casting=casting)
+    elements, experts = sum(unit.elements for unit in units), sum(unit.experts for unit in units)
+    return UnitBytes(saved, forward, backward, 0, elements, casting, experts)
+
+
+def shard_bytes(unit: UnitBytes, shares: Shares) -> int:
+    """Size the gradient shards of a unit."""
+    dense, experts = shares
+    return int(dense * (unit.elements - unit.experts) + experts * unit.experts)
 
 
 def key_store_bytes(sizes: MicroBatchSizes, layers: int, tokens: int) -> int:

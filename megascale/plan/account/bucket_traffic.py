@@ -16,7 +16,7 @@ from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import chunk_buckets, shares_embedding
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
-from megascale.layout.topology import DATA_AXES, Coord, topology_of
+from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
 from megascale.plan.account.sizes import data_ranks
 from megascale.plan.account.stage_matrices import exchange_axes, sent_elements, stage_places
@@ -46,18 +46,19 @@ class BucketTraffic:
         return [pack(bucket, topology_of(p), p.zero) for chunk in chunks for bucket in chunk]
 
     def _gradients(self) -> Iterator[CommOp]:
-        """List the collectives of gradient buckets: over dp, of norms over tp, and of a tied embedding."""
-        p, m, ranks = self.config.parallel, self.config.num_microbatches, data_ranks(self.config.parallel)
+        """List the collectives of gradient buckets: over dp or edp, of norms over tp, and of a tied embedding."""
+        p, m = self.config.parallel, self.config.num_microbatches
         compute, wide = self.config.train.element_bytes
         topology, shared = topology_of(p), shares_embedding(self.config.model, p)
         for bucket in self._buckets:
+            ranks, group = bucket.num_shards, reducing_group(topology, bucket.reduce_axes)
             sharded, index = bucket.shard_axes, topology.index_in_group(self.coord, *bucket.reduce_axes)
             operation, times = "reduce_scatter" if sharded.state else "all_reduce", m if sharded.gradient else 1
             low, high = bucket.shard_range(index) if sharded.state else (0, bucket.numel)
             if ranks > 1:
-                yield CommOp("dp", operation, wide * bucket.numel, "gradients", times=times)
+                yield CommOp(group, operation, wide * bucket.numel, "gradients", times=times)
             if ranks > 1 and sharded.state:
-                yield CommOp("dp", "all_gather", compute * bucket.numel, "weights")
+                yield CommOp(group, "all_gather", compute * bucket.numel, "weights")
             start, stop = bucket.summed_over_tp(p.sp)
             partial = min(stop, high) - max(start, low)
             if p.tp > 1 and partial > 0:
@@ -90,3 +91,10 @@ class BucketTraffic:
                 for axis in calls:
                     elements = there[axis] + (back[axis] if ways == 2 else 0)
                     yield CommOp(axis, "all_to_all", wide * elements, "matrices", calls=ways)
+
+
+def reducing_group(topology: Topology, axes: tuple[str, ...]) -> str:
+    """Name the group along the axes of a bucket: that along edp has the name of a group with the same ranks."""
+    if axes == DATA_AXES or topology.ep == topology.tp:
+        return "dp"
+    return "tp" if topology.ep == topology.size(*DATA_AXES) == 1 else "edp"

@@ -15,6 +15,7 @@ from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Stages
+from megascale.layout.topology import DATA_AXES, topology_of
 from megascale.plan.account import activations
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.rank_actions import (
@@ -106,7 +107,8 @@ class JobMemory:
         first, last = (self.layout.placement.places[end][0] for end in (0, -1))
         head = 0
         if self._zero2 and stage == last:
-            head = bucket_sizes(config.model, p, config.overlap, config.train, stage)[-1][-1].numel
+            buckets = bucket_sizes(config.model, p, config.overlap, config.train, stage)[-1]
+            head = [bucket.numel for bucket in buckets if bucket.reduce_axes == DATA_AXES][-1]
         received = sizes.stream if stage else 0  # the input of a dropped chunk
         order = rank_order(p, m, config.num_chunks, config.data.sequence_chunks_saved, stage)
         saved, transient = peak_of(order, [*map(self._chunk, units)], sizes.wide * head, received)
@@ -163,8 +165,10 @@ class JobMemory:
         chunk, overlap = activations.chunk_bytes(units), self.config.overlap.dp
         if not self._zero2:
             return ChunkBytes(chunk, chunk.backward)
-        size, ranks = self.sizes.wide, data_ranks(self.config.parallel)
-        share = size / ranks if ranks > 1 or not overlap else 0.0  # with one rank the shard is the gradient itself
-        unsharded, follows = size * chunk.elements, activations.chunk_bytes(units, share, overlap).backward
-        reducing = unsharded + int(share * chunk.elements) if overlap else 0
+        size, counts = self.sizes.wide, (data_ranks(self.config.parallel), topology_of(self.config.parallel).edp)
+        # with one rank the shard is the gradient itself
+        dense, experts = (size / ranks if ranks > 1 or not overlap else 0.0 for ranks in counts)
+        unsharded = size * chunk.elements
+        follows = activations.chunk_bytes(units, (dense, experts), overlap).backward
+        reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
         return ChunkBytes(chunk._replace(backward=chunk.backward + unsharded), follows + unsharded, reducing)

@@ -15,9 +15,10 @@ from itertools import chain
 from megascale.catalog.optimizers import ALL_KINDS
 from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig
-from megascale.layout.chunks import bucket_sizes
+from megascale.layout.chunks import bucket_sizes, stage_elements
 from megascale.layout.owners import OwnedMatrix, update_cost
 from megascale.layout.param_groups import ParamGroup, ParamGroups
+from megascale.layout.topology import topology_of
 from megascale.plan.account.sizes import data_ranks
 from megascale.plan.account.stage_matrices import StageMatrices, stage_places
 
@@ -45,9 +46,9 @@ class StageOptimizer:
         """
         c, p, (_, wide) = self.config, self.config.parallel, self.config.train.element_bytes
         if not is_mixed(c.optimizer):
-            sizes = bucket_sizes(c.model, p, c.overlap, c.train, self.stage)
-            elements = sum(bucket.numel for chunk in sizes for bucket in chunk)
-            return wide * len(ParamGroups(c.optimizer).default.state) * (elements // (data_ranks(p) if zero else 1))
+            chunks = bucket_sizes(c.model, p, c.overlap, c.train, self.stage)
+            elements, shard = stage_elements(chunks, topology_of(p))
+            return wide * len(ParamGroups(c.optimizer).default.state) * (shard if zero else elements)
         flat, owned = self._flat_elements(bool(zero)), Counter[tuple[int, int]]()
         for place in self._places:
             for tp in range(p.tp) if place.tp_owner is None else [place.tp_owner]:

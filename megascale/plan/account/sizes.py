@@ -24,5 +24,5 @@ def micro_batch_sizes(config: RunConfig) -> MicroBatchSizes:
         MAX_PIECES if config.overlap.tp else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,
         max(p.cp_keys, 1 + config.attends_in_parts),  # a chunk attends to its own keys and to others
         p.cp_mode == "allgather", expected_documents(config.model, config.data) if within else (),
-        recipe["granularity"], recipe["scaling"] == "current",
+        recipe["granularity"], recipe["scaling"] == "current", ep=p.ep,
     )  # fmt: skip

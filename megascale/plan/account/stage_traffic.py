@@ -1,6 +1,6 @@
 """Communication of a pipeline stage's layers, embedding and head, and of its messages (`StageTraffic`).
 
-The parts of a block list their collectives over tp and cp (`layout.parts`).
+The parts of a block list their collectives over tp, cp and ep (`layout.parts`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ def context_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: Recompu
             yield from part.context_traffic(sizes, backward)
 
 
+def expert_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: RecomputePolicy) -> Iterator[CommOp]:
+    """List a block's exchanges of tokens over ep for a micro-batch."""
+    for part in block:
+        yield from part.expert_traffic(sizes)
+        yield from part.expert_traffic(sizes, again=True) if recompute.full else ()
+        yield from part.expert_traffic(sizes, backward=True)
+
+
 @dataclass(frozen=True)
 class StageTraffic:
     """The communication of the ranks of a pipeline stage in a step."""
@@ -58,8 +66,8 @@ class StageTraffic:
         return stages_of(self.config.model, self.config.parallel)
 
     def all(self) -> Iterator[CommOp]:
-        """List all collectives and messages of a step: of blocks over tp and cp, per micro-batch, and once for the amax
-        of FP8 weights; of the ends, and between stages.
+        """List all collectives and messages of a step: of blocks over tp, cp and ep, per micro-batch, and once for the
+        amax of FP8 weights; of the ends, and between stages.
         """
         config, p, m = self.config, self.config.parallel, self.config.num_microbatches
         fp8 = fp8_layers(config.model, config.train, config.fp8)
@@ -71,6 +79,7 @@ class StageTraffic:
             for (block, quantized), count in kinds.items():
                 sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
+                sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []
                 yield from (each._replace(times=count * m) for each in sent)
                 for layer in linears(block) if p.tp > 1 else ():
                     amaxes = sizes[quantized].amaxes(f"{layer.name}.weight", 1, config.model.hidden_size)

@@ -2,8 +2,8 @@
 
 For N parameters of c bytes in the compute and a in the accumulation dtype, d data-parallel ranks and ZeRO stage z
 (Rajbhandari et al. 2020): parameters c N, plus 2 bytes per FP8 weight; gradients a N, for z = 2 a N / d; optimizer
-(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights. State of whole
-matrices is on their owners (`account.optimizer_state`).
+(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights. Parameters of
+experts are divided by the ranks along edp. State of whole matrices is on their owners (`account.optimizer_state`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, weight_numel
 from megascale.layout.buckets import SHARDED
-from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
+from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
+from megascale.layout.topology import topology_of
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.sizes import data_ranks
 
@@ -58,21 +59,18 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
     cast = sum(weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
     cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
-    elements = sum(
-        bucket.numel
-        for chunk in bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
-        for bucket in chunk
-    )
-    shard = elements // ranks if "state" in sharded else elements
+    chunks = bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
+    elements, shard = stage_elements(chunks, topology_of(config.parallel))
+    held = {kind: shard if kind in sharded else elements for kind in ("weight", "gradient", "state")}
     averages = {
         "none": 0,
         "ema": 1,
         "lawa": config.train.weight_average_count,
     }  # tensors, each of the size of master weights
     master = compute if config.optimizer.master_weights == "bf16_compensated" else accumulate
-    masters = shard * ((master if facts["master_weights"] else 0) + accumulate * averages[config.train.weight_average])
+    master_bytes = (master if facts["master_weights"] else 0) + accumulate * averages[config.train.weight_average]
     return StateBytes(
-        parameters=(compute * elements + cast_bytes * cast) // (ranks if "weight" in sharded else 1),
-        gradients=accumulate * (elements // ranks if "gradient" in sharded else elements),
-        optimizer=StageOptimizer(config, stage).state_bytes(zero) + masters,
+        parameters=compute * held["weight"] + cast_bytes * cast // (ranks if "weight" in sharded else 1),
+        gradients=accumulate * held["gradient"],
+        optimizer=StageOptimizer(config, stage).state_bytes(zero) + master_bytes * held["state"],
     )

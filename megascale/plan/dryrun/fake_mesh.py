@@ -36,13 +36,18 @@ class FakeHostBuffers(PlainBuffers):
 
 
 class FakeDevice(Device):
-    """A device on which every value read by the host is 1, because fake tensors have no values."""
+    """A device on which every value read by the host is 1, and counts are equal: fake tensors have no values."""
 
     def host_buffers(self) -> HostBuffers:
         return FakeHostBuffers(self.torch_device)
 
     def copy_to_host(self, values: Tensor) -> Callable[[], list[float]]:
         return lambda: [1.0] * values.numel()
+
+    def read_counts(self, counts: Tensor, total: int) -> list[int]:
+        """Return equal shares of `total` in each half."""
+        size = counts.numel() // 2
+        return [(index + 1) * total // size - index * total // size for index in range(size)] * 2
 
 
 class FakeTransport:

@@ -7,19 +7,22 @@ module: the same communications, FLOPs, memory peak, and bytes saved for backwar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megascale.layout.blocks import distinct_blocks
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.sequence_shard import sequence_shard
 from megascale.ops.rope import layer_rope, rope_table
+from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.microbatch import MicroBatch
 from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, ResourceCounterMode, ResourceCounts
 from megascale.train.run import Run
 
@@ -38,7 +41,8 @@ class ModuleCost:
     """The cost of a module whose output has `shape` and `dtype`.
 
     `saved_for_backward`: bytes live between forward and backward. `retained`: bytes live after the backward. Neither
-    counts the input, which is saved for backward if `saves_input`. `backward` is None without gradients.
+    counts the input, which is saved for backward if `saves_input`. `backward` is None without gradients. `choice`: of
+    the micro-batch, if the forward has made one; it is counted neither.
     """
 
     shape: torch.Size
@@ -48,6 +52,7 @@ class ModuleCost:
     saved_for_backward: BytesByKind
     retained: BytesByKind
     saves_input: bool
+    choice: ExpertChoice | None
 
 
 @dataclass
@@ -55,34 +60,43 @@ class ModuleCostCache:
     """Measures modules and caches their `costs`.
 
     `representatives`: the module that is run for all modules of a key. Only the representative has the side effects of
-    a first call, such as quantized weights.
+    a first call, such as quantized weights. `choices`: by key, those of the last measured forward, for a recomputation.
     """
 
     counter_mode: ResourceCounterMode
     grad_dtype: torch.dtype
     costs: dict[Hashable, ModuleCost] = field(default_factory=dict)
     representatives: dict[Hashable, nn.Module] = field(default_factory=dict)
+    choices: dict[Hashable, dict[int, ExpertChoice]] = field(default_factory=dict)
 
     @property
     def counts(self) -> ResourceCounts:
         return self.counter_mode.recorder.counts
 
     def measure(
-        self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], recompute: bool = False
+        self,
+        module: nn.Module,
+        x: Tensor,
+        call: Callable[[Tensor], Tensor],
+        choices: Mapping[int, ExpertChoice],
+        recompute: bool = False,
     ) -> ModuleCost:
-        """Run `call` on a tensor like x, and the backward if gradients are enabled. `recompute`: the module's
-        activations are recomputed, and checkpointing holds the output's gradient until the backward ends.
+        """Run `call` on a tensor like x, and the backward if gradients are enabled. `choices`: the call may add one.
+        `recompute`: the module's activations are recomputed, and checkpointing holds the output's gradient until
+        the backward ends.
         """
         recorder = self.counter_mode.recorder
         outer, recorder.counts = recorder.counts, ResourceCounts()
         try:
             with _temporary_main_grads(module, self.grad_dtype):
-                return self._measure(x, call, recompute)
+                return self._measure(x, call, choices, recompute)
         finally:
             recorder.counts = outer
 
-    def _measure(self, x: Tensor, call: Callable[[Tensor], Tensor], recompute: bool) -> ModuleCost:
-        with_backward = torch.is_grad_enabled()
+    def _measure(
+        self, x: Tensor, call: Callable[[Tensor], Tensor], choices: Mapping[int, ExpertChoice], recompute: bool
+    ) -> ModuleCost:
+        with_backward, known = torch.is_grad_enabled(), set(choices)
         counts, counter_mode = self.counts, self.counter_mode
         leaf = torch.empty_like(x).requires_grad_(x.requires_grad and with_backward)
         baseline = Counter(counts.live_bytes)  # tensors that exist only for the measurement
@@ -105,13 +119,16 @@ class ModuleCostCache:
         saved = counts.live_bytes - baseline
         if saves_input:
             saved -= Counter({"activations": x.nbytes})
+        choice = next((choices[layer] for layer in choices.keys() - known), None)
+        kept = Counter({"activations": sum(tensor.nbytes for tensor in _tensors(choice))})
         if edge is not None:
             torch.autograd.backward((edge,), (torch.ones((), dtype=self.grad_dtype),))
             backward = self._cost(starts[-1])
             leaf.grad = None
         del edge
         held_grads.clear()
-        return ModuleCost(shape, dtype, forward, backward, saved, counts.live_bytes - baseline, saves_input)
+        retained = counts.live_bytes - baseline - kept
+        return ModuleCost(shape, dtype, forward, backward, saved - kept, retained, saves_input, choice)
 
     def _start(self) -> BytesByKind:
         """Begin to count a forward or backward pass. Returns the live bytes."""
@@ -155,16 +172,21 @@ class ReplayModule(nn.Module):
         self._recompute = recompute
         self._called = set[bool]()  # with gradients enabled, without, or both
 
-    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        with_gradients = torch.is_grad_enabled()
+    def forward(self, x: Tensor, batch: MicroBatch, **named: Any) -> Tensor:
+        with_gradients, cache = torch.is_grad_enabled(), self._cost_cache
         first = with_gradients not in self._called
         self._called.add(with_gradients)
         key = (self._module_key, first, tuple(named.items()), x.shape, x.requires_grad, with_gradients)
-        if key not in self._cost_cache.costs:
-            module = self._cost_cache.representatives.setdefault(self._module_key, self._module[0])
-            cost = self._cost_cache.measure(module, x, lambda x: module(x, *arguments, **named), self._recompute)
-            self._cost_cache.costs[key] = cost
-        return _Replay.apply(x, self._anchor, self._cost_cache, self._cost_cache.costs[key], self._layer)
+        if key not in cache.costs:
+            module = cache.representatives.setdefault(self._module_key, self._module[0])
+            again = self._recompute and with_gradients
+            choices = cache.choices[self._module_key] = cache.choices[self._module_key] if again else {}
+            own = replace(batch, expert_choices=choices)
+            cache.costs[key] = cache.measure(module, x, lambda x: module(x, own, **named), choices, self._recompute)
+        cost = cache.costs[key]
+        if cost.choice is not None:
+            batch.expert_choices[self._layer] = _without_values(cost.choice)
+        return _Replay.apply(x, self._anchor, cache, cost, self._layer)
 
 
 class _Replay(torch.autograd.Function):
@@ -223,6 +245,22 @@ def _replay(cost_cache: ModuleCostCache, cost: PassCost, layer: int) -> None:
         recorder.record_communication(axis, call.group, call.operation, label, call.bytes, call.peer)
 
 
+def _tensors(choice: ExpertChoice | None) -> list[Tensor]:
+    """List the tensors of a choice."""
+    if choice is None or choice.exchange is None:
+        return []
+    exchange = choice.exchange
+    tensors = choice.experts, choice.counts, exchange.slots, exchange.places, exchange.order, exchange.back
+    return [tensor for tensor in (*tensors, exchange.groups.ends) if tensor is not None]
+
+
+def _without_values(choice: ExpertChoice) -> ExpertChoice:
+    """Return a choice with as many bytes, and the counts in their place."""
+    counts = torch.empty_like(choice.counts)
+    nbytes = sum(tensor.nbytes for tensor in _tensors(choice)) - counts.nbytes
+    return ExpertChoice(torch.empty(nbytes, dtype=torch.uint8), None, counts)
+
+
 @contextmanager
 def _temporary_main_grads(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Allocate main gradients for parameters without them while the block runs."""
@@ -245,7 +283,7 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         spans = None if shard is None or run.config.data.attention_mask == "document" else shard.spans
         for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
-    anchor = torch.zeros((), requires_grad=True)
+    anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m)[1]
 
     def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:
         return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
@@ -254,7 +292,7 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         policy = recompute_policy(run.config.train, chunk)
         for name, block in list(stage.layers.items()):
             layer = int(name)
-            key = (m.windows[layer], layer in quantized, policy)
+            key = (kinds[layer], layer in quantized, policy)
             stage.layers[name] = replayed(block, key, layer, policy.full)
         if stage.embedding is not None:
             stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]

@@ -27,7 +27,7 @@ from megascale.config.batch_rampup import BatchSizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.units import format_count
-from megascale.layout.parameters import parameter_count
+from megascale.layout.parameters import describe_parameters, parameter_count
 from megascale.plan.account.flops import head_flops, token_flops
 from megascale.plan.search.report import plain_table
 
@@ -209,7 +209,7 @@ def batch_tables(plan: BatchPlan) -> Iterator[str | Table]:
     model, length = plan.config.model, plan.seq_length
     flops = plan.tokens * (token_flops(model).full - head_flops(model))
     yield (
-        f"{plan.config.name}: {format_count(parameter_count(model))} parameters, {format_count(plan.tokens)} tokens "
+        f"{plan.config.name}: {describe_parameters(model)}, {format_count(plan.tokens)} tokens "
         f"in sequences of {length:,}, {flops:.3g} FLOPs without the head; micro x dp = {plan.unit}"
     )
     yield f"critical batch at the end: {format_count(plan.end)} tokens, {plan.source}"

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from megascale.config.parallel import ParallelConfig
 from megascale.core.units import format_bytes, format_count, format_duration
-from megascale.layout.parameters import parameter_count
+from megascale.layout.parameters import active_parameter_count, describe_parameters, parameter_count
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import MAX_DOUBLINGS, MEMORY_FRACTION, SearchResult
@@ -28,6 +28,7 @@ CAUSES = {
     "offload": "copies to and from host memory, exposed",
     "tp": "tp communication, exposed",
     "cp": "cp communication, exposed",
+    "ep": "ep communication, exposed",
     "pp": "pp communication, exposed",
     "dp": "dp communication, exposed",
     "bubble": "pipeline bubble",
@@ -47,7 +48,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
     """Report a plan: summary, memory by kind, time by cause, notes, dry runs, the job, and the sweep."""
     config, e, error = plan.config, plan.estimate, plan.expected_error
     yield (
-        f"{config.name}: {format_count(parameter_count(config.model))} parameters, {format_layout(config.parallel)} = "
+        f"{config.name}: {describe_parameters(config.model)}, {format_layout(config.parallel)} = "
         f"{config.world_size} x {plan.hardware.name}, "
         f"{config.num_microbatches} micro-batch{'es' * (config.num_microbatches != 1)} of {config.batch.micro}, "
         f"with {plan.stack.name}"
@@ -77,11 +78,12 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
 
 
 def format_layout(p: ParallelConfig) -> str:
-    """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16'."""
+    """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16 (ep 8)'."""
     sp, vpp = " sp" if p.sp and p.tp > 1 else "", f" (vpp {p.vpp})" if p.vpp > 1 else ""
     heads = f" {p.cp_a2a_size} x {p.cp_keys}" if p.cp_mode == "usp" else ""
     cp = f" x cp {p.cp} {p.cp_mode}{heads}" if p.cp > 1 else ""
-    return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}"
+    ep = f" (ep {p.ep})" if p.ep > 1 else ""
+    return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}{ep}"
 
 
 def too_large_message(plan: Plan) -> str:
@@ -122,6 +124,7 @@ def _settings(space: Space, plan: Plan, count: str | None) -> str:
     implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
     unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
+    unused |= set() if config.model.experts else {"parallel.ep"}
     keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}
@@ -210,6 +213,7 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Fai
         "stack": plan.stack.name,
         "gpus": config.world_size,
         "parameters": parameter_count(config.model),
+        "active_parameters": active_parameter_count(config.model),
         "fits": plan.fits,
         "memory_limit_bytes": plan.memory_limit,
         **_summary(plan),
@@ -218,7 +222,7 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Fai
         "fullest_stage": plan.fullest_stage,
         "expected_error": plan.expected_error,
         "bubble": e.causes["bubble"] / e.step_s,
-        "exposed_s": {axis: e.causes[axis] for axis in ("tp", "cp", "pp", "dp")},
+        "exposed_s": {axis: e.causes[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
         "causes_s": e.causes,
         "notes": plan.notes,
         "failures": {"mean_s": cost.mean_s, "checkpoint_every_s": cost.every_s, "lost_share": cost.lost_share},

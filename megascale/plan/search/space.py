@@ -36,6 +36,7 @@ class Layout(NamedTuple):
     micro: int = 1
     recompute: str = "none"
     zero: int = 1
+    ep: int = 1
 
 
 SECTIONS = {"micro": "batch", "recompute": "train"}
@@ -76,8 +77,8 @@ class Space:
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
-                for zero in self._values("parallel.zero", zeros):
-                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero)
+                for zero, ep in itertools.product(self._values("parallel.zero", zeros), self._experts(tp * cp * dp)):
+                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep)
 
     def with_layout(self, layout: Layout) -> RunConfig:
         """Return the resolved configuration with this layout."""
@@ -140,6 +141,12 @@ class Space:
         exchange.
         """
         return math.gcd(cp, micro) == 1 or not self.fixed.isdisjoint(("parallel.cp", "parallel.dp", "batch.micro"))
+
+    def _experts(self, ranks: int) -> list[int]:
+        """List the legal ep on the `ranks` of a pipeline stage."""
+        experts = self.config.model.experts
+        eps = self._values("parallel.ep", divisors(math.gcd(ranks, experts)) if experts else [1])
+        return [ep for ep in eps if ranks % ep == 0]
 
     def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool, int, str, int]]:
         """List all legal (tp, sp, cp, cp_mode, cp_a2a_size)."""

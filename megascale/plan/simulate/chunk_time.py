@@ -27,8 +27,7 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
     else:
         after = zip(timed, (*parts[1:], None), strict=True)
         recomputed = sum((part.recomputed_seconds(s, recompute, then) for (part, s), then in after), Seconds())
-    sent = Seconds(tp=recomputed.tp, cp=recomputed.cp)
-    backward = total.backward + Seconds(recompute=recomputed.total - sent.total) + sent
+    backward = total.backward + Seconds(recompute=recomputed.total - recomputed.sent.total) + recomputed.sent
     launched = layers.launched(total.forward, 1), layers.launched(backward, 3 if recompute.full else 2)
     copied, hardware = 0.0, layers.kernels.hardware  # behind a block's forward, and behind its backward
     if recompute.offload and hardware.device.host_bandwidth:

@@ -13,6 +13,13 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (6
 DEFAULT_ATTENTION_SHARES = AttentionShares(forward=0.35, backward=0.35)  # for a device whose profile has no shares
 RAMP = 192  # elements of the inner dimension lost to a tile's prologue and epilogue: k takes as long as k + RAMP
 
+GROUP_TILE = 128  # rows of a tile in a grouped GEMM
+
+HOST_WAIT_S = 2e-5
+"""Seconds that a device waits while the host reads numbers and launches the next operation: two trips over PCI Express
+and a launch, of 5 to 10 us each.
+"""
+
 MASK = 1
 """Bytes of a score's dropout mask, as in Megatron-LM. In forward softmax and dropout read and write the score; in
 backward both read and write the gradient, and softmax reads the score.
@@ -53,6 +60,16 @@ class KernelTimes:
         rate *= attained.fp8.get(grain or "", 1.0) * shape_share(count * m, n, k, device.units)
         moved = operands * (1 if grain else self.bytes) + result * self.bytes
         return max(flops / rate, moved / self.bandwidth) * self.stack.attained.slowdown
+
+    def grouped_gemm(self, groups: int, m: float, n: int, k: int) -> tuple[float, float]:
+        """Time the GEMMs [m, k] x [k, n] of `groups` experts, and those of a weight's gradient, [n, m] x [m, k]. A
+        processor runs one after the other; a grouped GEMM has whole tiles of rows.
+        """
+        if self.measured:
+            rows = math.ceil(m)
+            return groups * self.gemm(rows, n, k), groups * self.gemm(n, k, rows)
+        rows = math.ceil(m / GROUP_TILE) * GROUP_TILE
+        return self.gemm(rows, n, k, count=groups), self.gemm(n, k, rows, count=groups)
 
     def attention(self, heads: int, keys: int, window: int | None, width: int) -> tuple[float, float]:
         """Time attention of `heads` of `width` on sequences of `keys`: forward and backward."""

@@ -18,8 +18,8 @@ from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.sizes import micro_batch_sizes
-from megascale.plan.simulate.gemm_time import KernelTimes
-from megascale.plan.simulate.link_time import ContextRoutes, TpCollectives, group_route
+from megascale.plan.simulate.gemm_time import HOST_WAIT_S, KernelTimes
+from megascale.plan.simulate.link_time import ContextRoutes, ExpertRoute, TpCollectives, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
 
 CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 4}
@@ -40,6 +40,7 @@ class LayerTimes:
     kernels: KernelTimes
     exchange: TpCollectives
     context: ContextRoutes
+    experts: ExpertRoute
     tiles: int = 1
 
     @classmethod
@@ -54,7 +55,8 @@ class LayerTimes:
         activation = config.batch.micro * config.row_tokens * m.hidden_size * size
         slowdown = 1 - hardware.attained.overlap
         context = ContextRoutes.of_layout(hardware, p, config.world_size, config.overlap.cp)
-        return cls(config, kernels, TpCollectives(route, p.tp, p.sp, activation, overlaps, slowdown), context)
+        experts = ExpertRoute.of_layout(hardware, p, config.world_size)
+        return cls(config, kernels, TpCollectives(route, p.tp, p.sp, activation, overlaps, slowdown), context, experts)
 
     @property
     def tokens(self) -> int:
@@ -127,14 +129,40 @@ class LayerTimes:
         sent = map(self.context.exposed, exchanges, taken)
         return PassTimes(*(Seconds(attention=s, cp=exposed) for s, exposed in zip(taken, sent, strict=True)))
 
-    def _gemms(self, outputs: int, inputs: int, fp8: bool) -> PassTimes:
-        """Time a linear layer Y = X W^T of this rank: Y, dgrad dX = dY W, wgrad dW = dY^T X, quantized operands."""
+    def local_linear(self, outputs: int, inputs: int) -> PassTimes:
+        return self._gemms(outputs, inputs, fp8=False, tokens=self.stream // self.config.model.hidden_size)
+
+    def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float) -> PassTimes:
+        total = PassTimes()
+        for outputs, inputs in shapes:
+            forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs)
+            dgrad, _ = self.kernels.grouped_gemm(experts, rows, inputs, outputs)
+            added = self._added(experts * outputs * inputs)
+            total += PassTimes(Seconds(gemm=forward), Seconds(gemm=dgrad + wgrad, elementwise=added))
+        return total
+
+    def exchanges(self, sent: Sequence[Iterable[CommOp]]) -> PassTimes:
+        """Time the exchanges, which wait for the rank with most rows."""
+        forward, backward = (sum(self.experts.seconds(each.bytes) for each in passed) for passed in sent)
+        return PassTimes(Seconds(ep=forward), Seconds(ep=backward)) * self.sizes.imbalance
+
+    def host_wait(self) -> PassTimes:
+        return PassTimes(Seconds(host=0.0 if self.kernels.measured else HOST_WAIT_S))
+
+    def _gemms(self, outputs: int, inputs: int, fp8: bool, tokens: int | None = None) -> PassTimes:
+        """Time a linear layer Y = X W^T of this rank: Y, dgrad dX = dY W, wgrad dW = dY^T X, quantized operands.
+        `tokens`: of X, by default of the whole sequence.
+        """
         facts, gemm, moved = RECIPES[self.config.fp8.recipe].facts, self.kernels.gemm, self.kernels.elementwise
-        m, n, k, grain = self.tokens, outputs, inputs, facts["granularity"] if fp8 else None
+        m, n, k, grain = tokens or self.tokens, outputs, inputs, facts["granularity"] if fp8 else None
         cast = CASTS[facts["scaling"] if grain == "tensor" else grain] if grain else 0
         backward = gemm(m, k, n, grain=grain) + gemm(n, k, m, grain=grain)
-        count = max(1, self.config.num_microbatches) if self.kernels.stack.gradient_bytes == 2 else 1
-        # 16-bit gradients are added in a pass: two reads, one write; an fp32 wgrad GEMM accumulates by itself
-        added = 3 * 2 * n * k * (count - 1) / count
-        casts = moved(cast * m * n) + self.kernels.stream(added)
+        casts = moved(cast * m * n) + self._added(n * k)
         return PassTimes(Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k)), Seconds(backward, 0.0, casts))
+
+    def _added(self, elements: int) -> float:
+        """Time the addition of a micro-batch's gradients of a weight: 16-bit ones are added in a pass, with two reads
+        and a write; an fp32 wgrad GEMM accumulates by itself.
+        """
+        count = max(1, self.config.num_microbatches) if self.kernels.stack.gradient_bytes == 2 else 1
+        return self.kernels.stream(3 * 2 * elements * (count - 1) / count)

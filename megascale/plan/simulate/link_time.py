@@ -1,5 +1,6 @@
 """Communication times in seconds, on the links of a collective's group (`group_route`), of pipeline neighbours
-(`neighbour_route`); and of each axis of parallelism: `TpCollectives`, `DataParallel`, `ContextRoutes`.
+(`neighbour_route`); and of each axis of parallelism: `TpCollectives`, `DataParallel`, `ContextRoutes`,
+`ExpertRoute`.
 
 For S bytes on n ranks in k nodes, with bandwidth b, latency L between nodes and l inside a node:
 
@@ -14,13 +15,14 @@ including groups of another run in the node.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.pieces import MAX_PIECES
+from megascale.layout.topology import DATA_AXES, topology_of
 from megascale.plan.simulate.profiles import Hardware
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -124,25 +126,53 @@ class TpCollectives:
         return max(least * sent, sent - gemm) if overlaps else sent
 
 
+Buckets = tuple[tuple[tuple[str, ...], int], ...]
+"""The axes over which buckets are reduced, and their elements."""
+
+
 @dataclass(frozen=True)
 class DataParallel:
-    """Data-parallel collectives. `sharded`: ZeRO stage 1 or higher; `gradient`, `weight`: bytes of an element."""
+    """Data-parallel collectives. `groups`: link and ranks by axes; `sharded`: ZeRO stage 1 or higher; `gradient`,
+    `weight`: bytes of an element.
+    """
 
-    route: Route
-    ranks: int
+    groups: Mapping[tuple[str, ...], tuple[Route, int]]
     sharded: bool
     gradient: int
     weight: int
 
-    def reduce(self, buckets: tuple[int, ...]) -> float:
-        """Time the gradient reduction of buckets, in elements."""
-        operation: Operation = "reduce_scatter" if self.sharded else "all_reduce"
-        return sum(self.route.collective(operation, self.gradient * size, self.ranks) for size in buckets)
+    @classmethod
+    def of_layout(cls, hardware: Hardware, p: ParallelConfig, sharded: bool, sizes: tuple[int, int]) -> DataParallel:
+        """Build from a layout; `sizes`: bytes of an element of gradients and of weights."""
+        topology = topology_of(p)
+        strides = {DATA_AXES: topology.tp, ("edp",): topology.ep}
+        groups = {
+            axes: (group_route(hardware, topology.size(*axes), stride, topology.world_size, together=topology.tp),
+                   topology.size(*axes))
+            for axes, stride in strides.items()
+        }  # fmt: skip
+        return cls(groups, sharded, *sizes)
 
-    def gather(self, buckets: tuple[int, ...]) -> float:
+    @property
+    def network(self) -> bool:
+        """A collective goes between nodes."""
+        return any(route.network for route, _ in self.groups.values())
+
+    def shard(self, buckets: Buckets) -> float:
+        """Count the elements of this rank's shards of buckets."""
+        return sum(numel / (self.groups[axes][1] if self.sharded else 1) for axes, numel in buckets)
+
+    def reduce(self, buckets: Buckets) -> float:
+        """Time the gradient reduction of buckets."""
+        return self._seconds("reduce_scatter" if self.sharded else "all_reduce", self.gradient, buckets)
+
+    def gather(self, buckets: Buckets) -> float:
         """Time the weight all-gather of buckets, 0 without sharding."""
-        sizes = buckets if self.sharded else ()
-        return sum(self.route.collective("all_gather", self.weight * size, self.ranks) for size in sizes)
+        return self._seconds("all_gather", self.weight, buckets) if self.sharded else 0.0
+
+    def _seconds(self, operation: Operation, size: int, buckets: Buckets) -> float:
+        links = ((*self.groups[axes], size * numel) for axes, numel in buckets)
+        return sum(route.collective(operation, nbytes, ranks) for route, ranks, nbytes in links)
 
 
 @dataclass(frozen=True)
@@ -177,3 +207,30 @@ class ContextRoutes:
                 route, ranks = (self.heads, self.cp_heads) if sent.group == "cp.heads" else (self.keys, self.cp_keys)
                 total += route.collective("all_gather", sent.bytes, ranks)  # the others move as much as an all-gather
         return total
+
+
+@dataclass(frozen=True)
+class ExpertRoute:
+    """The links of `ranks` neighbours that exchange tokens, of which `inside` share a node: bytes/s of a rank in the
+    `node` and of its share of the `network`, and seconds of a message. Both links send at the same time.
+    """
+
+    ranks: int
+    inside: int
+    node: float
+    network: float
+    latency: float
+
+    @classmethod
+    def of_layout(cls, hardware: Hardware, p: ParallelConfig, world: int) -> ExpertRoute:
+        node, network, attained = hardware.node, hardware.network, hardware.attained
+        devices = _used(node.devices, world, p.tp)
+        inside, outside = math.gcd(p.ep, devices), network.bandwidth * attained.network / devices
+        outside /= network.taper if p.ep > devices * network.nodes else 1
+        latency = node.latency if inside == p.ep else network.latency
+        return cls(p.ep, inside, node.bandwidth * attained.link, outside, latency)
+
+    def seconds(self, sent: float) -> float:
+        """Time an all-to-all of `sent` bytes to the other ranks together."""
+        within, across = (self.inside - 1) / (self.ranks - 1), (self.ranks - self.inside) / (self.ranks - 1)
+        return sent * max(within / self.node, across / self.network) + self.latency

@@ -14,7 +14,7 @@ from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.layer_time import LayerTimes
-from megascale.plan.simulate.link_time import DataParallel, group_route, neighbour_route
+from megascale.plan.simulate.link_time import Buckets, DataParallel, neighbour_route
 from megascale.plan.simulate.profiles import Hardware, Overlaps, Stack
 
 
@@ -49,22 +49,24 @@ class PipelineTimes:
 
     @cached_property
     def dp(self) -> DataParallel:
-        c, p, sizes = self.config, self.config.parallel, self.layers.sizes
-        ranks, sharded = p.cp * c.dp, p.zero > 0 or self.stack.shards_weights
-        route = group_route(self.hardware, ranks, p.tp, c.world_size, together=p.tp)
-        return DataParallel(route, ranks, sharded, self.stack.gradient_bytes or sizes.wide, sizes.compute)
+        p, sizes = self.config.parallel, self.layers.sizes
+        element_bytes = self.stack.gradient_bytes or sizes.wide, sizes.compute
+        return DataParallel.of_layout(self.hardware, p, p.zero > 0 or self.stack.shards_weights, element_bytes)
 
     @cached_property
-    def buckets(self) -> dict[Place, tuple[int, ...]]:
-        """Elements of every chunk's buckets. Chunks of equally many layers share a result, but for the model's ends."""
+    def buckets(self) -> dict[Place, Buckets]:
+        """Every chunk's buckets. Chunks of equally many layers, with experts and without, share a result, but for the
+        model's ends.
+        """
         c, p, stages = self.config, self.config.parallel, stages_of(self.config.model, self.config.parallel)
-        known, sizes = dict[tuple[int, bool, bool], tuple[int, ...]](), dict[Place, tuple[int, ...]]()
+        known, sizes = dict[tuple[int, int, bool, bool], Buckets](), dict[Place, Buckets]()
         for rank, chunk in itertools.product(range(p.pp), range(p.vpp)):
             stage = stages.index(rank, chunk)
-            key = len(stages.layers(stage)), stage == 0, stage == stages.count - 1
+            layers = stages.layers(stage)
+            key = len(layers), sum(map(c.model.has_experts, layers)), stage == 0, stage == stages.count - 1
             if key not in known:
                 (buckets,) = bucket_sizes(c.model, p, c.overlap, c.train, rank, [chunk])
-                known[key] = tuple(bucket.numel for bucket in buckets)
+                known[key] = tuple((bucket.reduce_axes, bucket.numel) for bucket in buckets)
             sizes[rank, chunk] = known[key]
         return sizes
 
@@ -113,5 +115,5 @@ class PipelineTimes:
             {place: gather(sizes) for place, sizes in buckets.items()},
             {place: len(sizes) for place, sizes in self.buckets.items()},
             1 - self.hardware.attained.overlap,
-            share_link=between.network and self.dp.route.network,
+            share_link=between.network and self.dp.network,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.layout.parts.times import Seconds
@@ -57,8 +58,9 @@ class StepParts(PipelineTimes):
         facts = PRECISIONS[self.config.train.precision].facts
         p, (compute, wide) = self.config.parallel, self.config.train.element_bytes
         stages = [StageOptimizer(self.config, rank) for rank in range(p.pp)]
-        elements = max(sum(sum(self.buckets[rank, chunk]) for chunk in range(p.vpp)) for rank in range(p.pp))
-        shard = elements / (self.dp.ranks if self.dp.sharded else 1)
+        held = [[*chain(*(self.buckets[rank, chunk] for chunk in range(p.vpp)))] for rank in range(p.pp)]
+        elements = max(sum(numel for _, numel in buckets) for buckets in held)
+        shard = max(self.dp.shard(buckets) for buckets in held)
         gradients = shard if self.stack.shards_weights else elements
         masters = wide * shard if facts["master_weights"] else 0
         state = masters + max(stage.state_bytes(1 if self.dp.sharded else 0) for stage in stages)

@@ -138,3 +138,11 @@ def test_guards_of_steps_see_one_norm(name: str, tmp_path: Path) -> None:
     for found_curve, found_state, found_same in run_threads(split, guarded):
         assert sum(found_curve, ()) == pytest.approx(sum(curve, ()), rel=1e-10)
         assert found_state == pytest.approx(state, rel=1e-9) and found_same == same
+
+
+def test_recomputation_of_a_gated_shared_expert(tmp_path: Path) -> None:
+    """The gate's gradient needs the shared expert's output, also where a block adds it to the residual stream."""
+    model = MIXTRAL | {"num_layers": 2, "shared_ffn_size": 16, "shared_gate": True}
+    trees = [settings(model, tmp_path, train__steps=3, train__recompute=each) for each in ("none", "full")]
+    saved, recomputed = run_world(1, train_all, [config_of(tree, tmp_path) for tree in trees])[0]
+    assert recomputed == saved

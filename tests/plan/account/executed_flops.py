@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import block_spec, weight_numel
+from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.mask_blocks import mask_blocks, tiles
@@ -41,8 +41,9 @@ def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_r
     forward and four in backward, or five if fused, for the scores are recomputed.
     """
     m, p, described = config.model, config.parallel, block_spec(config.model, layer)
-    total = 2 * m.seq_length // p.cp * (3 * weight_numel(described) + recomputed_weights(described, recompute))
-    total += 2 * config.dropped_chunks * config.row_tokens * weight_numel(described)
+    weights = sum(part.token_weights for part in described)
+    total = 2 * m.seq_length // p.cp * (3 * weights + recomputed_weights(described, recompute))
+    total += 2 * config.dropped_chunks * config.row_tokens * weights
     passes = 2 + (4 if m.dropout else 5) + (2 if recompute.full or recompute.attention else 0)
     for core in (part.core for part in described if part.core):
         by_chunk = list(_computed_scores(config, core, cp_rank))

@@ -80,6 +80,18 @@ def test_communication_flops_and_state_of_ranks_that_share_sequences() -> None:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", only_quick([3, 200], 3))
+def test_communication_flops_and_state_of_ranks_with_experts(count: int) -> None:
+    @settings(drawn, max_examples=count)
+    @given(jobs(experts=True))
+    def check(config: RunConfig) -> None:
+        for rank in ranks_of(config)[-1 if count < 100 else 0 :]:
+            compare(config, rank)
+
+    check()
+
+
+@pytest.mark.timeout(3600)
 @pytest.mark.slow
 def test_ranks_with_an_mlp_in_tiles_or_offload() -> None:
     """Communication, FLOPs and state; memory of the large ones."""

@@ -10,6 +10,7 @@ from megascale.catalog.accelerators import ACCELERATORS, find_accelerator, state
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.layout.parameters import active_parameter_count, parameter_count
 from megascale.plan.account.flops import hardware_flops, head_flops, mfu, token_flops
 from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings
@@ -160,6 +161,68 @@ def test_windows_of_recomputed_chunks(tmp_path) -> None:
     windowed, full = recomputed(0), recomputed(1)
     assert windowed[0] == pytest.approx(full[0] * 4 / 16)
     assert windowed[1] == pytest.approx(full[1] * (4 - 4 * 4 / 32) / 8)
+
+
+QWEN3 = {
+    "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
+    "qk_norm": "head", "head_dim": 128, "num_kv_heads": 4, "vocab_size": 151_936, "seq_length": 4096, "experts": 128,
+    "experts_per_token": 8,
+}  # fmt: skip
+QWEN3_235B = QWEN3 | {
+    "num_layers": 94, "hidden_size": 4096, "num_heads": 64, "ffn_size": 12_288, "expert_ffn_size": 1536,
+}  # fmt: skip
+QWEN3_30B = QWEN3 | {
+    "num_layers": 48, "hidden_size": 2048, "num_heads": 32, "ffn_size": 6144, "expert_ffn_size": 768,
+}  # fmt: skip
+MEGASCALE_352B = QWEN3 | {
+    "num_layers": 60, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "qk_norm": "none", "ffn_size": 14_336,
+    "vocab_size": 65_536, "seq_length": 8192, "experts": 32, "experts_per_token": 3, "shared_ffn_size": 14_336,
+}  # fmt: skip
+MIXTRAL = QWEN3 | {
+    "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "qk_norm": "none", "ffn_size": 14_336,
+    "vocab_size": 32_000, "experts": 8, "experts_per_token": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "ours", "published"),
+    [
+        (QWEN3_235B, 148.33, (147.96, 148.14)), (QWEN3_30B, 23.08, (23.10, 23.00)),
+        (MEGASCALE_352B, 282.51, (282.3, 282.6)),
+    ],
+    ids=["Qwen3-235B", "Qwen3-30B", "MegaScale-MoE 352B"],
+)  # fmt: skip
+def test_experts_count_as_published(model: dict[str, object], ours: float, published: tuple[float, float]) -> None:
+    """GFLOPs of a token that pairs of tokens/s and FLOP/s give (NVIDIA 2026, arXiv 2603.07685, table 11, and
+    Megatron-Bridge's performance summary), or tokens/s and MFU (Jin et al. 2025, arXiv 2505.11432, table 3).
+    """
+    flops = token_flops(ModelConfig.model_validate(model)).causal / 1e9
+    assert flops == pytest.approx(ours, abs=0.005)
+    assert all(flops == pytest.approx(pair, rel=0.007) for pair in published)
+
+
+def test_experts_with_full_attention() -> None:
+    """Megatron-Bridge prints 37,578,559,488."""
+    assert token_flops(ModelConfig.model_validate(QWEN3_30B | {"seq_length": 8192})).full == pytest.approx(
+        37_578_559_488, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "active"),
+    [(QWEN3_235B, 235.09, 22.19), (QWEN3_30B, 30.53, 3.35), (MIXTRAL, 46.70, 12.88), (MEGASCALE_352B, 351.86, 45.34)],
+    ids=["Qwen3-235B", "Qwen3-30B", "Mixtral 8x7B", "MegaScale-MoE 352B"],
+)  # fmt: skip
+def test_active_parameters(model: dict[str, object], total: float, active: float) -> None:
+    """Billions, as published: 235B with 22B active, 30.5B with 3.3B, 46.7B with 12.9B, 352B."""
+    config = ModelConfig.model_validate(model)
+    counts = [count(config) / 1e9 for count in (parameter_count, active_parameter_count)]
+    assert counts == pytest.approx([total, active], abs=0.005)
+
+
+def test_a_dense_model_uses_all_parameters() -> None:
+    model = ModelConfig(preset="llama3-8b")
+    assert active_parameter_count(model) == parameter_count(model)
 
 
 @dataclass(frozen=True)

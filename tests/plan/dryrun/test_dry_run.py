@@ -104,6 +104,23 @@ def test_a_dry_run_equals_a_real_rank(case: str, tmp_path: Any) -> None:
             assert dry.peak.total() - dry.state.total() == pytest.approx(real.peak, rel=0.03, abs=in_flight)
 
 
+MOE = {"experts": 4, "expert_ffn_size": 32, "dense_layers": 1, "shared_ffn_size": 32, "bias": False}
+
+
+@pytest.mark.parametrize("recompute", only_quick(["none", "full"], "full"))
+def test_replayed_experts_keep_their_routes(recompute: str, tmp_path: Any) -> None:
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    size = {"num_layers": 4, "seq_length": 32, "hidden_size": 64}
+    layout = {"batch__global": 4, "parallel__dp": 2, "parallel__ep": 2, "train__precision": "bf16"}
+    tree = settings(FAMILIES["llama"] | size | MOE, tmp_path, **layout, train__recompute=recompute)
+    config = config_of(tree, tmp_path)
+    replayed, real = (dry_run(config, 1, replay_modules=replay) for replay in (True, False))
+    assert replayed.calls == real.calls
+    assert replayed.flops == real.flops
+    assert replayed.peak.total() == pytest.approx(real.peak.total(), rel=1e-4)
+
+
 @pytest.mark.parametrize("case", only_quick(["gpt recompute", "gpt fp8 recompute"]))
 def test_replayed_modules_cost_what_real_modules_cost(case: str, tmp_path: Any) -> None:
     """Weights are quantized once a step and gradients written once, then added to, also with recomputation."""

@@ -23,12 +23,22 @@ SLACK = 1 + 1e-12
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(jobs(shares=True), st.sampled_from(STACKS))
 def test_bounds_are_lower_bounds(config: RunConfig, name: str) -> None:
+    check_bounds(config, name)
+
+
+def check_bounds(config: RunConfig, name: str) -> None:
     stack, layout = profiles.stack(name), layout_of(config)
     space = Space(config, config.world_size)
     assert space.with_layout(layout) == config
     bounds = Bounds(space, H100, stack)
     assert bounds.step_s(layout) <= StepParts(config, H100, stack).step_s * SLACK
     assert bounds.memory(layout) <= JobMemory(config, stack.storage).fullest().total
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
+@given(jobs(experts=True), st.sampled_from(STACKS))
+def test_bounds_of_experts_are_lower_bounds(config: RunConfig, name: str) -> None:
+    check_bounds(config, name)
 
 
 @pytest.mark.parametrize(

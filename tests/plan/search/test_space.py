@@ -127,6 +127,25 @@ def test_a_space_has_all_ways_of_sharing_sequences() -> None:
     assert {layout.cp for layout in layouts} == {1, 2, 3, 4, 6}  # with 12, ranks would have fewer tokens
 
 
+def test_a_space_has_all_sizes_of_ep() -> None:
+    """They divide the experts and the ranks of a stage, and ranks of tp that share no sequence have no experts."""
+    model = {"experts": 8, "bias": False, "block": "serial"}
+    fixed = ("parallel.vpp", "parallel.schedule", "parallel.zero", "train.recompute", "batch.micro")
+    parallel = {"vpp": 1, "schedule": "1f1b"}
+    space = Space(config_of(model=model, parallel=parallel, batch={"micro": 1}), DEVICES, frozenset(fixed))
+    counts, expected = (1, 2, 3, 4, 6, 12), set()
+    for tp, pp, ep in itertools.product(counts, counts, range(1, 13)):
+        dp, rest = divmod(DEVICES, tp * pp)
+        layout = Layout(tp, tp > 1, 1, "ring", 1, pp, 1, "1f1b", dp, 1, "none", 1, ep)
+        if not rest and legal(space, layout):
+            expected.add(layout)
+    layouts = all_of(space)
+    assert len(layouts) == len(set(layouts)) and set(layouts) == expected
+    assert {layout.ep for layout in layouts} == {1, 2, 4}
+    one = all_of(replace(space, fixed=space.fixed | {"parallel.ep"}))
+    assert {layout.ep for layout in one} == {1} and set(one) < expected
+
+
 def test_ways_of_sharing_sequences_can_be_fixed() -> None:
     shared = {"cp": 6, "cp_mode": "usp", "cp_a2a_size": 3}
     config = config_of(model={"seq_length": 36}, parallel=shared)

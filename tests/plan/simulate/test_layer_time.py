@@ -18,6 +18,7 @@ from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.chunk_time import block_times, chunk_times
+from megascale.plan.simulate.gemm_time import HOST_WAIT_S
 from megascale.plan.simulate.layer_time import LayerTimes
 
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
@@ -158,3 +159,47 @@ def test_norms_of_q_and_k_cost_passes_and_over_all_heads_sums() -> None:
     assert plain.backward.elementwise < head.backward.elementwise
     assert plain.forward.tp == head.forward.tp < full.forward.tp
     assert full.backward.tp - head.backward.tp == pytest.approx(full.forward.tp - head.forward.tp)
+
+
+EXPERTS = [
+    "model.block=serial",
+    "model.bias=false",
+    "model.experts=16",
+    "model.experts_per_token=2",
+    "model.expert_ffn_size=8192",
+    "batch.micro=8",
+]
+
+
+def experts_of(*keys: str, imbalance: float = 1.0) -> PassTimes:
+    layers = layers_of(load_config("configs/gpu/megascale-175b.toml", [*KEYS, *EXPERTS, *keys], world_size=32))
+    layers.__dict__["sizes"] = replace(layers.sizes, imbalance=imbalance)
+    return next(part for part in block_spec(layers.config.model, 0) if part.expert_numel).seconds(layers, False)
+
+
+def test_experts_are_split_over_ep_and_exchange_tokens() -> None:
+    alone, apart = experts_of("parallel.ep=1"), experts_of("parallel.ep=8")
+    assert alone.forward.ep == 0 < apart.forward.ep == pytest.approx(apart.backward.ep, rel=0.03)  # and the counts
+    assert alone.forward.gemm == pytest.approx(apart.forward.gemm, rel=0.1)  # as many rows, of fewer experts
+    assert apart.backward.gemm == pytest.approx(2 * apart.forward.gemm, rel=0.1)
+    assert alone.forward.host == apart.forward.host == HOST_WAIT_S and apart.backward.host == 0
+
+
+def test_an_uneven_load_takes_longer_in_gemms_and_exchanges() -> None:
+    even, uneven = experts_of("parallel.ep=8"), experts_of("parallel.ep=8", imbalance=1.5)
+    assert uneven.forward.ep == pytest.approx(1.5 * even.forward.ep)
+    assert 1.3 * even.forward.gemm < uneven.forward.gemm < 1.6 * even.forward.gemm
+
+
+def test_a_grouped_gemm_has_whole_tiles_of_rows() -> None:
+    kernels = layers_of(config_of()).kernels
+    assert kernels.grouped_gemm(4, 130, 4096, 2048) == kernels.grouped_gemm(4, 256, 4096, 2048)
+    forward, wgrad = kernels.grouped_gemm(4, 128, 4096, 2048)
+    assert forward == kernels.gemm(128, 4096, 2048, count=4) and wgrad == kernels.gemm(4096, 2048, 128, count=4)
+
+
+def test_recomputed_exchanges_are_no_recomputation() -> None:
+    """They are communication of ep, as those of tp are of tp."""
+    config = load_config("configs/gpu/megascale-175b.toml", [*KEYS, *EXPERTS, "parallel.ep=8"], world_size=32)
+    none, full = of(config), of(config, replace(NO_RECOMPUTE, full=True))
+    assert full.backward.ep == pytest.approx(none.backward.ep + none.forward.ep)

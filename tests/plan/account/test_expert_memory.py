@@ -1,0 +1,95 @@
+"""Memory of ranks with experts, by formulas, against dry runs and by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.config.run import RunConfig
+from megascale.layout.blocks import block_spec
+from megascale.layout.recompute_policy import NO_RECOMPUTE
+from megascale.plan.account.activations import block_bytes
+from megascale.plan.account.sizes import micro_batch_sizes
+from megascale.plan.account.state_bytes import WeightStorage, state_bytes
+from tests.plan.account.test_against_dry_run import compare
+from tests.runs import LLAMA, config_of, settings
+
+LARGE = LLAMA | {
+    "num_layers": 4, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 4, "vocab_size": 4000, "seq_length": 4096,
+    "ffn_size": 4096,
+}  # fmt: skip
+FEW = LARGE | {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 4096}
+MANY = LARGE | {"experts": 64, "experts_per_token": 8, "expert_ffn_size": 768}
+SHARED = MANY | {"shared_ffn_size": 3072, "shared_gate": True, "dense_layers": 1, "block": "post_norm"}
+
+SP = {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "few ep4": (FEW, {"parallel__dp": 4, "parallel__ep": 4}),
+    "many ep4 full": (MANY, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full"}),
+    "few": (FEW, {}),
+    "few full": (FEW, {"train__recompute": "full"}),
+    "few ep8 selective": (FEW, {"parallel__dp": 8, "parallel__ep": 8, "train__recompute": "selective",
+                                "train__recompute_ops": ["attention", "norm"]}),
+    "many sp ep4": (MANY, SP | {"parallel__ep": 4}),
+    "shared ep8 zero2": (SHARED, {"parallel__dp": 8, "parallel__ep": 8, "parallel__zero": 2}),
+    "shared sp ep2": (SHARED, SP | {"parallel__ep": 2}),
+}  # fmt: skip
+QUICK = ("few ep4", "many ep4 full")
+
+
+def of_case(name: str, folder: Path) -> RunConfig:
+    model, keys = CASES[name]
+    changes = {"train__precision": "bf16", "batch__micro": 2, "batch__global": 16} | keys
+    return config_of(settings(model, folder, **changes), folder)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)  # fmt: skip
+def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
+    peak, error = compare(of_case(name, tmp_path), 0)
+    assert peak > 4e9 and -0.01 < error < 0.01
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_experts_are_divided_by_the_ranks_along_edp(zero: int, tmp_path: Path) -> None:
+    model = LLAMA | {"experts": 8, "expert_ffn_size": 64}
+    layout = {"parallel__dp": 4, "parallel__zero": zero, "train__precision": "bf16"}
+    one, two = (
+        state_bytes(config_of(settings(model, tmp_path, **layout, parallel__ep=ep), tmp_path), 0) for ep in (1, 2)
+    )
+    experts = 4 * 8 * 3 * 64 * 32  # layers, experts, matrices
+    assert one.parameters - two.parameters == experts  # half of them, 2 bytes
+    assert one.gradients - two.gradients == (0 if zero == 2 else 2 * experts)
+    assert one.optimizer - two.optimizer == (0 if zero else 6 * experts)
+
+
+def test_sharded_weights_of_experts(tmp_path: Path) -> None:
+    """ZeRO-3 leaves the same bytes to every rank, whatever ep is."""
+    model = LLAMA | {"experts": 8, "expert_ffn_size": 64}
+    trees = [settings(model, tmp_path, parallel__dp=4, train__precision="bf16", parallel__ep=ep) for ep in (1, 2, 4)]
+    sizes = {state_bytes(config_of(tree, tmp_path), 0, WeightStorage(shards_weights=True)).total for tree in trees}
+    assert len(sizes) == 1
+
+
+def test_imbalance_adds_the_rows_that_arrive(tmp_path: Path) -> None:
+    """Saved of a row: its input, the input of the activation, of twice the width, its two results, and a weight."""
+    config = of_case("few ep4", tmp_path)
+    sizes, block = micro_batch_sizes(config), block_spec(config.model, 0)
+    even, uneven = (
+        block_bytes(replace(sizes, imbalance=factor), block, False, NO_RECOMPUTE).saved for factor in (1.0, 1.5)
+    )
+    rows, m = sizes.local * config.model.experts_per_token // 2, config.model
+    assert uneven - even == rows * (2 * (m.hidden_size + 4 * m.expert_ffn_size) + 2)
+
+
+def test_the_unsharded_gradient_of_the_head_is_the_dense_buckets(tmp_path: Path) -> None:
+    """With ZeRO-2 the loss fills the bucket of the head, beside which experts have a larger one."""
+    model = LLAMA | {"hidden_size": 128, "num_layers": 2, "experts": 64, "expert_ffn_size": 256}
+    keys = {"parallel__dp": 2, "parallel__zero": 2, "parallel__pp": 2, "batch__global": 4, "train__precision": "bf16"}
+    config = config_of(settings(model, tmp_path, **keys), tmp_path)
+    _, error = compare(config, config.world_size - 1)
+    assert -0.03 < error < 0.05
