@@ -95,17 +95,17 @@ class ExpertSteps(Hook):
         slots = batch_sizes(run.config.batch).at(run.progress.samples) * model.seq_length * model.experts_per_token
         parts["dropped"] = parts["dropped"] / slots
         lost = (choices[model.dense_layers :].sum(1) - slots).abs().sum()
-        totals.add(
-            lost_slots=lost if first else 0.0, **{EXPERT_LOAD: load if first else torch.zeros_like(load)}, **parts
-        )
+        routed = 1 - lost / (slots * (model.num_layers - model.dense_layers))
+        loads = {EXPERT_LOAD: load if first else torch.zeros_like(load)}
+        totals.add(routed=routed if first else 0.0, **loads, **parts)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         """Move biases towards equal loads, after a step that was applied.
 
         Raises: MegascaleError if a token was not routed, or twice
         """
-        if lost := result.totals["lost_slots"]:
-            message = f"{lost:.0f} choices of experts are missing, or too many, in step {run.progress.step}"
+        if (routed := result.totals["routed"]) != 1:
+            message = f"step {run.progress.step} lacks choices of experts, or has too many: {1 - routed:.1e} of them"
             raise MegascaleError(message, hint="a defect: please report the configuration")
         choices, bias, before = self._choices, self.state.layers(BIAS), self.state.layers(CHOICES)
         if choices is None or result.totals["skipped"]:

@@ -33,7 +33,7 @@ def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data
         names += [name for pair in score_totals(model).values() for name in pair]
     if model.experts:
         layers = [vector_name(EXPERT_LOAD, layer) for layer in range(model.num_layers)]
-        names += ["lost_slots", *layers, *ROUTER_TOTALS]
+        names += ["routed", *layers, *ROUTER_TOTALS]
     if data.blend_policy and DATA_POLICIES[data.blend_policy].facts.get("uses_losses"):
         datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]

@@ -37,10 +37,14 @@ def mean_calls(config: RunConfig) -> float:
 
 def _totals(config: RunConfig) -> Iterator[CommOp]:
     """List the all-reduces over the whole job; a large job reduces axis by axis."""
-    delayed = RECIPES[config.fp8.recipe].facts["scaling"] == "delayed"
+    model, delayed = config.model, RECIPES[config.fp8.recipe].facts["scaling"] == "delayed"
     layers = fp8_layers(config.model, config.train, config.fp8) if delayed else ()
     amaxes = FP32 * sum(len(list(fp8_operands(block_spec(config.model, layer)))) for layer in layers)
-    totals = FP64 * len(step_totals(config.model, config.batch, config.train, config.data))
+    sums = {"totals": FP64 * len(step_totals(config.model, config.batch, config.train, config.data))}
+    if model.experts:
+        sums["choices of experts"] = FP64 * model.num_layers * model.experts
+    if model.experts and (config.moe.balance != "none" or config.moe.z_loss_weight):
+        sums["labels of the step"] = FP64
     axes = {"world.dp": data_ranks(config.parallel), "world.tp": config.parallel.tp, "world.pp": config.parallel.pp}
     groups = {"world": config.world_size} if config.world_size <= MAX_FLAT_REDUCE_RANKS else axes
     for number, (group, size) in enumerate(groups.items()):
@@ -48,4 +52,4 @@ def _totals(config: RunConfig) -> Iterator[CommOp]:
             yield CommOp(group, "all_reduce", amaxes, "fp8 amax")
         if size > 1:
             operation, parts = ("all_gather", size) if number else ("all_reduce", 1)
-            yield CommOp(group, operation, totals * parts, "totals")
+            yield from (CommOp(group, operation, nbytes * parts, label) for label, nbytes in sums.items())
