@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.conversion import from_huggingface, to_huggingface
 from megascale.convert.families.config_json import make_config, read_model
-from megascale.convert.huggingface import WEIGHTS_FILE, PretrainedWeights
+from megascale.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, PretrainedWeights
 from megascale.convert.saved_weights import SavedWeights, read_model_section
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
@@ -92,6 +93,15 @@ def test_experts_are_counted(folder: Path, tmp_path: Path) -> None:
             from_huggingface(case, tmp_path / "ours")
         assert words in str(caught.value)
         assert not list(tmp_path.glob("*ours*"))
+
+
+def test_an_index_that_names_a_lost_expert_is_refused(folder: Path, tmp_path: Path) -> None:
+    name = f"{THEIRS}.3.up_proj.weight"
+    lost = damaged(folder, tmp_path / "lost", name)
+    weight_map = dict.fromkeys(load_file(folder / WEIGHTS_FILE), WEIGHTS_FILE)
+    (lost / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS_FILE} has no tensor {name}, unlike {INDEX_FILE}"):
+        from_huggingface(lost, tmp_path / "ours")
 
 
 def test_an_overflow_names_the_expert(folder: Path, tmp_path: Path) -> None:
