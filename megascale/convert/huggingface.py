@@ -6,7 +6,7 @@ import errno
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,6 +69,7 @@ class PretrainedWeights:
         self._places = tensor_map(self._family, self.model)
         self.tensors = model_tensors(self.model)
         self._shapes = {tensor.name: tensor.shape for tensor in self.tensors}
+        self._headers: dict[Path, dict[str, tuple[tuple[int, ...], str]]] = {}
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -145,8 +146,7 @@ class PretrainedWeights:
         rows = max(1, COMPARE_CHUNK_BYTES // (8 * width))
         chunks = (slice(start, start + rows) for start in range(0, count, rows))
         if stored == self._shape_and_dtype(head) and all(
-            self._read(embedding, (chunk,)).view(torch.uint8).equal(self._read(head, (chunk,)).view(torch.uint8))
-            for chunk in chunks
+            self._bytes(embedding, chunk).equal(self._bytes(head, chunk)) for chunk in chunks
         ):
             return
         what = f"{self.folder / CONFIG_FILE}: tie_word_embeddings is true, but {head} is not equal to {embedding}"
@@ -154,9 +154,15 @@ class PretrainedWeights:
         raise CheckpointError(what, hint=hint)
 
     def _shape_and_dtype(self, hf_name: str) -> tuple[tuple[int, ...], str]:
-        with _open_safetensors(self.files[hf_name]) as file:
-            stored = file.get_slice(hf_name)
-            return tuple(stored.get_shape()), stored.get_dtype()
+        """Shape and dtype of a tensor, by the header of its file, which is read once: it may list many experts."""
+        path = self.files[hf_name]
+        if path not in self._headers:
+            with _open_safetensors(path) as file:
+                entries = dict(zip(names := file.keys(), map(file.get_slice, names), strict=True))
+                self._headers[path] = {name: (tuple(e.get_shape()), e.get_dtype()) for name, e in entries.items()}
+        if hf_name not in self._headers[path]:
+            raise CheckpointError(f"{path} has no tensor {hf_name}, unlike {INDEX_FILE}", hint=DAMAGED_HINT)
+        return self._headers[path][hf_name]
 
     def read_tensor(self, name: str, part: Region | None = None) -> Tensor:
         """Read a tensor by its megascale name, or the region `part` of the tensor, in the stored dtype; or of the state
@@ -168,16 +174,21 @@ class PretrainedWeights:
         if name == BALANCE_BIAS:
             biases = stack_biases(self.model, self.read_tensor)
             return biases if part is None else biases[slices(*part)]
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
 
-        def read(name: str, box: tuple[slice, ...]) -> Tensor:
-            return self._read(self._stored_name(name), box)
+            def read(name: str, box: tuple[slice, ...]) -> Tensor:
+                path = self.files[stored := self._stored_name(name)]
+                if path not in opened:
+                    opened[path] = stack.enter_context(_open_safetensors(path))
+                tensor: Tensor = opened[path].get_slice(stored)[box]
+                return tensor
 
-        return read_region(self._places[name], self._shapes[name], read, part)
+            return read_region(self._places[name], self._shapes[name], read, part)
 
-    def _read(self, hf_name: str, box: tuple[slice, ...]) -> Tensor:
+    def _bytes(self, hf_name: str, rows: slice) -> Tensor:
         with _open_safetensors(self.files[hf_name]) as file:
-            tensor: Tensor = file.get_slice(hf_name)[box]
-            return tensor
+            return file.get_slice(hf_name)[rows].view(torch.uint8)
 
     def place_of(self, name: str) -> str:
         """Name the file of a megascale tensor, and the tensor as the file does. Raises: CheckpointError"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.conversion import from_huggingface, to_huggingface
 from megascale.convert.families.config_json import make_config, read_model
-from megascale.convert.huggingface import WEIGHTS_FILE, PretrainedWeights
+from megascale.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, PretrainedWeights
 from megascale.convert.saved_weights import SavedWeights, read_model_section
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
@@ -51,7 +52,7 @@ def test_a_stack_holds_gate_and_up_of_every_expert(folder: Path) -> None:
     given, theirs = PretrainedWeights(folder), load_file(folder / WEIGHTS_FILE)
     given.check_tensors()
     up, down = given.read_tensor(UP), given.read_tensor(DOWN)
-    assert up.shape == (6, 2, 20, 32) and down.shape == (6, 32, 20)
+    assert up.shape == (6, 2, 24, 32) and down.shape == (6, 32, 24)
     for expert in range(6):
         names = [f"{THEIRS}.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
         assert torch.equal(up[expert], torch.stack([theirs[name] for name in names[:2]]))
@@ -94,15 +95,24 @@ def test_experts_are_counted(folder: Path, tmp_path: Path) -> None:
         assert not list(tmp_path.glob("*ours*"))
 
 
+def test_an_index_that_names_a_lost_expert_is_refused(folder: Path, tmp_path: Path) -> None:
+    name = f"{THEIRS}.3.up_proj.weight"
+    lost = damaged(folder, tmp_path / "lost", name)
+    weight_map = dict.fromkeys(load_file(folder / WEIGHTS_FILE), WEIGHTS_FILE)
+    (lost / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS_FILE} has no tensor {name}, unlike {INDEX_FILE}"):
+        from_huggingface(lost, tmp_path / "ours")
+
+
 def test_an_overflow_names_the_expert(folder: Path, tmp_path: Path) -> None:
     name = f"{THEIRS}.3.down_proj.weight"
     tensor = load_file(folder / WEIGHTS_FILE)[name]
     tensor[4, 5] = 1e5
     from_huggingface(damaged(folder, tmp_path / "large", **{name: tensor}), tmp_path / "ours")
-    with pytest.raises(CheckpointError, match=rf"ours: {DOWN}\[3\] overflows in float16: 1 of its 640 elements"):
+    with pytest.raises(CheckpointError, match=rf"ours: {DOWN}\[3\] overflows in float16: 1 of its 768 elements"):
         to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "half", torch.float16)
     first, last = (f"{THEIRS}.{expert}.down_proj.weight" for expert in (0, 5))
-    with pytest.raises(CheckpointError, match=f"large: {first} to {last} overflows in float16: 1 of its 3840"):
+    with pytest.raises(CheckpointError, match=f"large: {first} to {last} overflows in float16: 1 of its 4608"):
         from_huggingface(tmp_path / "large", tmp_path / "half", torch.float16)
 
 
@@ -118,9 +128,9 @@ def test_export_reads_an_expert_at_a_time(folder: Path, tmp_path: Path, monkeypa
         return tensor
 
     monkeypatch.setattr(offline, "read_tensor", recorded)
-    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 6_000)
+    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 7_000)
     to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again")
-    assert {size for name, size in sizes if "experts" in str(name)} == {20 * 32}
+    assert {size for name, size in sizes if "experts" in str(name)} == {24 * 32}
     again, theirs = weights_in(tmp_path / "again"), weights_in(folder)
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in theirs.items())
@@ -131,14 +141,14 @@ def test_a_region_of_a_stored_stack_is_checked(folder: Path, tmp_path: Path) -> 
     path = Location(str(tmp_path / "ours"))
     saved = manifest.read(path)
     whole = offline.read_tensor(path, saved, WEIGHTS + UP)
-    part = offline.read_tensor(path, saved, WEIGHTS + UP, ((1, 1, 0, 0), (2, 1, 20, 32)))
+    part = offline.read_tensor(path, saved, WEIGHTS + UP, ((1, 1, 0, 0), (2, 1, 24, 32)))
     assert torch.equal(part, whole[1:3, 1:])
     shard = saved.tensors[WEIGHTS + UP].shards[0]
     with (tmp_path / "ours" / shard.file).open("r+b") as file:
         file.seek(shard.start)
         file.write(b"\xff\xff")
     with pytest.raises(manifest.DamagedError, match="the CRC-32 of"):
-        offline.read_tensor(path, saved, WEIGHTS + UP, ((0, 0, 0, 0), (1, 1, 20, 32)))
+        offline.read_tensor(path, saved, WEIGHTS + UP, ((0, 0, 0, 0), (1, 1, 24, 32)))
 
 
 def test_sizes_without_effect_hinder_no_export() -> None:

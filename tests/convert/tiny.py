@@ -24,7 +24,7 @@ YARN = {
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}
 MIXTURE = GROUPED | {"num_experts": 6, "num_experts_per_tok": 3}
-GLM = GROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+GLM = GROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -54,21 +54,21 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 3": ("Phi3", GROUPED | {"sliding_window": 5}),
     "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral window": ("Mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
-    "qwen 2 mixture": ("Qwen2Moe", MIXTURE | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}),
+    "qwen 2 mixture": ("Qwen2Moe", MIXTURE | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
     "qwen 2 mixture window": (
         "Qwen2Moe",
         MIXTURE
-        | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "norm_topk_prob": True}
         | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "mlp_only_layers": [0]}
         | {"qkv_bias": False},
     ),
     "qwen 3 mixture": (
         "Qwen3Moe",
-        MIXTURE | {"head_dim": 12, "moe_intermediate_size": 20, "norm_topk_prob": True, "mlp_only_layers": [0, 1]},
+        MIXTURE | {"head_dim": 12, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0, 1]},
     ),
     "qwen 3 mixture window": (
         "Qwen3Moe",
-        MIXTURE | {"moe_intermediate_size": 20, "use_sliding_window": True, "sliding_window": 5},
+        MIXTURE | {"moe_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 5},
     ),
     "olmoe": ("Olmoe", MIXTURE),
     "glm 4 mixture": (
