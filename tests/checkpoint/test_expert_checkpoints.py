@@ -190,7 +190,8 @@ def test_tools_read_stacks(saved: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert offline.read_tensor(*opened(folder), name).shape == (8, 2, 24, 32)
     assert main(["ckpt", "verify", str(folder)]) == 0
     assert main(["ckpt", "show", "--tensors", str(folder)]) == 0
-    assert f"{name}  float64 [8, 2, 24, 32] in " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"{name}  float64 [8, 2, 24, 32] in " in text and "tp1 cp1 dp2 pp1 ep2" in text
     assert main(["ckpt", "diff", str(folder), str(folder)]) == 0
     assert main(["ckpt", "model", str(folder)]) == 0
     assert "experts = 8" in capsys.readouterr().out
