@@ -194,7 +194,9 @@ class Checkpoints:
         return config_changes({"model": model}, self._config)
 
     def _facts(self, progress: Progress) -> manifest.Facts:
-        return manifest.Facts.for_run(progress, self._config, self._mesh.topology.sizes)
+        topology = self._mesh.topology
+        layout = topology.sizes | ({"ep": topology.ep} if topology.ep > 1 else {})
+        return manifest.Facts.for_run(progress, self._config, layout)
 
     def _record_save(self, saved: SaveResult | None) -> SaveResult | None:
         if saved is not None and saved.path is not None and saved.error is None:

@@ -7,6 +7,7 @@ storage load in any layout; copies in memory do not.
 from __future__ import annotations
 
 import contextlib
+import math
 
 from megascale.config.injection import faults_of_ranks
 from megascale.config.loading import check_rules
@@ -21,7 +22,7 @@ def smaller_layout(config: RunConfig, ranks_per_node: int, nodes: int) -> Smalle
 
     `config`: resolved, with the dp of the last attempt. Nodes are filled with `ranks_per_node` ranks; a job smaller
     than a node runs on one. The rest of the layout is unchanged but for the injected faults of ranks that it lacks, and
-    dp must be legal with the global batch.
+    for an ep that divides the ranks of a stage no more; dp must be legal with the global batch.
     """
     replica = config.parallel.replica_size
     for dp in range(min(config.dp - 1, nodes * ranks_per_node // replica), 0, -1):
@@ -29,12 +30,15 @@ def smaller_layout(config: RunConfig, ranks_per_node: int, nodes: int) -> Smalle
         if world_size % ranks_per_node and world_size > ranks_per_node:  # it does not fill nodes
             continue
         inject = faults_of_ranks(config.fault.inject, world_size)
-        parallel = config.parallel.model_copy(update={"dp": dp})
+        ep = math.gcd(config.parallel.ep, world_size // config.parallel.pp)
+        parallel = config.parallel.model_copy(update={"dp": dp, "ep": ep})
         fault = config.fault.model_copy(update={"inject": inject})
         smaller = config.model_copy(update={"parallel": parallel, "fault": fault})
         with contextlib.suppress(ConfigError):
             check_rules(smaller, "fault.shrink")
             if not list(world_findings(smaller, world_size)):
-                faults = [] if inject == config.fault.inject else [f"fault.inject={inject}"]
-                return SmallerLayout(-(-world_size // ranks_per_node), world_size, (f"parallel.dp={dp}", *faults))
+                overrides = [f"parallel.dp={dp}"]
+                overrides += [] if ep == config.parallel.ep else [f"parallel.ep={ep}"]
+                overrides += [] if inject == config.fault.inject else [f"fault.inject={inject}"]
+                return SmallerLayout(-(-world_size // ranks_per_node), world_size, tuple(overrides))
     return None

@@ -24,7 +24,10 @@ from tests.worlds import run_world
 MODEL = LLAMA | {
     "experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "shared_ffn_size": 16, "balance_bias": True
 }  # fmt: skip
-MOE = {"moe__balance": "step", "moe__balance_weight": 0.5, "moe__bias_rate": 0.05}
+MOE = {
+    "moe__balance": "step", "moe__balance_weight": 0.5, "moe__bias_rate": 0.05, "train__weight_average": "ema",
+    "train__weight_average_every": 1,
+}  # fmt: skip
 ADAMW_IN_LAYER_3 = [{"params": ["layers.3.*"], "name": "adamw"}]
 
 CHAIN: list[dict[str, Any]] = [
@@ -65,6 +68,15 @@ def state_of(run: Any) -> dict[str, list[tuple[Any, Any, Any]]]:
     }
 
 
+def train(run: Any, steps: int) -> list[tuple[float, float]]:
+    """Train, and average the weights after every step: the curve."""
+    curve = []
+    for _ in range(steps):
+        curve += curve_of(run, 1)
+        run.average.update(run.progress.step)
+    return curve
+
+
 def continued(rank: Rank, config: Any, steps: int) -> tuple[list[tuple[float, float]], Any]:
     """Resume, if there is a checkpoint, train, and save: the curve and the state."""
     run = build_run(rank, config)
@@ -72,7 +84,7 @@ def continued(rank: Rank, config: Any, steps: int) -> tuple[list[tuple[float, fl
         run.progress = found.progress
         run.optimizer.copy_masters_to_weights()
         gather_weights(run)
-    curve = curve_of(run, steps)
+    curve = train(run, steps)
     run.checkpoints.save(run.progress)
     return curve, state_of(run)
 
@@ -80,7 +92,7 @@ def continued(rank: Rank, config: Any, steps: int) -> tuple[list[tuple[float, fl
 def started(rank: Rank, config: Any) -> tuple[list[tuple[float, float]], Any, list[tuple[float, float]]]:
     """Train as many steps as CHAIN has layouts without a save: curve and state. Then begin the chain: its curve."""
     straight = build_run(rank, config)
-    return curve_of(straight, len(CHAIN)), state_of(straight), continued(rank, config, 1)[0]
+    return train(straight, len(CHAIN)), state_of(straight), continued(rank, config, 1)[0]
 
 
 def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
@@ -94,9 +106,10 @@ def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
     assert sum(curve, ()) == pytest.approx(sum(expected, ()), rel=1e-10)
     found = assembled([state for _, state in ranks])
     assert found.keys() == whole.keys()
-    of_experts = {"balance_bias", "expert_choices"}
-    assert {name.partition(".")[0] for name in found} == {"weights", "momentum", "exp_avg", "exp_avg_sq", *of_experts}
-    assert all(np.array_equal(found[name], whole[name]) and whole[name].any() for name in of_experts)
+    kinds = {name.partition(".")[0] for name in found}
+    exact = {"balance_bias", "expert_choices", "average_updates"}
+    assert kinds == {"weights", "momentum", "exp_avg", "exp_avg_sq", "average0", *exact}
+    assert all(np.array_equal(found[name], whole[name]) and whole[name].any() for name in exact)
     for name, values in whole.items():
         assert np.abs(found[name] - values).max() <= 1e-10 * np.abs(values).max(), name
 
@@ -177,7 +190,8 @@ def test_tools_read_stacks(saved: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert offline.read_tensor(*opened(folder), name).shape == (8, 2, 24, 32)
     assert main(["ckpt", "verify", str(folder)]) == 0
     assert main(["ckpt", "show", "--tensors", str(folder)]) == 0
-    assert f"{name}  float64 [8, 2, 24, 32] in " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"{name}  float64 [8, 2, 24, 32] in " in text and "tp1 cp1 dp2 pp1 ep2" in text
     assert main(["ckpt", "diff", str(folder), str(folder)]) == 0
     assert main(["ckpt", "model", str(folder)]) == 0
     assert "experts = 8" in capsys.readouterr().out

@@ -43,6 +43,16 @@ def test_the_largest_legal_dp_that_fits(
     assert smaller_layout(run, ranks_per_node, nodes) == layout
 
 
+def test_experts_spread_over_the_ranks_that_are_left(tmp_path: Path) -> None:
+    """A rank has more of them where ep no longer divides the ranks of a stage."""
+    experts = {"model__experts": 8, "model__experts_per_token": 2, "model__bias": False}
+    layout = {"parallel__tp": 1, "parallel__dp": 8, "batch__global": 24, "batch__micro": 1}
+    for ep, overrides in ((8, ("parallel.dp=6", "parallel.ep=2")), (2, ("parallel.dp=6",))):
+        run = config(tmp_path, **experts, **layout, parallel__ep=ep)
+        smaller = smaller_layout(run, ranks_per_node=1, nodes=7)
+        assert smaller is not None and smaller.overrides == overrides
+
+
 def test_a_smaller_layout_is_without_the_faults_of_ranks_that_it_lacks(tmp_path: Path) -> None:
     faults = "kill rank=1 step=2; kill rank=7 step=3"
     run = config(tmp_path, parallel__tp=2, parallel__dp=4, batch__global=8, batch__micro=1, fault__inject=faults)

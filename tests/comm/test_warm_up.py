@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
+from megascale.comm.mesh import Mesh
+from megascale.comm.warm_up import warm_up
 from megascale.core.rank import Rank
+from megascale.device import detect_device
 from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from tests.recorded_events import recorded_events
 from tests.runs import send_messages
+from tests.thread_world import simulate
 from tests.worlds import run_world
 
 Shape = tuple[Topology, bool, bool, bool]
@@ -38,8 +42,6 @@ def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
     import torch.distributed as dist
 
     from megascale.comm.mesh import open_mesh
-    from megascale.comm.warm_up import warm_up
-    from megascale.device import detect_device
 
     found = []
     for topology, tied, around, matrices in shapes:
@@ -95,8 +97,6 @@ def test_each_group_and_each_channel_is_used_in_larger_worlds(transport: str) ->
 
 def of_a_cpu(rank: Rank) -> list[tuple[str, str]]:
     from megascale.comm.mesh import open_mesh
-    from megascale.comm.warm_up import warm_up
-    from megascale.device import detect_device
 
     mesh = open_mesh(Topology(pp=2), rank.rank, tied=True)
     warm_up(mesh, detect_device(allow_gpu=False), looped(2, 1).links)
@@ -107,3 +107,15 @@ def test_on_cpus_channels_alone_are_warmed_up() -> None:
     """gloo connects a group when it opens."""
     first, last = [("pp.down", "receive"), ("pp.up", "send")], [("pp.down", "send"), ("pp.up", "receive")]
     assert run_world(2, of_a_cpu) == [first, last]
+
+
+def of_experts(mesh: Mesh) -> set[tuple[str, str]]:
+    warm_up(mesh, detect_device(allow_gpu=False), (), SIZES, matrices=True, experts=True)
+    return {(event.group, event.name) for event in recorded_events(mesh.recorder)}
+
+
+def test_ranks_of_experts_are_warmed_up() -> None:
+    """Those with the same experts as those of dp; those with different ones as those that send pieces."""
+    for told in simulate(Topology(dp=4, ep=2), of_experts):
+        assert told >= {("edp", operation) for operation in COLLECTIVES}
+        assert ("ep", "all_gather") in told and ("ep", "all_reduce") not in told

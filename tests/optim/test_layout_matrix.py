@@ -34,6 +34,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+EXPERTS = MODEL | {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 16}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 ep2": {"parallel__dp": 2, "parallel__ep": 2},
+    "tp2 dp2 ep4": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__ep": 4},
+}
+
+
 class Outcome(NamedTuple):
     """Losses and gradient norms of a run by step, and its weights by global name."""
 
@@ -88,8 +95,8 @@ def worst(
     """Return the largest differences over layouts."""
     alone = outcome(configuration(rule, precision, folder, **keys), steps)
     found = [
-        difference(outcome(configuration(rule, precision, folder, **LAYOUTS[layout], **keys), steps), alone)
-        for layout in layouts
+        difference(outcome(configuration(rule, precision, folder, **given, **keys), steps), alone)
+        for given in map((LAYOUTS | EXPERT_LAYOUTS).__getitem__, layouts)
     ]
     heaviest = max(found, key=lambda one: one.weight)
     return heaviest._replace(loss=max(one.loss for one in found))
@@ -116,6 +123,13 @@ def test_every_rule_at_its_defaults(rule: str, precision: str, tmp_path: Path) -
     found, fp64 = worst(rule, precision, tmp_path), precision == "fp64"
     assert found.loss < (1e-10 if fp64 else 1e-4 if rule == "conda" else 1e-5), found
     assert found.weight < (1e-10 if fp64 else CERTAIN_IN_FP32.get(rule, 1e-5)), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", OPTIMIZERS.names())
+def test_every_rule_with_experts(rule: str, tmp_path: Path) -> None:
+    found = worst(rule, "fp64", tmp_path, steps=6, layouts=tuple(EXPERT_LAYOUTS), model=EXPERTS)
+    assert found.loss < 1e-10 and found.weight < 1e-10, found
 
 
 @pytest.mark.slow

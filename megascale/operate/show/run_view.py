@@ -72,8 +72,8 @@ class RunView:
         """The layout in a few words."""
         t, vpp = self.topology, self.config.parallel.vpp if self.config is not None else 1
         cp = f", cp {t.cp}" if t.cp > 1 else ""
-        virtual = f" (vpp {vpp})" if vpp > 1 else ""
-        return f"{self.world} rank{'s' if self.world > 1 else ''}: tp {t.tp}{cp}, pp {t.pp}{virtual}, dp {t.dp}"
+        virtual, ep = f" (vpp {vpp})" if vpp > 1 else "", f", ep {t.ep}" if t.ep > 1 else ""
+        return f"{self.world} rank{'s' if self.world > 1 else ''}: tp {t.tp}{cp}, pp {t.pp}{virtual}, dp {t.dp}{ep}"
 
     @property
     def step(self) -> int:
