@@ -186,7 +186,10 @@ MIXTRAL = QWEN3 | {
 
 @pytest.mark.parametrize(
     ("model", "ours", "published"),
-    [(QWEN3_235B, 148.33, (147.96, 148.14)), (QWEN3_30B, 23.08, (23.10, 23.00)), (MEGASCALE_352B, 282.51, (282.3, 282.6))],
+    [
+        (QWEN3_235B, 148.33, (147.96, 148.14)), (QWEN3_30B, 23.08, (23.10, 23.00)),
+        (MEGASCALE_352B, 282.51, (282.3, 282.6)),
+    ],
     ids=["Qwen3-235B", "Qwen3-30B", "MegaScale-MoE 352B"],
 )  # fmt: skip
 def test_experts_count_as_published(model: dict[str, object], ours: float, published: tuple[float, float]) -> None:
