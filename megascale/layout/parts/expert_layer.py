@@ -115,22 +115,24 @@ class ExpertLayer(Part):
         yield CommOp("ep", "all_to_all", sent * row, f"combine{suffix}")
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
-        """Account for the steps of `model.experts` in turn; `imbalance` has more rows arrive than leave."""
+        """Account for the steps of `model.experts` in turn. A rank sends the rows of its slots; with uneven loads more
+        arrive on the fullest.
+        """
         slots, result = sizes.local * self.chosen, branch_gradient(sizes, at.after)
         rows = slots if sizes.ep == 1 else math.ceil(slots * sizes.imbalance)
         sent, arrived = (count * self.hidden * sizes.compute for count in (slots, rows))
         inputs, outputs = (rows * width * sizes.compute for width in (self.inputs, self.width))
-        copies = 0 if sizes.ep == 1 else 1 if sizes.ep == self.experts else 2  # as they came, and sorted by expert
+        copies = 0 if sizes.ep == 1 else 1 if sizes.ep == self.experts else 2  # of rows: as they came, and by expert
         gate = 2 * outputs if self.inputs > self.width else 0
-        up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))  # wgrad
+        up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))
         summed = _wide_stream(sizes) + sizes.stream
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         steps = [
             self._router_bytes(sizes),
             UnitBytes(0, sent + copies * arrived, (copies + 1) * sent + arrived * (copies > 0), own - arrived),
-            UnitBytes(arrived, inputs, arrived + up, arrived - inputs),
+            UnitBytes(arrived, inputs, arrived + up, arrived - inputs),  # `up`: wgrad of an expert
             UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
-            UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),
+            UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),  # times the weights of slots
             UnitBytes(outputs, arrived, outputs + down, outputs - arrived),
             UnitBytes(0, (copies + 1) * sent + arrived + summed, sent + copies * arrived, arrived - result),
             *self._shared_bytes(sizes, at, arrived + sizes.stream),

@@ -46,10 +46,11 @@ class RankMemory(StateBytes):
 
 @dataclass(frozen=True)
 class JobMemory:
-    """Memory of the ranks of a resolved configuration."""
+    """Memory of the ranks of a resolved configuration. `imbalance`: of the loads of experts."""
 
     config: RunConfig
     storage: WeightStorage = THIS_TRAINER
+    imbalance: float = 1.0
 
     @cached_property
     def layout(self) -> Stages:
@@ -57,7 +58,7 @@ class JobMemory:
 
     @cached_property
     def sizes(self) -> MicroBatchSizes:
-        return micro_batch_sizes(self.config)
+        return micro_batch_sizes(self.config, self.imbalance)
 
     @cached_property
     def layer(self) -> Callable[[int, RecomputePolicy], UnitBytes]:

@@ -46,7 +46,7 @@ class Plan:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """Memory of a rank of every pipeline stage, by formulas."""
-        return JobMemory(self.config, self.stack.storage).by_stage()
+        return JobMemory(self.config, self.stack.storage, self.stack.imbalance).by_stage()
 
     @property
     def memory_by_stage(self) -> list[int]:

@@ -101,13 +101,12 @@ class _BranchAndBound:
             less = RECOMPUTE[: RECOMPUTE.index(layout.recompute)]
             if (in_row and bound > in_row[0]) or any(layout._replace(recompute=ops) in fitting for ops in less):
                 continue
-            config = self._space.with_layout(layout)
-            size = JobMemory(config, self._stack.storage).fullest(self.memory_limit).total
+            size = self._fullest(layout, self.memory_limit)
             if size > self.memory_limit:
                 too_large += 1
                 continue
             fitting.add(layout)
-            timed = StepParts(config, self._hardware, self._stack).step_s, size, layout
+            timed = StepParts(self._space.with_layout(layout), self._hardware, self._stack).step_s, size, layout
             best[row(layout)] = min(in_row or timed, timed)
             limit = sorted(best.values())[results - 1][0] if len(best) >= results else math.inf
         pruned = len(sizes) - too_large - len(fitting)
@@ -121,10 +120,15 @@ class _BranchAndBound:
         for bound, layout in sorted(lean):
             if bound >= below:
                 break
-            size = JobMemory(self._space.with_layout(layout), self._stack.storage).fullest(below).total
+            size = self._fullest(layout, below)
             if size < below:
                 below, best = size, layout
         return self._plan(best) if best else None
+
+    def _fullest(self, layout: Layout, limit: float) -> int:
+        """Bytes of the fullest rank, or of the first over `limit`."""
+        config, stack = self._space.with_layout(layout), self._stack
+        return JobMemory(config, stack.storage, stack.imbalance).fullest(limit).total
 
     def _plan(self, layout: Layout) -> Plan:
         return Plan(self._space.with_layout(layout), self._hardware, self._stack)

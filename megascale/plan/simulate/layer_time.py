@@ -73,7 +73,7 @@ class LayerTimes:
 
     @cached_property
     def sizes(self) -> MicroBatchSizes:
-        return micro_batch_sizes(self.config)
+        return micro_batch_sizes(self.config, self.kernels.stack.imbalance)
 
     def in_tiles(self, tiles: int) -> LayerTimes:
         exchange = replace(self.exchange, size=self.exchange.size // tiles)

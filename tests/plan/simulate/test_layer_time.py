@@ -162,19 +162,15 @@ def test_norms_of_q_and_k_cost_passes_and_over_all_heads_sums() -> None:
 
 
 EXPERTS = [
-    "model.block=serial",
-    "model.bias=false",
-    "model.experts=16",
-    "model.experts_per_token=2",
-    "model.expert_ffn_size=8192",
-    "batch.micro=8",
-]
+    "model.block=serial", "model.bias=false", "model.experts=16", "model.experts_per_token=2",
+    "model.expert_ffn_size=8192", "batch.micro=8",
+]  # fmt: skip
 
 
 def experts_of(*keys: str, imbalance: float = 1.0) -> PassTimes:
-    layers = layers_of(load_config("configs/gpu/megascale-175b.toml", [*KEYS, *EXPERTS, *keys], world_size=32))
-    layers.__dict__["sizes"] = replace(layers.sizes, imbalance=imbalance)
-    return next(part for part in block_spec(layers.config.model, 0) if part.expert_numel).seconds(layers, False)
+    config = load_config("configs/gpu/megascale-175b.toml", [*KEYS, *EXPERTS, *keys], world_size=32)
+    layers = LayerTimes.from_config(config, HARDWARE, STACK.model_copy(update={"imbalance": imbalance}))
+    return next(part for part in block_spec(config.model, 0) if part.expert_numel).seconds(layers, False)
 
 
 def test_experts_are_split_over_ep_and_exchange_tokens() -> None:

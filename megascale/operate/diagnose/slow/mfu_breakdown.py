@@ -27,8 +27,8 @@ ACTIONS = {kind: compute.phase for kind, compute in COMPUTE_KINDS.items()}
 ACTIONS |= dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
 
 PLANNED = {
-    OPTIMIZER: ("optimizer",), "tp": ("tp",), "cp": ("cp",), "pp": ("pp",), BUBBLE: ("bubble",), "dp": ("dp",),
-    OTHER: ("other", "scale", "cores"),
+    OPTIMIZER: ("optimizer",), "tp": ("tp",), "cp": ("cp",), "ep": ("ep",), "pp": ("pp",), BUBBLE: ("bubble",),
+    "dp": ("dp",), OTHER: ("other", "scale", "cores"),
 }  # fmt: skip
 """Causes of a plan (`simulate.step_time.Estimate`) by part of the breakdown."""
 
