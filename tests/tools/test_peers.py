@@ -28,7 +28,7 @@ import peer_table  # noqa: E402
 import peer_weights  # noqa: E402
 import peers  # noqa: E402
 from peer_run import Failure, Measurement, agree, error_line, execute, read  # noqa: E402
-from peer_systems import SYSTEMS, Layout, Size, Task, command  # noqa: E402
+from peer_systems import SYSTEMS, Layout, Size, Task, command, with_experts  # noqa: E402
 
 PEERS = Path(os.environ.get("MEGASCALE_PEERS", ROOT.parent / "shared" / "peers"))
 NEEDS_PEERS = pytest.mark.skipif(
@@ -131,6 +131,7 @@ def test_layouts() -> None:
     found = Layout.parse("tp2 sp pp2 vpp4 dp3")
     assert (found.tp, found.sp, found.pp, found.vpp, found.dp, found.world) == (2, True, 2, 4, 3, 12)
     assert found.arguments() == ["--tp", "2", "--pp", "2", "--vp", "4", "--dp", "3", "--sp"]
+    assert Layout.parse("dp2 ep2").arguments()[-2:] == ["--ep", "2"]
     for name in ("", "tp0", "xp2", "tp2,pp2"):
         with pytest.raises(ValueError, match="is not a layout"):
             Layout.parse(name)
@@ -143,6 +144,11 @@ def test_every_system_is_given_the_same_sizes() -> None:
         given = dict(pairwise(words))
         assert (given["--hidden"], given["--ffn"], given["--global-batch"]) == ("256", "768", "16")
         assert (given["--tp"], given["--steps"], given["--warmup"]) == ("2", "8", "2")
+        assert "--topk" not in words
+    for system in with_experts().values():
+        words = command(system, Layout("1"), Task(Size(experts=8), 8, 2), Path("python"), Path("peers"))
+        given = dict(pairwise(words))
+        assert (given["--experts"], given["--topk"], system.weights) == ("8", "2", "megatron-core")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +156,7 @@ def test_every_system_is_given_the_same_sizes() -> None:
     [
         ("--peers nowhere --systems torch-native", "torch_native_cpu.py is missing"),
         ("--systems megascal", "unknown megascal; choose from megascale, "),
+        ("--experts 8 --systems torchtitan", "unknown torchtitan; choose from megascale, megatron-core, "),
         ("--layouts tp2,zz", "'zz' is not a layout"),
         ("--steps 2 --warmup 2", "leaves no step to time"),
         ("--rounds 0", "--rounds: give at least one"),
@@ -190,6 +197,29 @@ def test_ranks_hold_parts_of_the_same_weights(family: str, tmp_path: Path) -> No
             assert torch.equal(torch.cat(halves, 1), full), parameter.name
         else:
             assert all(torch.equal(half, full) for half in halves), parameter.name
+
+
+def test_ranks_hold_experts_of_the_same_weights(tmp_path: Path) -> None:
+    model = config_of(settings(LLAMA | {"experts": 4}, tmp_path), tmp_path).model
+    draw = peer_weights.FAMILIES["megatron-core"](model, 7)
+    for parameter in all_params(model):
+        if ".experts." in parameter.name:
+            whole, *halves = (torch.empty(parameter.local_shape(Topology(dp=ep, ep=ep))) for ep in (1, 2, 2))
+            peer_weights.fill(whole, parameter, Topology(), Coord(), draw)
+            for rank, half in enumerate(halves):
+                peer_weights.fill(half, parameter, Topology(dp=2, ep=2), Coord(dp=rank), draw)
+            assert torch.equal(torch.cat(halves), whole)
+            assert not torch.equal(*halves)
+
+
+@NEEDS_PEERS
+@pytest.mark.slow
+def test_experts_train_on_the_same_task(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--systems", "megascale,megatron-core", "--experts", "8", "--layouts", "dp2 ep2", "--rounds", "1"]
+    assert peers.main(["--peers", str(PEERS), "--json", *words, "--steps", "2", "--warmup", "1", *TINY]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["system"] for row in shown["layouts"]["dp2 ep2"]] == ["megascale", "megatron-core"]
+    assert shown["loss_difference"] < 1e-5
 
 
 @NEEDS_PEERS

@@ -118,7 +118,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
-    for name in ("tp", "pp", "vp", "dp"):
+    for name in ("tp", "pp", "vp", "dp", "ep"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--sp", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
@@ -132,17 +132,24 @@ def arguments() -> argparse.Namespace:
 
 
 def configuration(options: argparse.Namespace, size: Size, folder: str) -> RunConfig:
-    """Build the configuration of the peers' scripts: a Llama, Adam without weight decay at a constant learning rate."""
+    """Build the configuration of the peers' scripts: a Llama, Adam without weight decay at a constant learning rate;
+    with experts the loss of megatron-core's script that balances micro-batches.
+    """
+    experts = {"experts": size.experts, "experts_per_token": size.topk} if size.experts else {}
+    balance = {"balance": "group", "balance_group": size.micro_batch, "balance_weight": 1e-2} if size.experts else {}
     tree = {
         "name": "peer",
         "model": {
             "num_layers": size.layers, "hidden_size": size.hidden, "num_heads": size.heads, "ffn_size": size.ffn,
             "vocab_size": size.vocab, "seq_length": size.seq, "norm": "rmsnorm", "activation": "swiglu",
             "position": "rope", "bias": False, "tie_embeddings": False,
+            **experts,
         },
         "parallel": {
             "tp": options.tp, "sp": options.sp, "pp": options.pp, "vpp": options.vp, "dp": options.dp,
+            "ep": options.ep,
         },
+        "moe": balance,
         "batch": {"micro": size.micro_batch, "global": size.global_batch},
         "train": {"steps": options.steps, "precision": "fp32", "log_every": 1},
         "optimizer": {"lr": 1e-3, "decay": "constant", "weight_decay": 0.0, "clip_norm": 1.0},

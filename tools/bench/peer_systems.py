@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megascale.core.network import LOOPBACK, listen
@@ -28,7 +28,9 @@ scripts take TOKEN_SEED itself, to draw the same tokens.
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the model, a Llama with a SwiGLU of width `ffn`, and of the batch."""
+    """Sizes of the model, a Llama with a SwiGLU of width `ffn`, and of the batch. With `experts` a layer has so many in
+    place of its MLP, each of width `ffn`, and routes a token to `topk` of them.
+    """
 
     hidden: int = 256
     layers: int = 8
@@ -38,14 +40,18 @@ class Size:
     vocab: int = 8192
     micro_batch: int = 2
     global_batch: int = 16
+    experts: int = 0
+    topk: int = 2
 
     def arguments(self) -> list[str]:
-        return [word for key, value in asdict(self).items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        """Return the options of a script; those of experts only with experts, which few scripts have."""
+        given = {key: value for key, value in asdict(self).items() if self.experts or key not in ("experts", "topk")}
+        return [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. `name`: 1, or space-separated words such as tp2, sp, pp2, vpp2, dp2."""
+    """Degrees of parallelism. `name`: 1, or space-separated words such as tp2, sp, pp2, vpp2, dp2, ep2."""
 
     name: str
     tp: int = 1
@@ -53,6 +59,7 @@ class Layout:
     pp: int = 1
     vpp: int = 1
     dp: int = 1
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -64,7 +71,7 @@ class Layout:
         """Parse a layout's name. Raises: ValueError"""
         degrees: dict[str, int] = {}
         for word in [] if name == "1" else name.split() or [name]:
-            match = re.fullmatch(r"(tp|pp|vpp|dp)([1-9]\d*)|(sp)", word)
+            match = re.fullmatch(r"(tp|pp|vpp|dp|ep)([1-9]\d*)|(sp)", word)
             if not match:
                 raise ValueError(f"{name!r} is not a layout: give 1, or words such as 'tp2 sp pp2 vpp2 dp2'")
             degrees[match[1] or "sp"] = int(match[2] or 1)
@@ -73,7 +80,7 @@ class Layout:
 
     def arguments(self) -> list[str]:
         words = ["--tp", str(self.tp), "--pp", str(self.pp), "--vp", str(self.vpp), "--dp", str(self.dp)]
-        return [*words, "--sp"] if self.sp else words
+        return [*words, *(["--sp"] if self.sp else []), *(["--ep", str(self.ep)] if self.ep > 1 else [])]
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,14 @@ SYSTEMS = {
         System("torchtitan", "torchtitan_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "fsdp")),
     )
 }
+
+
+def with_experts() -> dict[str, System]:
+    """Return the systems that train experts, from the weights of megatron-core's script."""
+    weights = "megatron-core"
+    start = "--weights", weights, "--weight-seed", str(SEED)
+    ours = replace(SYSTEMS[OURS], weights=weights, extra=(*SYSTEMS[OURS].extra, *start))
+    return {OURS: ours} | {name: system for name, system in SYSTEMS.items() if system.weights == weights}
 
 
 @dataclass(frozen=True)

@@ -65,15 +65,16 @@ def megatron(model: ModelConfig, seed: int) -> Draw:
         "embedding.token": "embedding.word_embeddings", "head": "output_layer",
         "attention.out": "self_attention.linear_proj", "attention.qkv": "self_attention.linear_qkv",
         "mlp.gate": "mlp.linear_fc1", "mlp.up": "mlp.linear_fc1", "mlp.down": "mlp.linear_fc2",
+        "router": "mlp.router", "experts.gate_up": "linear_fc1", "experts.down": "linear_fc2",
     }  # fmt: skip
 
-    def normal(name: str, shape: tuple[int, ...]) -> Tensor:
+    def normal(name: str, shape: tuple[int, ...], module: str = "") -> Tensor:
         prefix, part = _split(name)
-        theirs = f"{'decoder.' if prefix else ''}{prefix}{names[part]}.weight"
+        theirs = f"{'decoder.' if prefix else ''}{prefix}{module}{names[part]}.weight"
         digest = hashlib.sha256(f"{seed}/{theirs}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         full = torch.empty(shape).normal_(0, 0.02, generator=generator)
-        return full / math.sqrt(2 * model.num_layers) if part in ("attention.out", "mlp.down") else full
+        return full / math.sqrt(2 * model.num_layers) if part in ("attention.out", "mlp.down", "experts.down") else full
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1:
@@ -82,6 +83,10 @@ def megatron(model: ModelConfig, seed: int) -> Draw:
             return _of_qkv(name, model, normal).flatten(0, 1)
         if name.endswith((".gate.weight", ".up.weight")):
             return normal(name, (2 * shape[0], shape[1])).chunk(2)[name.endswith(".up.weight")]
+        if ".experts." in name:
+            modules = [f"mlp.experts.local_experts.{expert}." for expert in range(shape[0])]
+            matrix = math.prod(shape[1:-1]), shape[-1]
+            return torch.stack([normal(name, matrix, module) for module in modules]).view(shape)
         return normal(name, shape)
 
     return draw

@@ -20,7 +20,20 @@ from pathlib import Path
 
 from peer_install import install_torchtitan, python_of
 from peer_run import Failure, Measurement, Result, agree, execute, progress
-from peer_systems import COMPARED, OURS, ROOT, SYSTEMS, Cluster, Layout, Size, System, Task, check_command, command
+from peer_systems import (
+    COMPARED,
+    OURS,
+    ROOT,
+    SYSTEMS,
+    Cluster,
+    Layout,
+    Size,
+    System,
+    Task,
+    check_command,
+    command,
+    with_experts,
+)
 from peer_table import REGION, Failed, Rows, markdown, rows, text
 
 from megascale.cli.parsing import CommandParser
@@ -98,7 +111,7 @@ class Bench:
         self.cluster = Cluster(options.rate, options.cores) if options.rate else None
         self.task = Task(size, options.steps, options.warmup)
         self.pythons = find_pythons(options.python)
-        self.systems = choose(options.systems, self.pythons)
+        self.systems = choose(options.systems, self.pythons, with_experts() if size.experts else SYSTEMS)
         for system in self.systems:
             if system.name != OURS and not (self.peers / system.script).is_file():
                 raise ValueError(
@@ -165,11 +178,13 @@ class Bench:
     def caption(self, rounds: int, runs: Sequence[Measurement]) -> str:
         """Describe the model, the machine and the method."""
         size, task = self.task.size, self.task
+        experts = f"{size.experts} experts of which a token has {size.topk}, " if size.experts else ""
         load = max((run.others for run in runs), default=0.0)
         noise = f" Other processes used up to {load:.0%} of the machine: measure again when it is idle."
         versions = ", ".join(sorted({run.torch for run in runs}))
         return (
-            f"hidden {size.hidden}, {size.layers} layers, {size.heads} heads, SwiGLU {size.ffn}, sequence {size.seq}, "
+            f"hidden {size.hidden}, {size.layers} layers, {size.heads} heads, {experts}SwiGLU {size.ffn}, "
+            f"sequence {size.seq}, "
             f"vocabulary {size.vocab}, micro batch {size.micro_batch}, global batch {size.global_batch}, fp32, "
             f"one thread per process{self.where()}. Medians over {rounds} rounds of {task.steps - task.warmup} timed "
             f"steps, alternating, on {processor()}, {os.cpu_count()} CPUs; torch {versions}. "
@@ -192,22 +207,22 @@ def find_pythons(given: Sequence[str]) -> dict[str, Path]:
     return pythons
 
 
-def choose(names: str, pythons: dict[str, Path]) -> list[System]:
+def choose(names: str, pythons: dict[str, Path], systems: dict[str, System]) -> list[System]:
     """Select the systems to run: `names`, or all that are installed (missing systems are reported).
 
     Raises: ValueError for an unknown name or a system that is not installed.
     """
-    wanted = [name.strip() for name in names.split(",")] if names else list(SYSTEMS)
-    unknown = [name for name in wanted if name not in SYSTEMS]
+    wanted = [name.strip() for name in names.split(",")] if names else list(systems)
+    unknown = [name for name in wanted if name not in systems]
     if unknown:
-        raise ValueError(f"--systems: unknown {', '.join(unknown)}; choose from {', '.join(SYSTEMS)}")
+        raise ValueError(f"--systems: unknown {', '.join(unknown)}; choose from {', '.join(systems)}")
     absent = [name for name in wanted if name not in pythons]
     message = f"not installed: {', '.join(absent)}; --install {' '.join(absent)} installs to build/peers"
     if absent and names:
         raise ValueError(message)
     if absent:
         progress(message)
-    return [system for name, system in SYSTEMS.items() if name in wanted and name in pythons]
+    return [system for name, system in systems.items() if name in wanted and name in pythons]
 
 
 def worst(runs: Sequence[Measurement]) -> float:
