@@ -45,6 +45,8 @@ RECIPES = (
     Recipe("gpt3-175b", "h100"),
     Recipe("megascale-175b", "a100-80g-roce", "MegaScale itself, with its block and windows: 6.34 s, 55.2% (Table 2)"),
     Recipe("megascale-530b", "a100-80g-roce", "MegaScale itself: 54.3% (Figure 9)"),
+    Recipe("mixtral-8x22b", "h100", "Megatron-Core with folded experts: 49.3% (arXiv 2504.14960)"),
+    Recipe("qwen3-235b-a22b", "h100", "Megatron-Core with ep 32: 2,132 tokens/s (arXiv 2603.07685)"),
 )
 
 
