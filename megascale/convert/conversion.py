@@ -41,7 +41,9 @@ def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = Non
 
     def read(name: str) -> Tensor:
         weight = pretrained.read_tensor(name)
-        return _cast(weight, dtype or weight.dtype, f"{pretrained.folder}: {pretrained.hf_name(name)}")
+        if dtype is None or name.startswith(BALANCE_BIAS):
+            return weight
+        return _cast(weight, dtype, f"{pretrained.folder}: {pretrained.hf_name(name)}")
 
     with atomic_folder(output) as folder:
         copied = copy_companions(Location(str(source)), Location(str(folder)), COMPANIONS)
