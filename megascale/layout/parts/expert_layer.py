@@ -126,6 +126,7 @@ class ExpertLayer(Part):
         gate = 2 * outputs if self.inputs > self.width else 0
         up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))
         summed = _wide_stream(sizes) + sizes.stream
+        back = max((copies - 1) * arrived + sent, 2 * sent) if copies else 0  # of results: as sent, and by slot
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         steps = [
             self._router_bytes(sizes),
@@ -134,8 +135,15 @@ class ExpertLayer(Part):
             UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
             UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),  # times the weights of slots
             UnitBytes(outputs, arrived, outputs + down, outputs - arrived),
-            UnitBytes(0, (copies + 1) * sent + arrived + summed, sent + copies * arrived, arrived - result),
-            *self._shared_bytes(sizes, at, arrived + sizes.stream),
+            UnitBytes(
+                0,
+                arrived + max(back, sent + summed),
+                max(sent + arrived * (copies > 0), copies * arrived),
+                arrived - result,
+            ),
+            *self._shared_bytes(
+                sizes, at, arrived + (sent + (copies - 1) * arrived if copies else 0), (sent + arrived) * (copies > 0)
+            ),
         ]
         saved, forward, backward = walk(steps, result)
         return UnitBytes(saved, forward, backward - result, own - result)
@@ -153,8 +161,10 @@ class ExpertLayer(Part):
         wide = _wide_stream(sizes)
         return UnitBytes(saved, max(wide + scores, 3 * scores), 2 * scores + 2 * wide + sizes.stream)
 
-    def _shared_bytes(self, sizes: MicroBatchSizes, at: Surroundings, beside: int) -> list[UnitBytes]:
-        """Account for the shared expert, `beside` the results of the others. Its input is saved for the router."""
+    def _shared_bytes(self, sizes: MicroBatchSizes, at: Surroundings, beside: int, behind: int) -> list[UnitBytes]:
+        """Account for the shared expert, in forward `beside` the results of the others on their way, in backward
+        `behind` their gradients. Its input is saved for the router.
+        """
         if self.shared is None:
             return []
         columns = self.shared.columns.layer_bytes(sizes, after_norm=False)
@@ -163,7 +173,7 @@ class ExpertLayer(Part):
         rows = self.shared.rows.layer_bytes(sizes, [self.shared.activation], 0)
         gated = [UnitBytes(sizes.stream, sizes.stream, 2 * sizes.stream, sizes.stream)] if self.shared.gated else []
         parts = columns, self.shared.activation.memory(sizes, at), rows, *gated
-        return [part._replace(forward=part.forward + beside) for part in parts]
+        return [part._replace(forward=part.forward + beside, backward=part.backward + behind) for part in parts]
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the steps in turn; rows are moved by (2 k + 2) T h elements in forward and in backward, in which fused
