@@ -6,6 +6,7 @@ a N (zero = 0), or reduce-scatters a N (zero = 2: every micro-batch) and all-gat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,6 @@ from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
-from megascale.plan.account.sizes import data_ranks
 from megascale.plan.account.stage_matrices import exchange_axes, sent_elements, stage_places
 
 FP64 = 8  # bytes of an element of sums over the job
@@ -68,11 +68,15 @@ class BucketTraffic:
 
     def _parameter_norms(self) -> Iterator[CommOp]:
         """List the all-reduces of squared norms of an optimizer such as LAMB."""
-        p, slots = self.config.parallel, (slot for bucket in self._buckets for slot in bucket.slots)
-        matrices = sum(len(slot.parameter.parts) for slot in slots if slot.parameter.is_matrix)
-        for group, size in (("tp", p.tp), ("dp", data_ranks(p) if p.zero else 1)):
-            if size > 1:
-                yield CommOp(group, "all_reduce", 2 * FP64 * matrices, "parameter norms")
+        p, topology, matrices = self.config.parallel, topology_of(self.config.parallel), Counter[tuple[str, ...]]()
+        for bucket in self._buckets:
+            ranges = bucket.matrix_ranges(0, bucket.numel, topology)
+            matrices[bucket.reduce_axes] += sum(item.slot.parameter.is_matrix for item in ranges)
+        for axes, count in matrices.items():
+            shards = reducing_group(topology, axes), topology.size(*axes) if p.zero else 1
+            for group, size in (("tp", p.tp if axes == DATA_AXES else 1), shards):
+                if size > 1:
+                    yield CommOp(group, "all_reduce", 2 * FP64 * count, "parameter norms")
         if shares_embedding(self.config.model, p) and self.coord.pp in (0, p.pp - 1):
             yield CommOp("tied", "all_reduce", 2 * FP64, "parameter norms")
 
@@ -81,16 +85,19 @@ class BucketTraffic:
         there for rules that read them. Bytes are those that this rank sends.
         """
         c, topology = self.config, topology_of(self.config.parallel)
-        index, (_, wide) = topology.index_in_group(self.coord, *DATA_AXES), c.train.element_bytes
+        _, wide = c.train.element_bytes
         stage = stage_places(c.model, c.parallel, c.overlap, c.train, c.optimizer, self.coord.pp)
         for layout, places in zip(stage.layouts, stage.places, strict=True):
+            index = topology.index_in_group(self.coord, *layout.reduce_axes)
+            group = reducing_group(topology, layout.reduce_axes)
             with_weight = [place for place in places if place.group.facts["weight"]]
             for of_bucket, ways in ((places, 2), (with_weight, 1)):
                 there, back = sent_elements(of_bucket, layout, topology, (self.coord.tp, index))
                 calls = exchange_axes(of_bucket, layout, topology, index)
                 for axis in calls:
                     elements = there[axis] + (back[axis] if ways == 2 else 0)
-                    yield CommOp(axis, "all_to_all", wide * elements, "matrices", calls=ways)
+                    name = group if axis == "dp" else axis
+                    yield CommOp(name, "all_to_all", wide * elements, "matrices", calls=ways)
 
 
 def reducing_group(topology: Topology, axes: tuple[str, ...]) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from megascale.catalog.optimizers import ALL_KINDS
 from megascale.config.run import RunConfig
@@ -18,9 +18,13 @@ from megascale.config.train import OptimizerConfig
 from megascale.layout.chunks import bucket_sizes, stage_elements
 from megascale.layout.owners import OwnedMatrix, update_cost
 from megascale.layout.param_groups import ParamGroup, ParamGroups
-from megascale.layout.topology import topology_of
-from megascale.plan.account.sizes import data_ranks
+from megascale.layout.topology import STAGE_AXES, Coord, topology_of
 from megascale.plan.account.stage_matrices import StageMatrices, stage_places
+
+Axes = tuple[str, ...]
+
+Owner = tuple[Axes, int | None, int | None]
+"""The owner of matrices of buckets with these reduction axes: `tp_owner` and `dp_owner` of an `OwnedMatrix`."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,28 @@ class StageOptimizer:
         c = self.config
         return stage_places(c.model, c.parallel, c.overlap, c.train, c.optimizer, self.stage)
 
+    @cached_property
+    def _owned(self) -> Mapping[Owner, list[OwnedMatrix]]:
+        """The matrices of all buckets that are updated as a whole, by owner."""
+        found = defaultdict[Owner, list[OwnedMatrix]](list)
+        for layout, places in zip(self._matrices.layouts, self._matrices.places, strict=True):
+            for place in places if is_mixed(self.config.optimizer) else ():
+                found[layout.reduce_axes, place.tp_owner, place.dp_owner].append(place)
+        return found
+
+    def _places(self, coord: Coord) -> Iterator[tuple[Axes, int, list[Owner]]]:
+        """Yield the place of a rank of the stage in the buckets of each kind: reduction axes, its index along them, and
+        the owners that it is.
+        """
+        for axes in dict.fromkeys(layout.reduce_axes for layout in self._matrices.layouts):
+            index = topology_of(self.config.parallel).index_in_group(coord, *axes)
+            owners = [(axes, tp, shard) for tp in (None, coord.tp) for shard in (None, index)]
+            yield axes, index, [owner for owner in owners if owner in self._owned]
+
     @property
-    def _places(self) -> list[OwnedMatrix]:
-        """The matrices of all buckets that are updated as a whole."""
-        return [*chain(*self._matrices.places)] if is_mixed(self.config.optimizer) else []
+    def _coords(self) -> Iterator[Coord]:
+        topology = topology_of(self.config.parallel)
+        return map(topology.coord, range(topology.size(*STAGE_AXES)))
 
     def state_bytes(self, zero: int) -> int:
         """Count the bytes of optimizer state on the fullest rank, without master weights. `zero`: the stage of ZeRO,
@@ -49,47 +71,55 @@ class StageOptimizer:
             chunks = bucket_sizes(c.model, p, c.overlap, c.train, self.stage)
             elements, shard = stage_elements(chunks, topology_of(p))
             return wide * len(ParamGroups(c.optimizer).default.state) * (shard if zero else elements)
-        flat, owned = self._flat_elements(bool(zero)), Counter[tuple[int, int]]()
-        for place in self._places:
-            for tp in range(p.tp) if place.tp_owner is None else [place.tp_owner]:
-                owned[tp, place.dp_owner or 0] += place.group.state_bytes(place.shape, wide)
-        shards = {*flat, *(dp for _, dp in owned)}
-        return max((wide * flat[dp] + owned[tp, dp] for dp in shards for tp in range(p.tp)), default=0)
+        flat = self._flat_elements(bool(zero))
+        owned = {
+            owner: sum(place.group.state_bytes(place.shape, wide) for place in places)
+            for owner, places in self._owned.items()
+        }
+        return max(
+            sum(
+                wide * flat[axes, index if zero else 0] + sum(owned[owner] for owner in owners)
+                for axes, index, owners in self._places(coord)
+            )
+            for coord in self._coords
+        )
 
-    def _flat_elements(self, sharded: bool) -> Counter[int]:
-        """Count elements of element-wise state by data-parallel rank; rank 0 stands for all without ZeRO."""
-        found = Counter[int]()
+    def _flat_elements(self, sharded: bool) -> Counter[tuple[Axes, int]]:
+        """Count elements of element-wise state by reduction axes and shard; shard 0 is all without ZeRO."""
+        found = Counter[tuple[Axes, int]]()
         for layout, ranges in zip(self._matrices.layouts, self._matrices.ranges, strict=True):
             size = layout.numel // layout.num_shards if sharded else layout.numel
             for group, item in ranges:
                 tensors = 0 if group.needs_matrix else len(group.state)
                 for shard in range(item.start // size, (item.stop - 1) // size + 1) if tensors else ():
-                    found[shard] += tensors * (min(item.stop, (shard + 1) * size) - max(item.start, shard * size))
+                    elements = min(item.stop, (shard + 1) * size) - max(item.start, shard * size)
+                    found[layout.reduce_axes, shard] += tensors * elements
         return found
 
     def update_bytes(self) -> int:
         """Estimate the bytes of temporary tensors of an update of whole matrices, on an average rank: messages of
         gradients (and weights) in the beginning or directions in the end, and the work on one matrix.
         """
-        sizes = [math.prod(place.shape) for place in self._places]
-        if not sizes:
-            return 0
         p, (_, wide) = self.config.parallel, self.config.train.element_bytes
-        tp, dp = p.tp, data_ranks(p) if p.zero else 1
-        weights = sum(math.prod(place.shape) for place in self._places if place.group.facts["weight"])
-        sent = (2 * sum(sizes) + weights) / (tp * dp) * (1 - 1 / dp)
-        directions = sum(sizes) / (tp * dp) * (2 - 1 / tp) if tp * dp > 1 else 0
-        work = max(place.group.facts["temporaries"] * math.prod(place.shape) for place in self._places)
+        topology, sent, directions, work = topology_of(p), 0.0, 0.0, 0
+        for (axes, tp_owner, _), places in self._owned.items():
+            tp, shards = 1 if tp_owner is None else p.tp, topology.size(*axes) if p.zero else 1
+            size = sum(math.prod(place.shape) for place in places)
+            weights = sum(math.prod(place.shape) for place in places if place.group.facts["weight"])
+            sent += (2 * size + weights) / (tp * shards) * (1 - 1 / shards)
+            directions += size / (tp * shards) * (2 - 1 / tp) if tp * shards > 1 else 0
+            work = max(work, *(place.group.facts["temporaries"] * math.prod(place.shape) for place in places))
         return int(wide * (max(sent, directions) + work))
 
     def fullest_owner(self) -> list[tuple[ParamGroup, tuple[int, ...]]]:
         """List the matrices of the owner with most work, by group and shape."""
-        work, owned = Counter[tuple[int, int]](), defaultdict[tuple[int, int], list[OwnedMatrix]](list)
-        for place in self._places:
-            owner = place.tp_owner or 0, place.dp_owner or 0
-            work[owner] += update_cost(place.group, place.shape)
-            owned[owner].append(place)
-        return [(place.group, place.shape) for place in owned[work.most_common(1)[0][0]]] if work else []
+        work = {
+            owner: sum(update_cost(place.group, place.shape) for place in places)
+            for owner, places in self._owned.items()
+        }
+        by_rank = [[owner for *_, owners in self._places(coord) for owner in owners] for coord in self._coords]
+        fullest = max(by_rank, key=lambda owners: sum(work[owner] for owner in owners))
+        return [(place.group, place.shape) for owner in fullest for place in self._owned[owner]]
 
 
 def is_mixed(optimizer: OptimizerConfig) -> bool:

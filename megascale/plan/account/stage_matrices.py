@@ -55,7 +55,9 @@ def _stage_places(job: _Job, pp_rank: int) -> StageMatrices:
 
 
 def exchange_axes(places: Sequence[OwnedMatrix], layout: BucketLayout, topology: Topology, dp: int) -> list[str]:
-    """Return the axes over which the ranks at data-parallel index `dp` exchange the matrices of a bucket."""
+    """Return the axes over which the ranks at index `dp` of those that shard a bucket exchange its matrices: "dp",
+    which stands for them, and "tp".
+    """
     axes = ["dp"] if places and topology.size(*layout.shard_axes.state) > 1 else []
     crosses = any(place.tp_owner is not None and place.dp_owner in (None, dp) for place in places)
     return [*axes, "tp"] if topology.tp > 1 and crosses else axes
@@ -64,7 +66,7 @@ def exchange_axes(places: Sequence[OwnedMatrix], layout: BucketLayout, topology:
 def sent_elements(
     places: Sequence[OwnedMatrix], layout: BucketLayout, topology: Topology, rank: tuple[int, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Count the elements that the rank at (tp, dp) sends for a bucket by axis: there, to owners, and back."""
+    """Count the elements that the rank at (tp, dp), as above, sends for a bucket by axis: to owners, and back."""
     tp, dp = rank
     there, back = {"dp": 0, "tp": 0}, {"dp": 0, "tp": 0}
     for place in places:

@@ -14,6 +14,9 @@ from megascale.layout.topology import Coord, topology_of
 from megascale.plan.account.stage_matrices import sent_elements, stage_places
 from megascale.plan.account.state_bytes import state_bytes
 from megascale.plan.account.traffic import step_traffic
+from tests.marks import only_quick
+from tests.optim.test_expert_matrices import LAMB, LAYOUTS, MUON, expert_config
+from tests.plan.account.test_against_dry_run import sent_by
 from tests.runs import config_of, settings
 
 
@@ -62,3 +65,21 @@ def test_state_and_messages_of_a_configuration(tmp_path: Path) -> None:
     blocks = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
     assert state_bytes(adamw, 0).optimizer - state_bytes(config, 0).optimizer == 4 * blocks
     assert step_traffic(config, Coord()) == {}
+
+
+ADAFACTOR = {"name": "adafactor", "groups": [{"params": ["*.down.weight"], "name": "soap"}]}
+
+
+@pytest.mark.parametrize("rule", [MUON, LAMB, ADAFACTOR], ids=["muon", "lamb", "adafactor and soap"])
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp dp2 ep4"))
+def test_messages_and_state_of_ranks_with_experts(layout: str, rule: dict[str, Any], tmp_path: Path) -> None:
+    """Those of a dry run, whose fullest rank has the state that a plan counts."""
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    config = expert_config(tmp_path, rule, layout, train__precision="bf16")
+    stages = dict[int, int]()
+    for rank in range(config.world_size):
+        dry = dry_run(config, rank)
+        assert step_traffic(config, dry.coord) == sent_by(dry)
+        stages[dry.coord.pp] = max(stages.get(dry.coord.pp, 0), dry.state["optimizer"])
+    assert stages == {stage: state_bytes(config, stage).optimizer for stage in stages}
