@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.input_offload import ActivationOffload
-    from megascale.train.expert_steps import ExpertSteps
+    from megascale.train.expert_steps import ExpertState, ExpertSteps
     from megascale.train.noise_scale import NoiseScale
     from megascale.train.policy_state import PolicyState
     from megascale.train.weight_average import WeightAverage
@@ -110,7 +110,7 @@ def build_rank_run(
     fp8_state = build_fp8(config, mesh, context)
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
-    experts, expert_steps = build_experts(config, mesh, device)
+    experts, expert_steps, expert_state = build_experts(config, mesh, device)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
@@ -122,15 +122,7 @@ def build_rank_run(
     pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
     policy = build_policy(config, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
-    parts = (
-        optimizer,
-        fp8_state,
-        guard,
-        noise_scale,
-        average,
-        policy,
-        None if expert_steps is None else expert_steps.state,
-    )
+    parts = (optimizer, fp8_state, guard, noise_scale, average, policy, expert_state)
     mesh.recorder.log.start_parts.begin("build")
     return Run(
         config=config, device=device, mesh=mesh, dtypes=dtypes, stages=stages, buffers=buffers, fp8_state=fp8_state,
@@ -311,11 +303,13 @@ def build_context_parallel(
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, overlap)
 
 
-def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[ExpertParallel | None, ExpertSteps | None]:
-    """Return the parallelism of experts, and what a step does to balance them; None of a dense model."""
+def build_experts(
+    config: RunConfig, mesh: Mesh, device: Device
+) -> tuple[ExpertParallel | None, ExpertSteps | None, ExpertState | None]:
+    """Return the parallelism of experts, what a step does for them, and its state; None of a dense model."""
     model = config.model
     if not model.experts:
-        return None, None
+        return None, None, None
     from megascale.ops.routing import Routing
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.train.expert_steps import BIAS, ExpertState, ExpertSteps, expert_capacity, router_losses
@@ -325,7 +319,7 @@ def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Expert
     capacity = expert_capacity(config.moe, model, mesh, config.batch.micro)
     group, bias = mesh.group("ep"), state.layers(BIAS)
     experts = ExpertParallel(group, Routing(model), device.read_counts, bias, losses, capacity)
-    return experts, ExpertSteps(state, losses)
+    return experts, ExpertSteps(state, losses), state
 
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
