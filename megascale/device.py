@@ -185,7 +185,7 @@ class Device:
     @property
     def capability(self) -> tuple[int, int]:
         """Compute capability of a GPU, such as (9, 0) for Hopper; (0, 0) for a CPU."""
-        return (0, 0) if self.is_cpu else torch.cuda.get_device_capability(self.torch_device)
+        return compute_capability(self.torch_device)
 
     @property
     def pci_address(self) -> str | None:
@@ -307,6 +307,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def gpu_count() -> int:
     """Return the number of GPUs of this host that torch can use."""
     return torch.cuda.device_count()
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability, such as (9, 0) for Hopper; (0, 0) of other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def ranks_per_gpu() -> int:

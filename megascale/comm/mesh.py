@@ -93,7 +93,7 @@ class Mesh:
         key = tuple(axis for axis in (*AXES, *EXPERT_AXES) if axis in axes)
         if key not in self.by_axes:
             ranks = tuple(self.topology.group(self.rank, *key))
-            same = [group for group in self.by_axes.values() if key == ("edp",) and group.ranks == ranks]
+            same = [group for group in self.by_axes.values() if group.ranks == ranks and group.transport is not None]
             self.by_axes[key] = same[0] if same else self._open_along(key, ranks)
         return self.by_axes[key]
 

@@ -22,27 +22,24 @@ SIZES = (4, 64 << 20)  # bytes: NCCL takes different algorithms for a few elemen
 
 def warm_up(
     mesh: Mesh, device: Device, links: Iterable[Link], sizes: Sequence[int] | None = None, *, matrices: bool = False,
-    experts: bool = False,
+    further: Sequence[Group] = (),
 ) -> None:  # fmt: skip
     """Run every operation of every group once. A collective of all ranks, which warm up their groups in the same order
     of kinds and finish a kind before the next, so that they cannot deadlock.
 
     `links`: the pipeline ranks that exchange messages. `sizes`: bytes of the collectives; by default none on CPUs,
     because gloo connects a group when it opens. `matrices`: dp ranks exchange matrices (`optim.matrix_exchange`).
-    `experts`: edp ranks do as dp ranks.
+    `further`: groups of experts, the first of which does as dp ranks.
     """
     if sizes is None:
         sizes = () if device.is_cpu else SIZES
-    dp = [mesh.dp, mesh.group("edp")] if experts else [mesh.dp]
-    for group in (mesh.tp, mesh.cp_keys, *dp, mesh.tied):
+    for group in (mesh.tp, mesh.cp_keys, mesh.dp, *further, mesh.tied):
         _collectives(group, sizes, device)
     _collectives(mesh.reduction_groups[-1], sizes[:1], device)  # the only group not covered above; it reduces scalars
-    pieces = mesh.tp, mesh.cp_heads, mesh.cp_keys, *(dp if matrices else []), mesh.group("ep")
-    for group in pieces:
+    owners = [mesh.dp, *further[:1]] if matrices else []
+    for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, *owners, mesh.group("ep")):
         if sizes and group.p2p_transport is not None:
-            part = torch.zeros(
-                1, device=device.torch_device
-            )  # every pair: tp sends pieces, cp heads, keys, values, ep tokens
+            part = torch.zeros(1, device=device.torch_device)  # every pair: pieces, heads, keys, values, tokens
             for _, work in all_gather_pieces(group, part.new_empty(group.size), part, 1, label="warm up"):
                 work.wait()
             device.synchronize()

@@ -47,7 +47,10 @@ class NcclConfig(Section):
 
     tp_ctas: Ctas = Field("auto", description="tensor parallelism; auto: NCCL's choice")
     cp_ctas: Ctas = Field("auto", description="context parallelism; auto: NCCL's choice")
-    dp_ctas: Ctas = Field([1, 16], description="data parallelism, and the gradients of a tied embedding")
+    ep_ctas: Ctas = Field("auto", description="expert parallelism; auto: NCCL's choice")
+    dp_ctas: Ctas = Field(
+        [1, 16], description="data parallelism, also of experts, and the gradients of a tied embedding"
+    )
     pp_ctas: Ctas = Field(
         [1, 2],
         description="point-to-point messages between pipeline stages; a posted receive occupies its SMs while waiting",
@@ -74,6 +77,9 @@ class NcclConfig(Section):
 
     def ctas(self, axis: str) -> tuple[int, int] | None:
         """Minimum and maximum for an axis (`record.events.Event.axis`); None for NCCL's choice."""
-        of_axis = {"tp": self.tp_ctas, "cp": self.cp_ctas, "dp": self.dp_ctas, "tied": self.dp_ctas, "pp": self.pp_ctas}
+        of_axis = {
+            "tp": self.tp_ctas, "cp": self.cp_ctas, "ep": self.ep_ctas, "dp": self.dp_ctas, "edp": self.dp_ctas,
+            "tied": self.dp_ctas, "pp": self.pp_ctas,
+        }  # fmt: skip
         axis_ctas = of_axis.get(axis, self.world_ctas)
         return (axis_ctas[0], axis_ctas[1]) if isinstance(axis_ctas, list) else None

@@ -217,7 +217,7 @@ def _windows(pattern: tuple[int, ...], seq_length: int, num_layers: int) -> tupl
 
 def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
     """Add the keys of the preset and the derived sizes; drop head_dim, qkv_bias and positions if equal to their
-    defaults. A slice of a preset has the windows of the preset's first layers.
+    defaults. A slice of a preset has the windows of the preset's first layers, and at least one layer with experts.
     """
     full = dict(keys)
     if isinstance(name := keys.get("preset"), str):
@@ -229,6 +229,8 @@ def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
     hidden, heads, layers = full.get("hidden_size"), full.get("num_heads"), full.get("num_layers")
     if "window" not in keys and isinstance(full.get("window"), list) and isinstance(layers, int) and layers > 0:
         full["window"] = full["window"][:layers]
+    if "dense_layers" not in keys and "dense_layers" in full and isinstance(layers, int) and layers > 0:
+        full["dense_layers"] = min(full["dense_layers"], layers - 1)
     if "num_kv_heads" not in full and isinstance(heads, int):
         full["num_kv_heads"] = heads
     if "ffn_size" not in full and isinstance(hidden, int):
@@ -249,6 +251,7 @@ SAME_MODEL_HINT = "[model] as there, or another name or checkpoint.resume for th
 
 EXPERT_KEYS = (
     "experts", "experts_per_token", "expert_ffn_size", "dense_layers", "shared_ffn_size", "shared_gate",
+    "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize", "router_scale",
     "balance_bias",
 )  # fmt: skip
 """The keys of `MODEL_KEYS` that describe experts."""

@@ -32,3 +32,16 @@ class MoeConfig(Section):
     bias_rate: Annotated[Float32, Field(ge=0)] = Field(
         1e-3, description="step of model.balance_bias: up for an expert with less than the mean load, else down"
     )
+
+    def region_axes(self, micro: int) -> tuple[str, ...]:
+        """The axes of parallelism whose ranks share the regions of the balance loss, with `micro` samples of a
+        micro-batch on a rank.
+        """
+        if self.balance not in ("sequence", "group"):
+            return ()
+        return ("tp", "cp", "dp") if micro % self.balance_group else ("tp", "cp")
+
+    def shared_axes(self, micro: int) -> set[tuple[str, ...]]:
+        """The axes of all groups that share regions, or sequences with a capacity."""
+        capacity = () if self.capacity_factor is None else ("tp", "cp")
+        return {axes for axes in (self.region_axes(micro), capacity) if axes}

@@ -197,7 +197,7 @@ def balance_group(parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig) 
 
 def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:
     """Check that minima do not exceed maxima."""
-    for key in ("tp_ctas", "cp_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
+    for key in ("tp_ctas", "cp_ctas", "ep_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
         ctas = getattr(nccl, key)
         if isinstance(ctas, list) and ctas[0] > ctas[1]:
             yield Finding(f"nccl.{key}", f"at least {ctas[0]} and at most {ctas[1]}", f"[{ctas[1]}, {ctas[0]}]")

@@ -22,7 +22,7 @@ def section_to_toml(name: str, keys: Mapping[str, Any]) -> str:
     return "\n".join([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in keys.items())])
 
 
-LOSS_SECTIONS = ("model", "batch", "train", "fp8", "optimizer", "data")
+LOSS_SECTIONS = ("model", "moe", "batch", "train", "fp8", "optimizer", "data")
 """Sections that determine the losses of a run; the other sections only affect execution."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,10 +44,22 @@ def _draws(
         offset, size = tensor.local_box(topology, coord)
         box = target[row : row + size[0]]
         if all(size) and tensor.init == "normal":
-            yield from _blocks(box, tensor, offset, size, seed)
+            yield from _blocks(*_as_matrix(box, tensor, offset, size), seed)
         elif all(size):
             box.fill_(1.0 if tensor.init == "ones" else 0.0)
         row += tensor.local_shape(topology)[0]
+
+
+def _as_matrix(
+    box: torch.Tensor, tensor: TensorSpec, offset: tuple[int, ...], size: tuple[int, ...]
+) -> tuple[torch.Tensor, TensorSpec, tuple[int, ...], tuple[int, ...]]:
+    """Return a stack of matrices, of which a rank has whole ones, as a matrix of all their rows: with its box."""
+    if len(tensor.shape) < 3:
+        return box, tensor, offset, size
+    *inner, columns = tensor.shape[1:]
+    rows = math.prod(inner)
+    matrix = replace(tensor, shape=(tensor.shape[0] * rows, columns))
+    return box.view(-1, columns), matrix, (offset[0] * rows, 0), (size[0] * rows, columns)
 
 
 def _blocks(

@@ -92,11 +92,13 @@ def block_compile_fn(device: Device) -> CompileFn:
     return compile_function
 
 
-def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` with static shapes: a run has few shapes, and specialized kernels are faster."""
+def compile_function(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
+    """Compile `function` with static shapes: a run has few shapes, and specialized kernels are faster. `dynamic`: for
+    any number of rows, as experts have.
+    """
     dynamo = torch._dynamo.config  # process-wide: torch before 2.13 has no limit per function
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-    return torch.compile(function, dynamic=False)
+    return torch.compile(function, dynamic=dynamic)
 
 
 class CompiledNorm:
@@ -135,7 +137,8 @@ class CompiledActivation:
 
     def build(self, context: OpContext) -> Activate:
         name = context.model.activation
-        return compile_function(_ACTIVATIONS.get(name) or ACTIVATIONS[name].load())
+        activate = _ACTIVATIONS.get(name) or ACTIVATIONS[name].load()
+        return compile_function(activate, dynamic=context.model.experts > 0)
 
 
 class CompiledRope:

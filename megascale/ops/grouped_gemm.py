@@ -3,7 +3,8 @@
     forward  y[rows of e] = x[rows of e] W_e^T        x [r, k], W [experts, n, k], y [r, n]
     wgrad    dW_e = dy[rows of e]^T x[rows of e]      an expert without rows has a gradient of zero
 
-On GPUs torch's grouped GEMM in bf16, which needs no row counts on the host; else a loop over the experts.
+torch's grouped GEMM serves forward and dgrad in bf16 where the GPU has its kernel; else a loop over the experts does.
+wgrad is a loop: its GEMMs add to fp32 without rounding, and without a second gradient of all experts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megascale.device import compute_capability
 from megascale.ops.wgrad import Wgrad
+
+GROUPED_CAPABILITIES = (9, 0), (10, 0)  # compute capabilities of GPUs with torch's kernel
 
 
 class RowGroups(NamedTuple):
@@ -27,7 +31,7 @@ class RowGroups(NamedTuple):
 
 def grouped_gemm(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Multiply the rows of x [r, k] by the matrix [n, k] of their expert, of `weight` [experts, n, k]: [r, n]."""
-    if _is_grouped(x):
+    if _is_grouped(x, weight):
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=groups.ends)
     out = x.new_empty(x.shape[0], weight.shape[1])
     for rows, matrix in zip(_slices(groups), weight, strict=True):
@@ -40,13 +44,6 @@ def grouped_wgrad(total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgr
     """Write the gradient of the weight into `total` [experts, n, k], or add it with `add`, for the output's gradient
     `grad` [r, n] and x [r, k].
     """
-    if _is_grouped(x):
-        part = torch._grouped_mm(grad.t(), x, offs=groups.ends)
-        if add:
-            total += part
-        else:
-            total.copy_(part)
-        return
     for rows, matrix in zip(_slices(groups), total, strict=True):
         if rows.start < rows.stop:
             wgrad(matrix, grad[rows], x[rows], add)
@@ -54,9 +51,13 @@ def grouped_wgrad(total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgr
             matrix.zero_()
 
 
-def _is_grouped(x: Tensor) -> bool:
-    """Return True for what torch's grouped GEMM takes: rows of bf16 on a GPU."""
-    return not x.is_cpu and x.dtype == torch.bfloat16
+def _is_grouped(x: Tensor, weight: Tensor) -> bool:
+    """Return True for what torch's kernel takes: rows of bf16, multiples of 16 bytes, on a GPU of compute capability
+    9.0 or 10.0. Elsewhere torch itself loops, and reads the row counts again.
+    """
+    if x.is_cpu or x.dtype != torch.bfloat16 or not len(x) or weight.shape[1] % 8 or weight.shape[2] % 8:
+        return False
+    return compute_capability(x.device) in GROUPED_CAPABILITIES
 
 
 def _slices(groups: RowGroups) -> list[slice]:

@@ -156,8 +156,9 @@ class ShardedEach(Sharded):
     """As `Sharded`, with a full gradient only from a backward to the end of its reduction: shards are added up.
 
     A full pass over each micro-batch's gradient for non-finite elements would be slow: only vectors (norms and biases)
-    are read, or the full gradient of a bucket without vectors. A non-finite output gradient reaches the vectors in
-    backward; an overflow in a wgrad GEMM or its accumulation does not, and shows in the reduced gradient only.
+    are read, or the full gradient of a bucket without vectors, but of experts nothing. A non-finite output gradient
+    reaches the vectors in backward; an overflow in a wgrad GEMM or its accumulation does not, and shows in the reduced
+    gradient only.
     """
 
     arriving: Tensor | None = None
@@ -167,7 +168,7 @@ class ShardedEach(Sharded):
 
     @property
     def checks_vectors_only(self) -> bool:
-        return self.group.size > 1 and bool(self._vectors)
+        return self.group.size > 1 and (bool(self._vectors) or self.layout.has_experts)
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -184,7 +185,7 @@ class ShardedEach(Sharded):
 
     def release_gradient(self) -> None:
         full = self._full()
-        self._check(self._vectors or [(0, self.layout.numel)])
+        self._check(self._vectors if self.checks_vectors_only else [(0, self.layout.numel)])
         self.finish_reduction()
         self.full_grad = None  # the caller drops its views: then only the work in flight holds it, and frees it
         with self.group.recorder.memory_kind("gradients"):

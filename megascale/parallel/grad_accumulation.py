@@ -39,7 +39,7 @@ class Accumulation:
         return begun
 
 
-_BEGUN = Accumulation(torch_wgrad, begun=True)
+ALWAYS_ADDED = Accumulation(torch_wgrad, begun=True)
 """State of a parameter that has `main_grad` and no `accumulation`: contributions are always added."""
 
 
@@ -48,7 +48,7 @@ def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
         return grad.t() @ x
-    accumulation: Accumulation = getattr(weight, "accumulation", _BEGUN)
+    accumulation: Accumulation = getattr(weight, "accumulation", ALWAYS_ADDED)
     accumulation.wgrad(main, grad, x, accumulation.mark_begun())
     return None
 
@@ -96,5 +96,5 @@ def accumulate_embedding_grad(table: Tensor, index: Tensor, grad: Tensor) -> Ten
 
 
 def _mark_begun(parameter: Tensor) -> bool:
-    accumulation: Accumulation = getattr(parameter, "accumulation", _BEGUN)
+    accumulation: Accumulation = getattr(parameter, "accumulation", ALWAYS_ADDED)
     return accumulation.mark_begun()

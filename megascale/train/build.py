@@ -85,7 +85,9 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
     )
     recorder.log.start_parts.begin("warm-up")
     matrices = config.parallel.zero > 0 and ParamGroups(config.optimizer).needs_matrix
-    warm_up(mesh, device, placement.links, matrices=matrices, experts=config.model.experts > 0)
+    axes = [("edp",), *sorted(config.moe.shared_axes(config.batch.micro))] if config.model.experts else []
+    further = [mesh.group(*each) for each in axes]
+    warm_up(mesh, device, placement.links, matrices=matrices, further=further)
     return mesh
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ def router_losses(
     if moe.balance == "none" and not moe.z_loss_weight:
         return None
     columns = Columns(micro, mesh.topology.dp, mesh.coord.dp)
-    group = mesh.group("tp", "cp", *(["dp"] if micro % moe.balance_group else []))
-    return RouterLosses(moe, model, columns, group, state.layers(CHOICES))
+    return RouterLosses(moe, model, columns, mesh.group(*moe.region_axes(micro)), state.layers(CHOICES))
 
 
 def expert_capacity(moe: MoeConfig, model: ModelConfig, mesh: Mesh, micro: int) -> Capacity | None:
@@ -76,7 +76,7 @@ class ExpertSteps(Hook):
         if self._losses is not None:
             totals = StepTotals(run.mesh, run.device.torch_device, batch)
             totals.add_per_microbatch(tokens=batch.loss_tokens)
-            self._losses.loss_tokens = totals.reduce()["tokens"]
+            self._losses.loss_tokens = totals.reduce("labels of the step")["tokens"]
             self._losses.samples = batch_sizes(run.config.batch).at(run.progress.samples)
 
     def add_totals(self, run: Run, totals: StepTotals) -> None:
@@ -116,9 +116,10 @@ class ExpertSteps(Hook):
             before.copy_(choices)
 
 
-def expert_metrics(model: ModelConfig, totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def expert_metrics(model: ModelConfig, moe: MoeConfig, totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return `StepMetrics.experts` of the totals of a step; losses are means over layers."""
-    losses = {name: totals[name] for name in ROUTER_TOTALS if totals[name]}
+    used = moe.balance != "none", moe.z_loss_weight > 0, moe.capacity_factor is not None
+    losses = {name: totals[name] for name in compress(ROUTER_TOTALS, used)}
     layers = range(model.dense_layers, model.num_layers)
     loads = {f"layers.{layer}": {"load": totals[vector_name(EXPERT_LOAD, layer)]} for layer in layers}
     return loads | ({"router": losses} if losses else {})

@@ -56,7 +56,7 @@ class StepRecords(Hook):
             if run.config.model.experts:
                 from megascale.train.expert_steps import expert_metrics
 
-                experts = expert_metrics(run.config.model, result.totals)
+                experts = expert_metrics(run.config.model, run.config.moe, result.totals)
             self._reporter.write_step(result, run.progress, cast_stats, noise_scale, experts)
 
 

@@ -47,9 +47,9 @@ class StepTotals:
         """Add totals over micro-batches of whole sequences, which the ranks that share them count once."""
         self.add_per_microbatch(**(parts if self._mesh.coord.cp == 0 else dict.fromkeys(parts, 0.0)))
 
-    def reduce(self) -> dict[str, Tensor]:
-        """All-reduce the totals over the job. The sums have the same bits on all ranks; the host does not wait. Those
-        of a vector are named "NAME 0", "NAME 1", ...
+    def reduce(self, label: str = "totals") -> dict[str, Tensor]:
+        """All-reduce the totals over the job, under `label` in the event log. The sums have the same bits on all ranks;
+        the host does not wait. Those of a vector are named "NAME 0", "NAME 1", ...
         """
         names = [name for total, part in self._parts.items() for name in _names(total, part)]
         values = torch.zeros(len(names), dtype=torch.float64, device=self._device)
@@ -59,7 +59,7 @@ class StepTotals:
                 place.copy_(part.view(-1))
             else:
                 place.fill_(part)  # `values[index] = part` would copy from the host and wait for the device
-        sum_over_job(self._mesh, values, label="totals")
+        sum_over_job(self._mesh, values, label=label)
         return dict(zip(names, values, strict=True))
 
 

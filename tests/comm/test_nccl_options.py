@@ -116,8 +116,9 @@ def test_a_group_gets_the_thread_blocks_of_its_axis(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_group_gets_where_nothing_is_chosen() -> None:
-    chosen = {axis: NcclConfig().ctas(axis) for axis in ("tp", "dp", "tied", "pp", "world")}
-    assert chosen == {"tp": None, "dp": (1, 16), "tied": (1, 16), "pp": (1, 2), "world": (1, 1)}
+    chosen = {axis: NcclConfig().ctas(axis) for axis in ("tp", "ep", "dp", "edp", "tied", "pp", "world")}
+    dp = dict.fromkeys(("dp", "edp", "tied"), (1, 16))
+    assert chosen == {"tp": None, "ep": None, "pp": (1, 2), "world": (1, 1)} | dp
 
 
 def test_torch_has_what_is_set() -> None:

@@ -110,7 +110,7 @@ def test_on_cpus_channels_alone_are_warmed_up() -> None:
 
 
 def of_experts(mesh: Mesh) -> set[tuple[str, str]]:
-    warm_up(mesh, detect_device(allow_gpu=False), (), SIZES, matrices=True, experts=True)
+    warm_up(mesh, detect_device(allow_gpu=False), (), SIZES, matrices=True, further=[mesh.group("edp")])
     return {(event.group, event.name) for event in recorded_events(mesh.recorder)}
 
 

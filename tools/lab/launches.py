@@ -99,7 +99,7 @@ def noted_kernels(counter: LaunchCounter, module: ModuleType, kernels: Iterable[
     with ExitStack() as stack:
         for kernel in kernels:
             stand_in = _StandIn(kernel, getattr(module, kernel.name).arg_names, counter)
-            stack.enter_context(mock.patch.object(module, kernel.name, stand_in))
+            stack.enter_context(mock.patch(f"{module.__name__}.{kernel.name}", stand_in))
         yield
 
 

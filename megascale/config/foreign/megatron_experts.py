@@ -16,7 +16,7 @@ EXPERTS = (
     words("--moe-router-score-function", "model.router_score",
           {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}),
     switch("--moe-router-pre-softmax", "model.router_normalize", False),
-    same("--moe-router-num-groups", "model.router_groups", "with router_group_value = top2"),
+    same("--moe-router-num-groups", "model.router_groups", "with router_group_value = top2, at two experts a group"),
     same("--moe-router-group-topk", "model.router_top_groups"),
     same("--moe-router-topk-scaling-factor", "model.router_scale"),
     switch("--moe-router-enable-expert-bias", "model.balance_bias", True),
@@ -34,5 +34,6 @@ EXPERTS = (
     absent("--moe-token-dispatcher-type", "nothing to write: all-to-all"),
     absent("--moe-router-dtype", "nothing to write: logits are in fp32"),
     absent("--moe-input-jitter-eps", "not supported"),
-    absent("--moe-grouped-gemm, --moe-permute-fusion, --moe-router-fusion, --moe-per-layer-logging", _ALWAYS, 0),
+    absent("--moe-grouped-gemm, --moe-per-layer-logging", _ALWAYS, 0),
+    absent("--moe-permute-fusion, --moe-router-fusion", "not supported", 0),
 )  # fmt: skip

@@ -94,7 +94,8 @@ def make_exchange(experts: Tensor, counts: Tensor, group: Group, label: Label, r
     from_ranks = torch.empty_like(to_ranks)
     all_to_all(group, from_ranks, to_ranks, label=label.with_suffix("counts"))
     local = from_ranks.shape[1]
-    numbers = read(torch.stack([to_ranks, from_ranks]).view(-1), experts.numel())
+    with group.recorder.log.device_wait():
+        numbers = read(torch.stack([to_ranks, from_ranks]).view(-1), experts.numel())
     half = len(numbers) // 2
     sent = tuple(sum(numbers[rank * local : (rank + 1) * local]) for rank in range(group.size))
     rows = [numbers[half + rank * local : half + (rank + 1) * local] for rank in range(group.size)]

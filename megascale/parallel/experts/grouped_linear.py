@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.grouped_gemm import RowGroups, grouped_gemm, grouped_wgrad
-from megascale.ops.wgrad import torch_wgrad
-from megascale.parallel.grad_accumulation import Accumulation, accumulate_grad
+from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
@@ -42,7 +41,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor | None:
     """Add each expert's grad^T x to the main gradient of `weight`; without one, return the gradient."""
     main: Tensor | None = getattr(weight, "main_grad", None)
-    accumulation: Accumulation = getattr(weight, "accumulation", Accumulation(torch_wgrad))
+    accumulation: Accumulation = getattr(weight, "accumulation", ALWAYS_ADDED)
     total = torch.empty_like(weight) if main is None else main
     matrices = total.view(len(weight), grad.shape[1], x.shape[1])
     grouped_wgrad(matrices, grad, x, groups, accumulation.wgrad, main is not None and accumulation.mark_begun())
@@ -54,6 +53,8 @@ class _RouterLogits(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         wide = torch.promote_types(x.dtype, torch.float32)
+        if not x.is_cpu and x.dtype != wide:  # one GEMM of the operands as they are
+            return torch.mm(x, weight.t(), wide)
         return x.to(wide) @ weight.to(wide).t()
 
     @staticmethod

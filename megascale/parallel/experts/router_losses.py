@@ -6,8 +6,8 @@
 for E experts of which a token has k; regions r of T_r tokens, R in all; c_re, the choices of expert e in the region, by
 the scores alone (DeepSeek-V3: without bias and groups), a constant for the gradient; p, the scores relative to their
 sum; T tokens of the step. A region is a sequence, a group of consecutive samples, or with `step` the whole step, with
-the choices of the step before. Every term is a sum over tokens times a constant, so no layout changes it: counts are
-summed over the ranks that share a region, which only backward waits for.
+the choices by which tokens were routed in the step before. Every term is a sum over tokens times a constant, so no
+layout changes it: counts are summed over the ranks that share a region, which only backward waits for.
 """
 
 from __future__ import annotations

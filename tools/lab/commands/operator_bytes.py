@@ -122,7 +122,7 @@ def build_block(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> 
     kernels.
     """
     model, topology = config.model, topology_of(config.parallel)
-    stack.enter_context(mock.patch.object(attention, "rope_table", angles))
+    stack.enter_context(mock.patch(f"{attention.__name__}.rope_table", angles))
     mesh = fake_mesh(topology, 0, Recorder(), tied=model.tie_embeddings, collectives_in_pieces=True)
     tp = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp)
     context = LayerContext(model, {}, tp, operators(config, counter))
