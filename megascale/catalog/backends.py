@@ -68,13 +68,14 @@ class Requirement:
             "rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"],
             "partial_attention": attends_in_parts,
         }  # fmt: skip
+        inner = max(model.ffn_size // tp, model.expert_ffn_size if model.experts else 0)
         return cls(
             names.get(operation),
             dtype,
             model.dropout > 0,
             granularity,
             model.head_dim,
-            model.ffn_size // tp if operation == "activation" else model.hidden_size,
+            inner if operation == "activation" else model.hidden_size,
             any(model.windows),
             model.logit_softcap is not None,
             operation == "attention" and model.attention_softcap is not None,

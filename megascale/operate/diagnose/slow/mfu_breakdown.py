@@ -212,7 +212,8 @@ def mfu_breakdown(
             name, values = ACTIONS.get(part.name, OTHER), cube.own[:, :, at]
         else:
             host = part.axis == HOST_AXIS
-            name, values = (part.name if host else part.axis), (cube.own if host else cube.wait)[:, :, at]
+            axis = "dp" if part.axis == "edp" else part.axis  # of experts, as in a plan
+            name, values = (part.name if host else axis), (cube.own if host else cube.wait)[:, :, at]
         seconds[name] = seconds.get(name, 0.0) + float(values.sum(dtype=np.float64)) / max(1, len(cube.places.rank))
     left = bubble_s * len(cube.steps)
     for axis in BUBBLE_AXES if bubble_s else ():
