@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale.config.foreign.setting import absent, same, switch, words
+from megascale.config.foreign.setting import Advice, absent, computed, same, switch, words
 
 _ALWAYS = "nothing to write: always so"
 
@@ -24,7 +24,8 @@ EXPERTS = (
     words("--moe-router-load-balancing-type", "moe.balance", {"none": "none", "seq_aux_loss": "sequence"},
           "aux_loss: write group and moe.balance_group = batch.micro; global_aux_loss: step is the nearest",
           "aux_loss"),
-    same("--moe-aux-loss-coeff", "moe.balance_weight"),
+    computed("--moe-aux-loss-coeff", "moe.balance_weight",
+             lambda values, _: float(values[0]) or Advice('nothing to write: moe.balance is "none"')),
     same("--moe-z-loss-coeff", "moe.z_loss_weight"),
     same("--expert-model-parallel-size", "parallel.ep"),
     absent("--expert-tensor-parallel-size", "not supported: an expert is whole on a rank, of parallel.ep"),
