@@ -33,6 +33,7 @@ FEATURES = (
     Feature("tp, sp, pp, vpp, dp, ZeRO 0 to 2, mixed", ("parallel", "schedule", "layout"), ("layouts", "pipeline")),
     Feature("overlap on tp, pp, dp", ("parallel/test_tp_overlap.py", "tools/lab/test_overlap.py"), ("overlap",)),
     Feature("context and hybrid data parallelism", ("parallel", "layout"), ("layouts",)),
+    Feature("experts, ep", ("parallel/experts",), ("experts",)),
     Feature("fp64, fp32, bf16, FP8; masks; backends", ("train", "ops", "model"), ("exactness", "fp8")),
     Feature("attention by fused kernels", ("ops",), ("attention",)),
     Feature("wgrad GEMMs that add to fp32", ("ops",), ("accumulation",)),

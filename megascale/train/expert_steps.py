@@ -69,7 +69,7 @@ class ExpertSteps(Hook):
     """Counts the labels of a step for the routers' losses, and the choices of its tokens for bias and metrics."""
 
     def __init__(self, state: ExpertState, losses: RouterLosses | None) -> None:
-        self.state, self._losses = state, losses
+        self._state, self._losses = state, losses
         self._choices: Tensor | None = None
 
     def batch_read(self, run: Run, batch: StepBatch) -> None:
@@ -107,7 +107,7 @@ class ExpertSteps(Hook):
         if (routed := result.totals["routed"]) != 1:
             message = f"step {run.progress.step} lacks choices of experts, or has too many: {1 - routed:.1e} of them"
             raise MegascaleError(message, hint="a defect: please report the configuration")
-        choices, bias, before = self._choices, self.state.layers(BIAS), self.state.layers(CHOICES)
+        choices, bias, before = self._choices, self._state.layers(BIAS), self._state.layers(CHOICES)
         if choices is None or result.totals["skipped"]:
             return
         if bias is not None:
