@@ -416,9 +416,12 @@ def test_a_stopped_rank_and_a_killed_rank_of_torchrun_are_named(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_an_error_of_a_rank_of_torchrun_is_told_in_its_words(tmp_path: Path) -> None:
-    with ObservedTorchrun(
-        tmp_path, **with_planted(tmp_path / "site", 1, "ValueError('planted in rank one')")
-    ) as observed:
+    known = tmp_path / "known"
+    when = f"os.path.exists({str(known)!r})"
+    env = with_planted(tmp_path / "site", 1, "ValueError('planted in rank one')", when)
+    with ObservedTorchrun(tmp_path, **env) as observed:
+        observed.rank(1)
+        known.touch()
         observed.wait_for(r"incident 1 \(software\).* rank 1 on \S+ failed: ValueError: planted in rank one")
         assert observed.job.end()[0] == Exit.UNCLASSIFIED
         assert observed.observer.wait(SECONDS) == Exit.UNCLASSIFIED

@@ -169,16 +169,16 @@ import os
 if os.environ.get("RANK") == "{rank}":
     import megascale.train.scheduled_gc as gc
     def planted(self, run, result):
-        if run.progress.step == 3:
+        if {when}:
             raise {error}
     gc.ScheduledGC.step_ends = planted
 """
 
 
-def with_planted(folder: Path, rank: int, error: str) -> dict[str, str]:
-    """Return an environment in which a rank raises after its third step."""
+def with_planted(folder: Path, rank: int, error: str, when: str = "run.progress.step == 3") -> dict[str, str]:
+    """Return an environment in which a rank raises after its third step, or after the first at which `when` holds."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(PLANT.format(rank=rank, error=error))
+    (folder / "sitecustomize.py").write_text(PLANT.format(rank=rank, error=error, when=when))
     return {"PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[3]}"}  # and the tree under test
 
 
