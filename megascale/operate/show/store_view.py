@@ -1,5 +1,5 @@
-"""Analyses of a run's event store for the views: slowness by rank, heat map, findings, where the time went, memory, loads
-of experts.
+"""Analyses of a run's event store for the views: slowness by rank, heat map, findings, where the time went, memory,
+loads of experts.
 
 `read_store_view` computes them once; `store_follower` again and again, for a run that goes on.
 """

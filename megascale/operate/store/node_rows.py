@@ -104,8 +104,9 @@ class RankTotals:
 
 @dataclass
 class RankRows:
-    """A rank's log, and what was drained of it and has not been written. `loads`: of experts, by step; `waiting`: events of steps that go on;
-    `lost`: events that no step has counted yet; `ended`: the rank writes no more. `totals`: of all that was drained.
+    """A rank's log, and what was drained of it and has not been written. `loads`: of experts, by step; `waiting`:
+    events of steps that go on; `lost`: events that no step has counted yet; `ended`: the rank writes no more.
+    `totals`: of all that was drained.
     """
 
     log: LogReader
@@ -220,7 +221,9 @@ def step_parts(events: np.ndarray, steps: np.ndarray, texts: Texts) -> np.ndarra
 
 
 def take_rows(ranks: Sequence[RankRows], texts: Texts) -> dict[str, Columns]:
-    """Return the new rows of `events`, `steps`, `step_parts` and `expert_loads`, of ranks of a node that have begun to train."""
+    """Return the new rows of `events`, `steps`, `step_parts` and `expert_loads`, of ranks of a node that have begun
+    to train.
+    """
     taken = [rank.take(texts) for rank in ranks]
     events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
     loads = concatenate_rows([part for rank in ranks for part in rank.take_loads()], row_type("expert_loads"))

@@ -55,7 +55,7 @@ def recent_loads(store: duckdb.DuckDBPyConnection, most: int = RECENT) -> Expert
 
 
 def imbalance(found: ExpertLoads) -> Iterator[Finding]:
-    """Yield a finding about the fullest expert, if it stays overloaded, with the other unbalanced layers as evidence."""
+    """Yield a finding about the fullest expert, if it stays overloaded. Its evidence has all unbalanced layers."""
     if len(found.steps) < LASTING:
         return
     least = found.loads[-LASTING:].min(0)  # NaN: unknown in one of the steps

@@ -20,8 +20,8 @@ from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.store.query import fetch, open_store
 from tests.jobs import Job, finish, job_config
-from tests.operate.show.web.chromium import Browser, dashboard, needs_chromium
 from tests.operate.show.stores import store_loads
+from tests.operate.show.web.chromium import Browser, dashboard, needs_chromium
 from tests.runs import GPT
 
 pytestmark = [pytest.mark.slow, needs_chromium]
