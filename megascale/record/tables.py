@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megascale.record import layout
 from megascale.record.layout import WORD
 from megascale.record.rank_state import RankRuns
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class LogTables:
@@ -55,17 +59,16 @@ class LogTables:
             layout.TOTAL.pack_into(self._memory, place, self.text(name), value)
             self._words[layout.TOTAL_COUNT] = min(len(self._totals), layout.TOTALS)
 
-    def set_expert_loads(self, step: int, layers: int, experts: int, loads: bytes) -> None:
+    def set_expert_loads(self, step: int, loads: np.ndarray) -> None:
         """Set the loads of experts in a step, relative to the mean of their layer: fp16 numbers [layers, experts]. A
         model with more than `layout.LOADS` of them is left out.
         """
-        if layers * experts <= layout.LOADS:
-            start, self._load_version = layout.LOADS_OFFSET, self._load_version + 2
-            head = layout.LOADS_HEAD
-            self._words[start // WORD] = self._load_version - 1
-            self._memory[start + head.size : start + head.size + len(loads)] = loads
-            head.pack_into(self._memory, start, self._load_version - 1, step, layers, experts)
-            self._words[start // WORD] = self._load_version
+        if loads.size <= layout.LOADS:
+            start, head = layout.LOADS_OFFSET, layout.LOADS_HEAD
+            self._words[start // WORD] = self._load_version + 1
+            self._memory[start + head.size : start + head.size + loads.nbytes] = loads.tobytes()
+            head.pack_into(self._memory, start, self._load_version + 1, step, *loads.shape)
+            self._load_version = self._words[start // WORD] = self._load_version + 2
 
     def open_group(self, name: str, ranks: Sequence[int], kind: str = "") -> None:
         """Note the global ranks of a group, before its first communication. `kind`: "control", or "" for the rest."""

@@ -111,7 +111,7 @@ class ExpertSteps(Hook):
         choices, bias, before = self._choices, self._state.layers(BIAS), self._state.layers(CHOICES)
         if choices is not None and run.mesh.rank == 0 and is_logged_step(run.config.train, run.progress.step):
             loads = (choices / choices.mean(1, keepdim=True).clamp(min=1)).to(torch.float16).cpu()
-            run.mesh.recorder.log.tables.set_expert_loads(run.progress.step, *loads.shape, loads.numpy().tobytes())
+            run.mesh.recorder.log.tables.set_expert_loads(run.progress.step, loads.numpy())
         if choices is None or result.totals["skipped"]:
             return
         if bias is not None:
