@@ -77,11 +77,12 @@ class PublishedLayers(LayerTimes):
             return super().grouped_linears([(up, hidden), (hidden, width)], experts, rows)
         total, grain = PassTimes(), recipe["granularity"]
         cast = CASTS[recipe["scaling"] if grain == "tensor" else grain]
-        for outputs, inputs in ((up, hidden), (hidden, width)):
+        own = 0 if self.system.fused else cast  # of what lies between the two GEMMs
+        for outputs, inputs, quantized in ((up, hidden, (cast, own)), (hidden, width, (own, cast))):
             forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain)
             dgrad, _ = self.kernels.grouped_gemm(experts, rows, inputs, outputs, grain)
-            quantized = [0 if self.system.fused and size != hidden else cast * size for size in (inputs, outputs)]
-            casts = [self.kernels.elementwise(experts * rows * size) for size in quantized]
+            moved = quantized[0] * inputs, quantized[1] * outputs
+            casts = [self.kernels.elementwise(experts * rows * size) for size in moved]
             casts[1] += self._added(experts * outputs * inputs)
             total += PassTimes(
                 Seconds(gemm=forward, elementwise=casts[0]), Seconds(gemm=dgrad + wgrad, elementwise=casts[1])
@@ -106,16 +107,14 @@ class PublishedStep(StepParts):
 
     @cached_property
     def layers(self) -> LayerTimes:
-        layers, model, route = super().layers, self.config.model, None
-        route = layers.experts
+        layers, model = super().layers, self.config.model
+        route, chosen = layers.experts, model.experts_per_token
         if self.system.shards > 1:  # ranks along ep are `shards` apart
-            inside = max(1, route.inside // self.system.shards)
-            route = replace(route, inside=inside)
+            route = replace(route, inside=max(1, route.inside // self.system.shards))
         elif self.system.deduplicates and route.ranks > 1:
-            nodes = max(1, route.ranks // route.inside)
-            shares = [distinct_targets(model.experts, model.experts_per_token, n) for n in (route.ranks, nodes)]
-            route = DeduplicatedRoute(**vars(route), rank_share=shares[0] / model.experts_per_token,
-                                      node_share=shares[1] / model.experts_per_token)  # fmt: skip
+            targets = route.ranks, route.ranks // route.inside
+            shares = [distinct_targets(model.experts, chosen, number) / chosen for number in targets]
+            route = DeduplicatedRoute(**vars(route), rank_share=shares[0], node_share=shares[1])
         return PublishedLayers(**(vars(layers) | {"experts": route}), system=self.system)
 
     @cached_property
