@@ -58,20 +58,20 @@ def imbalance(found: ExpertLoads) -> Iterator[Finding]:
     """Yield a finding about the fullest expert, if it stays overloaded. Its evidence has all unbalanced layers."""
     if len(found.steps) < LASTING:
         return
-    least = found.loads[-LASTING:].min(0)  # NaN: unknown in one of the steps
-    mean, idle = np.nanmean(found.loads[-LASTING:], 0), found.idle
-    over = np.flatnonzero((least > MOST_LOAD).any(1))
-    ranked = sorted(over, key=lambda at: -np.nanmax(np.where(least[at] > MOST_LOAD, mean[at], np.nan)))
-    fullest = [int(np.nanargmax(np.where(least[at] > MOST_LOAD, mean[at], np.nan))) for at in ranked]
+    newest = found.loads[-LASTING:]
+    mean, idle = np.nanmean(newest, 0), found.idle
+    over = np.where(newest.min(0) > MOST_LOAD, mean, 0.0)  # 0 also where a load is unknown in one of the steps
+    expert, load = over.argmax(1), over.max(1)
+    ranked = [at for at in np.argsort(-load, kind="stable").tolist() if load[at]]
     lines = [
-        f"layer {found.layers[at]}: expert {expert} has {mean[at, expert]:.3g} times the mean load; "
+        f"layer {found.layers[at]}: expert {expert[at]} has {load[at]:.3g} times the mean load; "
         f"{idle[at]} of {found.loads.shape[2]} experts have less than {LEAST_LOAD:g} of it"
-        for at, expert in zip(ranked[:MOST_LAYERS], fullest, strict=False)
+        for at in ranked[:MOST_LAYERS]
     ]
     if len(ranked) > MOST_LAYERS:
         lines.append(f"and {len(ranked) - MOST_LAYERS} more layers with an expert above {MOST_LOAD:g}")
-    if ranked:
-        balanced = np.flatnonzero(~(found.loads[:, ranked[0], fullest[0]] > MOST_LOAD))
+    for at in ranked[:1]:
+        balanced = np.flatnonzero(~(found.loads[:, at, expert[at]] > MOST_LOAD))
         since = int(found.steps[balanced[-1] + 1 if len(balanced) else 0])
-        who = SlowCulprit("expert", layer=int(found.layers[ranked[0]]), expert=fullest[0])
+        who = SlowCulprit("expert", layer=int(found.layers[at]), expert=int(expert[at]))
         yield Finding("experts", who, since, None, 0.0, 0.0, tuple(lines))
