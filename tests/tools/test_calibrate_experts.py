@@ -48,10 +48,10 @@ def test_every_row_is_a_job_of_its_source(rows: list[Any]) -> None:
 
 def test_flops_are_the_published_ones(rows: list[Any]) -> None:
     """Pairs of tokens/s and TFLOP/s, and of MegaScale-MoE's MFU, within 0.7%."""
-    giga = {15: 1077e3 / 7280, 18: 1029e3 / 44544, 29: 282.4}
-    for number, published in giga.items():
-        config = row_of(rows, number).config
-        assert token_flops(config.model).causal / 1e9 == pytest.approx(published, rel=0.007)
+    giga = {10: 1635e3 / 6288, 15: 1077e3 / 7280, 18: 1029e3 / 44544, 21: 1077e3 / 33024, 26: 1099e3 / 5372, 29: 282.4}
+    for row in (row_of(rows, number) for number in giga):
+        if not row.absent:
+            assert token_flops(row.config.model).causal / 1e9 == pytest.approx(giga[row.number], rel=0.007)
 
 
 @pytest.mark.parametrize(("targets", "distinct"), [(8, 5.29), (64, 7.68)])
