@@ -2,7 +2,8 @@
 """Fit the efficiencies of configs/hardware and configs/stacks to the trusted rows of tools/calibration, and write the
 profiles. Write the errors by source and the worth of every assumption to docs/results/planner.md.
 
-`--check` only prints the errors of the present profiles; `--assumptions` only updates the assumptions' worth.
+`--check` only prints the errors of the present profiles; `--assumptions` only updates the assumptions' worth, and
+`--experts` the errors of mixtures of experts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from calibration import assumptions
+from calibration import experts as expert_rows
 from calibration.fit import EFFICIENCIES, FIRST_YEAR, LOSS, RECENT, RECENT_YEAR, Fit, Profiles, Values, mean_error
 from calibration.rows import MANY, ROWS, Row, goals, read
 from megascale.config import profile_files
@@ -39,11 +41,15 @@ def main() -> None:
     parser.add_argument(
         "--assumptions", action="store_true", help="fit nothing, write the worth of the assumptions to the page"
     )
+    parser.add_argument("--experts", action="store_true", help="fit only the rows of experts, write them to the page")
     options = parser.parse_args()
     gc.disable()  # a simulation allocates millions of tuples, none in a cycle
     rows = [row for row in read(options.rows) if row.trusted]
     if options.check:
-        print("\n".join(errors(rows, {"profiles": as_written(rows)}, (by_source, by_parallelism))))
+        print("\n".join([*errors(rows, {"profiles": as_written(rows)}, (by_source, by_parallelism)), "", *experts()]))
+        return
+    if options.experts:
+        fill(PAGE, "experts", "\n".join(experts()))
         return
     if options.assumptions:
         write_assumptions(rows)
@@ -57,9 +63,15 @@ def main() -> None:
     fitted = {row.line: fit.known.predicted(row, fit.values) for row in rows}
     page = list(report(rows, fitted, left_out))
     fill(PAGE, "calibration", "\n".join(page))
+    fill(PAGE, "experts", "\n".join(experts()))
     write_assumptions(rows)
     print("\n".join([*page, "", *values_table(fit.values)]))
     print(f"{time.monotonic() - began:.0f} s")
+
+
+def experts() -> Iterator[str]:
+    """Yield the tables of mixtures of experts."""
+    return expert_rows.report(expert_rows.read())
 
 
 def as_written(rows: Sequence[Row]) -> dict[int, float]:

@@ -6,6 +6,7 @@
     groups      a row for each group, or for each direction and peer of messages: how far this rank is, and its ranks
     note        a text in JSON for readers, such as where events are stored
     texts       names, in the order of their first use; other places hold their index
+    loads       of the experts of a step, relative to the mean of their layer
     places      a ring of the newest actions, communications, activities of the host, and steps
 
 What comes before the places is the head: with the newest places it is the rank's state, from which a hang is explained.
@@ -29,7 +30,7 @@ import struct
 from enum import StrEnum
 
 MAGIC = int.from_bytes(b"MSRECORD", "little")
-FORMAT = 5
+FORMAT = 6
 
 WORD = 8  # bytes of a number in the header
 
@@ -70,7 +71,11 @@ TEXTS_OFFSET = NOTE_OFFSET + NOTE_BYTES
 TEXT_BYTES, TEXTS = 64, 1024
 OTHER_TEXT = 1  # index of the text that stands for those that no longer fit; index 0 is the empty text
 
-PLACES_OFFSET = TEXTS_OFFSET + TEXT_BYTES * TEXTS
+LOADS_OFFSET = TEXTS_OFFSET + TEXT_BYTES * TEXTS
+LOADS_HEAD, LOADS = struct.Struct("<4q"), 1 << 15
+"""Version (odd during a write), step, layers and experts, before at most LOADS numbers [layers, experts] of 2 bytes."""
+
+PLACES_OFFSET = LOADS_OFFSET + LOADS_HEAD.size + 2 * LOADS
 
 Fields = tuple[tuple[str, str], ...]
 """Names of fields, and their types as numpy writes them."""

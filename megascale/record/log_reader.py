@@ -1,7 +1,7 @@
 """The reader of a rank's log, which needs no help of the rank: it may be writing, stopped or gone.
 
 - `read_state`: the state of a rank, once
-- `LogReader`: the state, and the events since the last call, again and again
+- `LogReader`: the state, the loads of experts, and the events since the last call, again and again
 
 A number that cannot be right, in a log cut in the middle of a write, is left out; no content raises but that of another
 kind of file.
@@ -89,7 +89,7 @@ class LogReader:
             found = self._word(layout.FORMAT_WORD)
             raise LogError(f"{self._name}: a flight record of format {found}, not {layout.FORMAT}")
         self._capacity = max(1, (len(self._memory) - layout.PLACES_OFFSET) // layout.PLACE_BYTES)
-        self._next = 0
+        self._next = self._load_version = 0
         self._open: np.ndarray | None = None  # numbers of events that had not ended
         self._places: np.ndarray | None = None
 
@@ -112,11 +112,11 @@ class LogReader:
 
     def texts(self) -> list[str]:
         """Return the texts in use."""
-        return _texts(self._memory[layout.TEXTS_OFFSET : layout.PLACES_OFFSET], self._word(layout.TEXT_COUNT))
+        return _texts(self._memory[layout.TEXTS_OFFSET : layout.LOADS_OFFSET], self._word(layout.TEXT_COUNT))
 
     def state(self, *, head_only: bool = False) -> RankState:
         """Return the state as of now. `head_only`: as in `read_state`."""
-        end = layout.TOTALS_OFFSET if head_only else layout.PLACES_OFFSET
+        end = layout.TOTALS_OFFSET if head_only else layout.LOADS_OFFSET
         newest = b""
         for _ in range(READ_ATTEMPTS):  # a copy between two writes, if possible
             version = self._word(layout.VERSION)
@@ -161,6 +161,18 @@ class LogReader:
         records = found[ended]
         steps = records["state"] == layout.STEP_END
         return Drained(records[~steps], records[steps].view(step_dtype()), lost)
+
+    def expert_loads(self) -> tuple[int, np.ndarray] | None:
+        """Return a step, and the loads [layers, experts] of its experts, fp16; None if there are none that are new."""
+        import numpy as np
+
+        content = self._memory[layout.LOADS_OFFSET : layout.PLACES_OFFSET]
+        version, step, layers, experts = layout.LOADS_HEAD.unpack_from(content)
+        torn = version & 1 or version != self._word(layout.LOADS_OFFSET // layout.WORD)
+        if torn or version == self._load_version or not 0 < layers * experts <= layout.LOADS:
+            return None
+        self._load_version = version
+        return step, np.frombuffer(content, "<f2", layers * experts, layout.LOADS_HEAD.size).reshape(layers, experts)
 
     def _take(self, places: np.ndarray) -> np.ndarray:
         assert self._places is not None

@@ -1,15 +1,19 @@
-"""The tables of a log, in the writer's process: texts, totals, and the row of each group. Entries are written once,
-when first used.
+"""The tables of a log, in the writer's process: texts, totals, loads of experts, and the row of each group. Texts and
+rows are written once, when first used.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megascale.record import layout
 from megascale.record.layout import WORD
 from megascale.record.rank_state import RankRuns
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class LogTables:
@@ -25,6 +29,7 @@ class LogTables:
         self.rows: dict[tuple[str, str, int], int] = {}
         self.row_words: list[int] = []
         self._totals: dict[str, int] = {}
+        self._load_version = 0
         self._ranks: dict[tuple[str, str], RankRuns] = {}  # by group, and kind "control" or ""
         for text in ("", "(other)"):
             self.text(text)
@@ -53,6 +58,17 @@ class LogTables:
             place = layout.TOTALS_OFFSET + index * layout.TOTAL.size
             layout.TOTAL.pack_into(self._memory, place, self.text(name), value)
             self._words[layout.TOTAL_COUNT] = min(len(self._totals), layout.TOTALS)
+
+    def set_expert_loads(self, step: int, loads: np.ndarray) -> None:
+        """Set the loads of experts in a step, relative to the mean of their layer: fp16 numbers [layers, experts]. A
+        model with more than `layout.LOADS` of them is left out.
+        """
+        if loads.size <= layout.LOADS:
+            start, head = layout.LOADS_OFFSET, layout.LOADS_HEAD
+            self._words[start // WORD] = self._load_version + 1
+            self._memory[start + head.size : start + head.size + loads.nbytes] = loads.tobytes()
+            head.pack_into(self._memory, start, self._load_version + 1, step, *loads.shape)
+            self._load_version = self._words[start // WORD] = self._load_version + 2
 
     def open_group(self, name: str, ranks: Sequence[int], kind: str = "") -> None:
         """Note the global ranks of a group, before its first communication. `kind`: "control", or "" for the rest."""

@@ -22,6 +22,7 @@ from megascale.parallel.microbatch import StepBatch
 from megascale.parallel.stateful import BALANCE_BIAS, GlobalTensor
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
 from megascale.train.run import Hook, Run, StepResult
+from megascale.train.step import is_logged_step
 from megascale.train.step_totals import StepTotals
 
 BIAS, CHOICES = BALANCE_BIAS, "expert_choices"
@@ -100,7 +101,7 @@ class ExpertSteps(Hook):
         totals.add(routed=routed if first else 0.0, **loads, **parts)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
-        """Move biases towards equal loads, after a step that was applied.
+        """Record the loads of a logged step. Move biases towards equal loads, after a step that was applied.
 
         Raises: MegascaleError if a token was not routed, or twice
         """
@@ -108,6 +109,9 @@ class ExpertSteps(Hook):
             message = f"step {run.progress.step} lacks choices of experts, or has too many: {1 - routed:.1e} of them"
             raise MegascaleError(message, hint="a defect: please report the configuration")
         choices, bias, before = self._choices, self._state.layers(BIAS), self._state.layers(CHOICES)
+        if choices is not None and run.mesh.rank == 0 and is_logged_step(run.config.train, run.progress.step):
+            loads = (choices / choices.mean(1, keepdim=True).clamp(min=1)).to(torch.float16).cpu()
+            run.mesh.recorder.log.tables.set_expert_loads(run.progress.step, loads.numpy())
         if choices is None or result.totals["skipped"]:
             return
         if bias is not None:

@@ -1,4 +1,5 @@
-"""Analyses of a run's event store for the views: slowness by rank, heat map, findings, where the time went, memory.
+"""Analyses of a run's event store for the views: slowness by rank, heat map, findings, where the time went, memory,
+loads of experts.
 
 `read_store_view` computes them once; `store_follower` again and again, for a run that goes on.
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megascale.operate.diagnose.slow.cube_queries import recent_cube
+from megascale.operate.diagnose.slow.expert_loads import ExpertLoads, recent_loads
 from megascale.operate.diagnose.slow.finding import Finding
 from megascale.operate.diagnose.slow.findings import MIN_CROWDED_SHARE, crowd_note, findings
 from megascale.operate.diagnose.slow.heatmap import HeatMap, heat_map, slowness
@@ -48,6 +50,7 @@ class StoreView:
     nodes: tuple[str, ...]
     findings: tuple[Finding, ...]
     breakdown: MfuBreakdown | None
+    experts: ExpertLoads
     hosts: HostComparison | None = None
     lost: int = 0
     notes: tuple[str, ...] = ()
@@ -107,6 +110,7 @@ def _analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> StoreView | None
         tuple(nodes),
         tuple(findings(store)),
         run_breakdown(store, folder, cube),
+        recent_loads(store),
         hosts if hosts.hosts else None,
         int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
         tuple(filter(None, (crowd_note(places),))),

@@ -104,12 +104,14 @@ class RankTotals:
 
 @dataclass
 class RankRows:
-    """A rank's log, and what was drained of it and has not been written. `waiting`: events of steps that go on;
-    `lost`: events that no step has counted yet; `ended`: the rank writes no more. `totals`: of all that was drained.
+    """A rank's log, and what was drained of it and has not been written. `loads`: of experts, by step; `waiting`:
+    events of steps that go on; `lost`: events that no step has counted yet; `ended`: the rank writes no more.
+    `totals`: of all that was drained.
     """
 
     log: LogReader
     drained: list[Drained] = field(default_factory=list)
+    loads: list[tuple[int, np.ndarray]] = field(default_factory=list)
     waiting: np.ndarray = field(default_factory=lambda: np.empty(0, row_type("events")))
     last_step: int = 0
     lost: int = 0
@@ -123,10 +125,24 @@ class RankRows:
 
     def drain(self) -> None:
         """Take the log's new events."""
+        if (loads := self.log.expert_loads()) is not None:
+            self.loads.append(loads)
         new = self.log.drain()
         if new.lost or len(new.events) or len(new.steps):
             self.drained.append(new)
             self.totals.add(new)
+
+    def take_loads(self) -> list[np.ndarray]:
+        """Return the new rows of `expert_loads`: of layers with experts."""
+        attempt, taken, self.loads = self.log.state(head_only=True).stored_attempt or 0, self.loads, []
+        found = []
+        for step, loads in taken:
+            places = np.argwhere(np.broadcast_to(loads.any(1, keepdims=True), loads.shape))
+            rows = np.zeros(len(places), row_type("expert_loads"))
+            rows["attempt"], rows["step"], (rows["layer"], rows["expert"]) = attempt, step, places.T
+            rows["load"] = loads[rows["layer"], rows["expert"]]
+            found.append(rows)
+        return found
 
     def take(self, texts: Texts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the new events, the new steps, and the events of steps that have ended."""
@@ -205,10 +221,14 @@ def step_parts(events: np.ndarray, steps: np.ndarray, texts: Texts) -> np.ndarra
 
 
 def take_rows(ranks: Sequence[RankRows], texts: Texts) -> dict[str, Columns]:
-    """Return the new rows of `events`, `steps` and `step_parts`, of ranks of a node that have begun to train."""
+    """Return the new rows of `events`, `steps`, `step_parts` and `expert_loads`, of ranks of a node that have begun
+    to train.
+    """
     taken = [rank.take(texts) for rank in ranks]
     events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
-    tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, texts)}
+    loads = concatenate_rows([part for rank in ranks for part in rank.take_loads()], row_type("expert_loads"))
+    parts = step_parts(closed, steps, texts)
+    tables = {"events": events, "steps": steps, "step_parts": parts, "expert_loads": loads}
     return {
         table: {
             column.name: texts.column(rows[column.name]) if column.type == "text" else rows[column.name]

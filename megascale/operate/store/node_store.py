@@ -42,7 +42,7 @@ covered at every moment, and an analysis opens each file several times.
 """
 
 _SETTLED = 99  # level of files that are merged no more
-_PRUNED = ("events", "step_parts", "host_metrics", "steps")  # the oldest files go for others' sake, in this order
+_PRUNED = ("events", "step_parts", "expert_loads", "host_metrics", "steps")  # whose oldest files go, in this order
 
 
 @dataclass

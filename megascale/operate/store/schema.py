@@ -128,6 +128,13 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("cores", "int32", "cores that the ranks of the node may use together; 0: unknown"),
         Column("start_ns", "int64", "start of the process"),
     ),
+    "expert_loads": (
+        _WHO[0],
+        Column("step", "int32", "step, from 1"),
+        Column("layer", "int16", "transformer layer, from 0"),
+        Column("expert", "int16", "expert of the layer, from 0"),
+        Column("load", "float64", "tokens of the expert, relative to the mean of the layer's experts"),
+    ),
     "host_metrics": (
         Column("node", "text", "node"),
         Column("time_ns", "int64", "time of the sample"),
@@ -147,6 +154,7 @@ TABLE_ROWS = {
     "step_parts": "a rank's events of one step and kind, summed; a late event makes a second row",
     "steps": "a step of a rank",
     "ranks": "a rank in an attempt",
+    "expert_loads": "an expert in a logged step: in the newest one, twice a second",
     "host_metrics": "a metric of a node in a sample, by its agent",
     "states": "what a rank did when its node last looked",
 }

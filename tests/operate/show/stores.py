@@ -27,6 +27,14 @@ def make_stored_run(folder: Path, fault: FleetFault = SLOW, steps: int = 60, **o
     return run, fleet
 
 
+def store_loads(run: Path, loads: np.ndarray, first_step: int = 1, attempt: int = 0) -> None:
+    """Write the loads of experts [steps, layers, experts] in each tenth step."""
+    step, layer, expert = (places.reshape(-1) for places in np.indices(loads.shape))
+    columns = {"attempt": np.full(loads.size, attempt, np.int16), "step": (first_step + 10 * step).astype(np.int32)}
+    columns |= {"layer": layer.astype(np.int16), "expert": expert.astype(np.int16), "load": loads.reshape(-1)}
+    write_rows(Location(str(run / "events")), TableFile("expert_loads", "n0", attempt, 0, 1), columns)
+
+
 def store_host_metrics(run: Path, hosts: int, low: int = -1, samples: int = 120) -> None:
     """Write metrics of hosts every five seconds, of which host `low` has half the power of the others."""
     random = np.random.default_rng(1)

@@ -14,7 +14,7 @@ from megascale.core.storage import Location
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.store.table_files import TableFile, write_rows
 from tests.operate.show.folders import make_run
-from tests.operate.show.stores import make_stored_run, store_host_metrics
+from tests.operate.show.stores import make_stored_run, store_host_metrics, store_loads
 from tests.operate.store.tables import rows
 
 
@@ -33,6 +33,20 @@ def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
     assert (view.breakdown.first_step, view.breakdown.last_step) == (1, 60)
     assert view.breakdown.seconds["bubble"] > 0, "from the schedule of the run's configuration"
     assert view.hosts is None, "without metrics"
+
+
+def test_an_overloaded_expert_is_named_after_what_slows_the_run(tmp_path: Path) -> None:
+    run, _ = make_stored_run(tmp_path)
+    assert (view := read_store_view(run)) is not None and not len(view.experts.steps), "without experts"
+    loads = np.ones((4, 3, 8))
+    loads[:, 1, 5] = 4.0
+    store_loads(run, loads)
+    view = read_store_view(run)
+    assert view is not None
+    assert view.experts.loads.tolist() == loads.tolist()
+    slow, unbalanced = view.verdicts
+    assert slow.startswith("rank 5: computes slowly")
+    assert unbalanced == "layer 1 expert 5: takes more tokens than its share, since step 1"
 
 
 def test_ranks_that_share_cores_are_marked_for_large_costs_only(tmp_path: Path) -> None:

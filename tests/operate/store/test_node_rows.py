@@ -119,8 +119,10 @@ def test_all_columns_are_filled(tmp_path: Path) -> None:
     rank.log.write_times(number, 1.0, 1.5, 2.0, 0.5)
     rank.end_step(2, tags=1)
     rank.end_step(3)
+    rank.log.tables.set_expert_loads(2, np.array([[0, 0], [0.5, 1.5]], "<f2"))
     [kept] = drained(rank)
     tables = take(Texts(), [kept])
+    assert [(row["layer"], row["expert"]) for row in tables["expert_loads"]] == [(1, 0), (1, 1)], "layer 0 has none"
     for table, rows in tables.items():
         empty = [column.name for column in TABLES[table] if not any(row[column.name] for row in rows)]
         assert empty == (["events_lost"] if table == "steps" else [])

@@ -11,7 +11,13 @@ import torch
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.core.storage import Location
+from megascale.operate.diagnose.slow.findings import findings
+from megascale.operate.store.node_rows import RankRows, Texts, take_rows
+from megascale.operate.store.query import open_store
+from megascale.operate.store.table_files import TableFile, write_rows
 from megascale.plan.account.step_totals import EXPERT_LOAD, vector_name
+from megascale.record.log_reader import LogReader
 from megascale.train.step import train_step
 from tests.parallel.experts.test_expert_layouts import LAYOUTS, MIXTRAL, SHARED
 from tests.runs import build_run, config_of, curve_of, settings
@@ -80,6 +86,31 @@ def test_ranks_without_tokens_take_part(kind: str, tmp_path: Path) -> None:
     assert alone[0][2] == 8, "one of eight experts has all tokens"
     for steps in run_world(4, skewed, config(model, tmp_path, "dp4 ep4 zero2", **changes), kind):
         assert sum(steps, ()) == pytest.approx(sum(alone, ()), rel=1e-10)
+
+
+def recorded(rank: Rank, of: RunConfig, store: Path) -> None:
+    """Train a run whose tokens all choose expert 3, and store what rank 0's log has of loads."""
+    run = build_run(rank, of)
+    rows = RankRows(LogReader(run.mesh.recorder.log.memory)) if rank.rank == 0 else None
+    for layer in (layer for stage in run.stages for layer in stage.layers.values()):
+        layer.mlp._experts.bias[:, 3] = 1e6
+    for step in range(of.train.steps):
+        train_step(run, run.train_loader.batch(run.progress.samples))
+        if rows is not None:
+            rows.drain()
+            columns = take_rows([rows], Texts())["expert_loads"]
+            write_rows(Location(str(store)), TableFile("expert_loads", "n0", 0, 2 * step, 2 * step + 1), columns)
+
+
+@pytest.mark.parametrize("layout", ["", "pp2 dp2 ep2"])
+def test_an_expert_with_all_tokens_is_a_finding(layout: str, tmp_path: Path) -> None:
+    model = MIXTRAL | {"experts_per_token": 1, "balance_bias": True}
+    of = config(model, tmp_path, layout, moe__bias_rate=0.0, train__steps=3, train__log_every=1)
+    run_world(of.world_size, recorded, of, tmp_path / "events")
+    (finding,) = findings(open_store(tmp_path / "events"))
+    assert str(finding).startswith("layer 0 expert 3: takes more tokens than its share, since step 1")
+    loads = "expert 3 has 8 times the mean load; 7 of 8 experts have less than 0.1 of it"
+    assert finding.evidence == tuple(f"layer {layer}: {loads}" for layer in range(4))
 
 
 def biases(rank: Rank, of: RunConfig) -> list[float]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from megascale.operate.diagnose.slow.cube_queries import recent_cube, recent_messages, sampled_cube
 from megascale.operate.diagnose.slow.drift import entry_spread
+from megascale.operate.diagnose.slow.expert_loads import imbalance, recent_loads
 from megascale.operate.diagnose.slow.finding import JOB, Finding, FindingKind, SlowCause, SlowCulprit
 from megascale.operate.diagnose.slow.peers import lower_median
 from megascale.operate.diagnose.slow.slow_links import slow_links
@@ -62,11 +63,11 @@ Costs = dict[Stretch, float]
 
 def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
     """Return the findings about a run's store (`store.query.open_store`): those that go on first, and the
-    costliest of them.
+    costliest of them; then those without a known cost.
     """
     cube = recent_cube(store)
     first = int(cube.steps.min(initial=np.iinfo(np.int32).max))  # earlier ones are old, or ranks were on other nodes
-    return combine(cube, sampled_cube(store), recent_messages(store, first))
+    return [*combine(cube, sampled_cube(store), recent_messages(store, first)), *imbalance(recent_loads(store))]
 
 
 def crowd_note(places: Places) -> str:

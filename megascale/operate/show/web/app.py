@@ -28,7 +28,7 @@ TICK_S = 2.0  # seconds between two looks at the runs
 
 PAGES: tuple[Page, ...] = (
     overview_page.PAGE, heat_map_pages.HEAT_PAGE, rank_page.PAGE, timeline_page.PAGE, mfu_page.PAGE,
-    heat_map_pages.MEMORY_PAGE, incident_page.PAGE,
+    heat_map_pages.MEMORY_PAGE, heat_map_pages.EXPERT_PAGE, incident_page.PAGE,
 )  # fmt: skip
 
 

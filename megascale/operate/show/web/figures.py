@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from megascale.core.units import format_bytes
+from megascale.operate.diagnose.slow.expert_loads import MOST_LOAD, ExpertLoads
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.charts.shapes import RED
 from megascale.operate.show.curves import CURVES
@@ -21,6 +22,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 HEAT_SCALE = ((0.0, "#eef5f0"), (0.1, "#fdd0a2"), (0.35, "#fd8d3c"), (0.7, "#d94801"), (1.0, "#7f2704"))
 MEMORY_SCALE = "Blues"
+LOAD_SCALE = "RdBu_r"  # white at the mean
 GREY = "#d9d9d9"
 
 LEAST_HEAT, MOST_HEAT = 0.1, 0.5  # excess over the peers at the dark end of the scale, at least and at most
@@ -101,6 +103,18 @@ def _heat_map(
     )
     figure.update_xaxes(title="replica (dp)", showgrid=False, title_standoff=4, tickformat="d", minallowed=-0.5)
     figure.update_xaxes(dtick=1 if matrix.ranks.shape[1] <= MOST_TICKS else None)
+    figure.update_layout(plot_bgcolor=GREY)
+    return figure
+
+
+def expert_figure(found: ExpertLoads) -> go.Figure:
+    """Return the heat map of experts' loads: means over the steps, relative to the mean of their layer."""
+    loads, title = np.nanmean(found.loads, 0), f"loads of experts, steps {found.steps[0]} to {found.steps[-1]}"
+    figure = blank_figure(title, height=90 + max(130, 14 * len(loads)))
+    figure.add_heatmap(z=loads, y=found.layers, colorscale=LOAD_SCALE, zmin=0, zmax=MOST_LOAD)
+    figure.update_traces(hovertemplate="layer %{y}, expert %{x}: %{z:.2f} times the mean<extra></extra>")
+    figure.update_yaxes(title="layer", autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(title="expert", showgrid=False, title_standoff=4, tickformat="d")
     figure.update_layout(plot_bgcolor=GREY)
     return figure
 

@@ -1,5 +1,5 @@
-"""Heat maps of ranks: each rank's time beside its peers' of the same stage, in all of its compute or in one part of a
-step; and the peak of its memory. A click on a cell picks the rank.
+"""Heat maps. Of ranks: each rank's time beside its peers' of the same stage, in all of its compute or in one part of a
+step; and the peak of its memory. A click on a cell picks the rank. Also a heat map of experts by layer.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dash.exceptions import PreventUpdate
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes
 from megascale.layout.topology import Topology
+from megascale.operate.diagnose.slow.expert_loads import LEAST_LOAD
 from megascale.operate.diagnose.slow.heatmap import MIN_SHARE, HeatMap
 from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.store_view import StoreView
-from megascale.operate.show.web.figures import empty_figure, excess_figure, memory_figure
+from megascale.operate.show.web.figures import empty_figure, excess_figure, expert_figure, memory_figure
 from megascale.operate.show.web.page import (
     PICKED,
     RUN,
@@ -29,7 +30,7 @@ from megascale.operate.show.web.page import (
     table,
 )
 
-MAP, PART, MEMORY_MAP = "heat-map", "heat-part", "memory-map"
+MAP, PART, MEMORY_MAP, EXPERT_MAP = "heat-map", "heat-part", "memory-map", "expert-map"
 COMPUTE = "all compute"
 
 
@@ -57,6 +58,21 @@ def _show_memory(runs: Runs, name: str) -> list:
     figure = memory_figure(rank_matrix(topology), store.memory, store.nodes)
     head = ("stage", "ranks", "least", "median", "most", "rank with the most")
     return [figure, height_of(figure), table(head, _stages(topology, store.memory), "stage-table")]
+
+
+def _show_experts(runs: Runs, name: str) -> list:
+    run = runs[name]
+    if (store := run.store.latest) is None:
+        return [empty_figure(), {}, note(run.store.problem)]
+    if not len((found := store.experts).steps):
+        return [empty_figure(), {}, note("the event store has no loads of experts")]
+    figure, loads = expert_figure(found), np.nanmean(found.loads, 0)
+    rows = [
+        (str(layer), str(int(np.nanargmax(mine))), f"{np.nanmax(mine):.2f}", f"{np.nanmin(mine):.2f}", str(idle))
+        for layer, mine, idle in zip(found.layers, loads, found.idle, strict=True)
+    ]
+    head = ("layer", "fullest expert", "its load", "least load", f"experts below {LEAST_LOAD:g}")
+    return [figure, height_of(figure), table(head, rows, "expert-table")]
 
 
 def _stages(topology: Topology, memory: np.ndarray) -> list[tuple[str, ...]]:
@@ -133,3 +149,7 @@ HEAT_PAGE = Page("heat", "Heat map", LAYOUT, _register)
 MEMORY_OUTPUTS = (*figure_of(MEMORY_MAP), Output("memory-stages", "children"))
 MEMORY_LAYOUT = html.Div([graph(MEMORY_MAP), html.Div(id="memory-stages")])
 MEMORY_PAGE = Page("memory", "Memory", MEMORY_LAYOUT, following("memory", MEMORY_OUTPUTS, _show_memory))
+
+EXPERT_OUTPUTS = (*figure_of(EXPERT_MAP), Output("expert-layers", "children"))
+EXPERT_LAYOUT = html.Div([graph(EXPERT_MAP), html.Div(id="expert-layers")])
+EXPERT_PAGE = Page("experts", "Experts", EXPERT_LAYOUT, following("experts", EXPERT_OUTPUTS, _show_experts))

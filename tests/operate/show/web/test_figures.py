@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 
 from megascale.layout.topology import Topology
+from megascale.operate.diagnose.slow.expert_loads import ExpertLoads
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.neighbours import place_of
 from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.show.web import timeline_figure as timeline
-from megascale.operate.show.web.figures import curve_figure, excess_figure, memory_figure, waterfall_figure
+from megascale.operate.show.web.figures import (
+    curve_figure,
+    excess_figure,
+    expert_figure,
+    memory_figure,
+    waterfall_figure,
+)
 from megascale.operate.show.web.heat_map_pages import long_parts, part_excess
 from megascale.operate.show.web.place_figure import place_figure
 from megascale.operate.show.web.timeline_figure import timeline_figure
@@ -132,6 +139,13 @@ def test_parts_of_no_length_are_neither_offered_nor_coloured(tmp_path: Path) -> 
     assert long_parts(store.heat) == ["F"]
     assert part_excess(store, "host gc").tolist() == [0.0] * 8, "four times as long as the peers', and no cost"
     assert part_excess(store, "F").tolist() == pytest.approx([0, 0, 0, 0, 0, 0.5, 0, 0])
+
+
+def test_the_heat_map_of_experts_has_their_mean_loads() -> None:
+    loads = np.ones((2, 2, 3))
+    loads[:, 1] = [[3.0, 0.0, 0.0], [2.0, 1.0, 0.0]]
+    (heat,) = expert_figure(ExpertLoads(np.array([5, 10]), np.array([1, 2]), loads)).data
+    assert (heat.z.tolist(), heat.y.tolist()) == ([[1, 1, 1], [2.5, 0.5, 0]], [1, 2])
 
 
 def test_memory_that_hardly_differs_looks_alike() -> None:

@@ -20,13 +20,14 @@ from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.store.query import fetch, open_store
 from tests.jobs import Job, finish, job_config
+from tests.operate.show.stores import store_loads
 from tests.operate.show.web.chromium import Browser, dashboard, needs_chromium
 from tests.runs import GPT
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
 LAYOUT = {"parallel__tp": 2, "parallel__pp": 2, "train__precision": "fp32", "observe__event_store": True}
-TITLES = ("Overview", "Heat map", "Ranks", "Timeline", "MFU", "Memory", "Incidents")
+TITLES = ("Overview", "Heat map", "Ranks", "Timeline", "MFU", "Memory", "Experts", "Incidents")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of four ranks."""
     folder = tmp_path_factory.mktemp("finished")
     finish(job_config(folder, GPT, **LAYOUT, train__steps=30))
+    store_loads(folder / "runs" / "test", np.random.default_rng(0).uniform(0.0, 3.0, (4, 2, 8)))
     return folder / "runs" / "test"
 
 
@@ -56,7 +58,7 @@ def test_all_pages_open_without_an_error_and_load_nothing_from_elsewhere(page: B
     contents = {
         "Overview": "#curve-loss .main-svg", "Heat map": "#heat-map .main-svg", "Ranks": "#place .main-svg",
         "Timeline": "#timeline .barlayer .trace", "MFU": "#waterfall .main-svg", "Memory": "#stage-table",
-        "Incidents": "#incident-list p",
+        "Experts": "#expert-table", "Incidents": "#incident-list p",
     }  # fmt: skip
     for title in TITLES:
         page.open_tab(title)
@@ -91,6 +93,10 @@ def test_heat_map_memory_and_mfu_are_those_of_the_store(page: Browser, run: Path
     table = page.wait_for(lambda: page.text("#stage-table"), "the memory")
     peaks = fetch(open_store(run), "SELECT max(peak_memory_bytes) / 1048576.0 AS mib FROM steps WHERE rank >= 2")
     assert f"{peaks['mib'][0]:.2f} MiB" in table.splitlines()[-1]
+    page.open_tab("Experts")
+    heat = page.wait_for(lambda: page.traces("expert-map"), "the experts")[0]
+    assert heat["type"] == "heatmap"
+    assert len(page.text("#expert-table").splitlines()) == 3
     page.open_tab("MFU")
     assert store.breakdown is not None
     assert page.wait_for(lambda: page.text("#breakdown"), "the breakdown").strip() == store.breakdown.to_text().strip()
