@@ -35,9 +35,10 @@ def rope(model: ModelConfig) -> Iterator[Finding]:
     least = 4 if scaling.get("type") == "dynamic" else 2  # the exponent of dynamic scaling is d / (d - 2)
     if model.rotary_dim % 2 or model.rotary_dim < least:
         key = "num_heads" if model.rotary_fraction == 1 else "rotary_fraction"
-        of = f"{model.rotary_dim} of {model.head_dim}"
+        key, other = ("rope_head_dim", "number") if model.rope_head_dim else (key, "head_dim or rotary_fraction")
+        of = f"{model.rotary_dim} of {model.qk_head_dim}"
         message = f"rope rotates an even number of elements of a head, at least {least}, not {of}"
-        yield Finding(f"model.{key}", message, "another head_dim or rotary_fraction")
+        yield Finding(f"model.{key}", message, f"another {other}")
     if model.local_rope_theta is not None and not any(map(model.is_local, range(model.num_layers))):
         yield Finding("model.local_rope_theta", "is for layers with a window, and there is none", "remove the key")
 
@@ -62,6 +63,22 @@ def qk_norm(model: ModelConfig) -> Iterator[Finding]:
         names = [card.name for card in NORMS.cards.values() if not card.facts["mean"]]
         message = f"{model.norm} subtracts a mean, and q and k need an RMS norm"
         yield Finding("model.qk_norm", message, f"norm = {' or '.join(names)}")
+
+
+def latent_attention(model: ModelConfig) -> Iterator[Finding]:
+    """Check that latent attention has keys of every head, a rotated part, and values no wider than keys, to whose width
+    they are padded.
+    """
+    if not model.kv_lora_rank:
+        return
+    if model.num_kv_heads != model.num_heads:
+        message = f"latent attention has keys of all {model.num_heads} heads, not of {model.num_kv_heads}"
+        yield Finding("model.num_kv_heads", message, "remove the key")
+    if model.rope_head_dim == 0:
+        yield Finding("model.rope_head_dim", "latent attention rotates a part of q and k", "for example 64")
+    if model.value_head_dim > model.qk_head_dim:
+        message = f"values of {model.value_head_dim} are wider than keys of {model.qk_head_dim}"
+        yield Finding("model.value_head_dim", message, f"at most {model.qk_head_dim}")
 
 
 def attention_window(model: ModelConfig) -> Iterator[Finding]:

@@ -27,8 +27,11 @@ GROUPS = (ROPE_KEYS, WINDOW_KEYS)  # keys of config.json that change together
 
 TEXT_ALONE_HINT = "its text model alone, saved with transformers as a causal language model"
 
-IGNORED = {"preset", "dropout", "window", "explicit_expert_ffn_size"}
-"""`[model]` keys that a conversion need not keep; `window` and `expert_ffn_size` are compared by their effect."""
+BY_EFFECT = ("expert_ffn_size", "value_head_dim")
+"""Sizes with a default, which are compared with it."""
+
+IGNORED = {"preset", "dropout", "window", *(f"explicit_{key}" for key in BY_EFFECT)}
+"""`[model]` keys that a conversion need not keep; `window` and `BY_EFFECT` are compared by their effect."""
 
 ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"}
 """`[model]` keys without effect on learned positions."""
@@ -96,8 +99,7 @@ def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
         for key, field in ModelConfig.model_fields.items()
         if key not in ignored and getattr(there, key) != getattr(here, key)
     }
-    if there.expert_ffn_size != here.expert_ffn_size:
-        found["expert_ffn_size"] = there.expert_ffn_size
+    found |= {key: getattr(there, key) for key in BY_EFFECT if getattr(there, key) != getattr(here, key)}
     return found | ({"window": there.window} if there.windows != here.windows else {})
 
 
