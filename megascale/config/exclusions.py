@@ -146,7 +146,7 @@ EXPERTS = Exclusions("model.experts", unless(0), tuple(
 
 NO_LATENT = _off(
     "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim", "explicit_value_head_dim",
-    hint="model.kv_lora_rank above 0, or remove the key",
+    "explicit_latent_norm_eps", hint="model.kv_lora_rank above 0, or remove the key",
 )  # fmt: skip
 
 LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(

@@ -93,6 +93,11 @@ class ModelConfig(Section):
     explicit_value_head_dim: Annotated[Size | None, AUTO_AS_NONE] = Field(
         None, alias="value_head_dim", description="with kv_lora_rank, elements of a head of v; default head_dim"
     )
+    explicit_latent_norm_eps: Annotated[Positive | None, AUTO_AS_NONE] = Field(
+        None,
+        alias="latent_norm_eps",
+        description="with kv_lora_rank, norm_eps of the norms of latent vectors; default norm_eps",
+    )
     attention_softcap: Annotated[Positive | None, AUTO_AS_NONE] = Field(
         None, description="soft cap of attention scores, cap * tanh(scores / cap), as in Gemma 2"
     )
@@ -195,6 +200,10 @@ class ModelConfig(Section):
     def qk_head_dim(self) -> int:
         """Elements of a head of q and k: with latent attention, those that are not rotated and those that are."""
         return self.head_dim + self.rope_head_dim
+
+    @property
+    def latent_norm_eps(self) -> float:
+        return self.explicit_latent_norm_eps or self.norm_eps
 
     @property
     def position_rows(self) -> int:

@@ -49,7 +49,8 @@ def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
     ends = {"llama3": ("high_freq_factor", 4.0, "low_freq_factor", 1.0), "yarn": ("beta_fast", 32.0, "beta_slow", 1.0)}
     if scaling.get("type") in ends:
         upper, default_upper, lower, default_lower = ends[scaling["type"]]
-        if scaling.get(upper, default_upper) <= scaling.get(lower, default_lower):
+        high, low = scaling.get(upper, default_upper), scaling.get(lower, default_lower)
+        if high < low or (high == low and scaling["type"] == "llama3"):  # yarn's ramp may be a step, as Kimi-K2's
             hint = f"for example {default_upper:g} and {default_lower:g}"
             yield Finding("model.rope_scaling", f"{upper} is not above {lower}", hint)
     if scaling.get("type") == "yarn" and model.rope_theta <= 1:

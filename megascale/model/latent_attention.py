@@ -24,10 +24,11 @@ class LatentAttention(Attention):
     """
 
     def _add_projections(self, context: LayerContext) -> None:
-        name, m, tp = self._place, context.model, context.tp
+        name, m = self._place, context.model
         self.down, self.q_up, self.kv_up = (Linear(context, f"{name}.{part}") for part in ("down", "q_up", "kv_up"))
-        self.q_latent_norm = Norm(context, f"{name}.q_latent_norm") if m.q_lora_rank else None
-        self.kv_latent_norm = Norm(context, f"{name}.kv_latent_norm")
+        eps = m.latent_norm_eps
+        self.q_latent_norm = Norm(context, f"{name}.q_latent_norm", eps) if m.q_lora_rank else None
+        self.kv_latent_norm = Norm(context, f"{name}.kv_latent_norm", eps)
         self._widths = [m.q_lora_rank, m.kv_lora_rank, m.rope_head_dim]
         self._alone = TensorParallel(single_rank_group("tp"))
 

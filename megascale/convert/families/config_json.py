@@ -27,7 +27,7 @@ GROUPS = (ROPE_KEYS, WINDOW_KEYS)  # keys of config.json that change together
 
 TEXT_ALONE_HINT = "its text model alone, saved with transformers as a causal language model"
 
-BY_EFFECT = ("expert_ffn_size", "value_head_dim")
+BY_EFFECT = ("expert_ffn_size", "value_head_dim", "latent_norm_eps")
 """Sizes with a default, which are compared with it."""
 
 IGNORED = {"preset", "dropout", "window", *(f"explicit_{key}" for key in BY_EFFECT)}

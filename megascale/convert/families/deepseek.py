@@ -33,6 +33,7 @@ DEEPSEEK_LAYER: dict[str, str | Fused] = {
 }
 
 LATENT_KEYS = {
+    "norm_eps": Key("rms_norm_eps", 1e-6),
     "kv_lora_rank": Key("kv_lora_rank", 512, size=True),
     "q_lora_rank": Key("q_lora_rank", 1536, size=True, null=0),
     "head_dim": Key("qk_nope_head_dim", 128, size=True),
@@ -40,9 +41,8 @@ LATENT_KEYS = {
     "value_head_dim": Key("v_head_dim", 128, size=True),
     "router_scale": Key("routed_scaling_factor", 1.0, size=True),
 }
-FIXED = LLAMA | {"bias": False, "norm_eps": 1e-6}
-REQUIRED = {"hidden_act": ("silu",), "attention_bias": (False,), "rms_norm_eps": (1e-6,), "moe_layer_freq": (1,)}
-"""The norms of latents have an epsilon of 1e-6 in any case."""
+FIXED = LLAMA | {"bias": False, "latent_norm_eps": 1e-6}  # of latents, whatever rms_norm_eps is
+REQUIRED = {"hidden_act": ("silu",), "attention_bias": (False,), "moe_layer_freq": (1,)}
 
 
 def _read(config: ConfigKeys, shared: int, width: int) -> ConfigKeys:
