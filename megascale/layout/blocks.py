@@ -48,9 +48,9 @@ def linears(block: BlockSpec) -> Iterator[LinearSpec]:
     return (layer for part in block for layer in part.linears)
 
 
-def weight_numel(block: BlockSpec) -> int:
-    """Count the elements of a block's weights."""
-    return sum(layer.weight_numel for layer in linears(block))
+def fp8_weight_numel(block: BlockSpec) -> int:
+    """Count the elements of a block's weights that FP8 quantizes."""
+    return sum(layer.weight_numel for layer in linears(block) if layer.fp8)
 
 
 def fp8_operands(block: BlockSpec) -> Iterator[str]:

@@ -125,15 +125,27 @@ class LatentAttentionSpec(AttentionSpec):
         return TokenFlops(0, flops_per_key * full, flops_per_key * causal)
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
-        """Account for attention of padded heads, and for what it is put together from and cut to."""
-        of_padded = super().memory(sizes, at)
-        padded, result = (sizes.sharded(self.heads * width) for width in (self.head_dim, self.value_dim))
-        heads = sizes.sharded(self.heads * (2 * self.head_dim - self.shared_key + self.value_dim))
-        given, qkv = heads + sizes.tokens * self.shared_key * sizes.compute, sizes.sharded(self.qkv_width)
-        recomputed = sizes.recompute.attention
-        saved = of_padded.saved + (given - qkv if recomputed else padded)
-        forward = of_padded.forward + (padded + given if recomputed else given - qkv) + result
-        return UnitBytes(saved, forward, of_padded.backward + padded * (1 + recomputed), given - result)
+        """Account for attention of padded heads, for the projections that they are put together from, with the rotated
+        parts, and for the result that is cut. Heads that are tensors of their own are freed once they are copied.
+        """
+        of_padded, recomputed = super().memory(sizes, at), sizes.recompute.attention
+        padded, result, rotated = (
+            sizes.sharded(self.heads * width) for width in (self.head_dim, self.value_dim, self.shared_key)
+        )
+        qkv, given = 3 * padded, 2 * padded - rotated + result + sizes.tokens * self.shared_key * sizes.compute
+        kept = 0 if self.result_apart(sizes) or sizes.model.dropout else padded
+        copied = sizes.model.dropout or (sizes.key_parts > 1 and sizes.cp_heads == 1)
+        kept -= 2 * padded if copied else 0
+        if recomputed:
+            forward, backward = padded + kept - qkv, kept + padded + result
+            return UnitBytes(
+                of_padded.saved + given - qkv,
+                of_padded.forward + given + rotated + result + forward,
+                of_padded.backward + backward,
+                given - result,
+            )
+        forward = of_padded.forward - 2 * qkv + given + rotated + result
+        return UnitBytes(of_padded.saved + kept, forward, of_padded.backward + padded - result, given - result)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the core and the passes in which heads are put together and cut."""
