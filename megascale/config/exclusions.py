@@ -145,8 +145,8 @@ EXPERTS = Exclusions("model.experts", unless(0), tuple(
 """Keys without an implementation for experts."""
 
 NO_LATENT = _off(
-    "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim", "explicit_value_head_dim",
-    "explicit_latent_norm_eps", hint="model.kv_lora_rank above 0, or remove the key",
+    "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim",
+    hint="model.kv_lora_rank above 0, or remove the key",
 )  # fmt: skip
 
 LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(
@@ -156,7 +156,6 @@ LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(
         ("model.position", only("rope"), "latent attention has rotary embeddings", "rope"),
         ("model.rotary_fraction", only(1), "rope_head_dim says what is rotated", "remove the key"),
         ("model.bias", only(False), "latent attention has no biases", "bias = false"),
-        ("model.qkv_bias", only(False), "latent attention has no biases", "remove the key"),
         ("model.block", only("serial"), "latent attention is in serial blocks", "serial"),
         ("model.qk_norm", only("none"), "latent vectors are normalized, not q and k", "none"),
         ("model.window", only(None, 0), "latent attention has no windows", "remove the key"),
