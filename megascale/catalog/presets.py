@@ -36,9 +36,23 @@ _DEEPSEEK2 = _LATENT | {
     "vocab_size": 102_400, "seq_length": 163_840, "experts_per_token": 6, "dense_layers": 1, "router_normalize": False,
     "rope_scaling": _yarn(40.0, 0.707),
 }  # fmt: skip
+_DEEPSEEK2_LARGE = _DEEPSEEK2 | {
+    "num_kv_heads": 128, "experts": 160, "expert_ffn_size": 1536, "shared_ffn_size": 3072, "router_groups": 8,
+    "router_top_groups": 3, "router_scale": 16.0,
+}  # fmt: skip
+_DEEPSEEK2_LITE = _DEEPSEEK2 | {
+    "num_kv_heads": 16, "q_lora_rank": 0, "experts": 64, "expert_ffn_size": 1408, "shared_ffn_size": 2816,
+}  # fmt: skip
 _DEEPSEEK3 = _LATENT | {
-    "experts_per_token": 8, "expert_ffn_size": 2048, "shared_ffn_size": 2048, "router_score": "sigmoid",
-    "balance_bias": True,
+    "num_kv_heads": 128, "vocab_size": 129_280, "seq_length": 163_840, "rope_scaling": _yarn(40.0, 1.0),
+    "experts": 256, "experts_per_token": 8, "expert_ffn_size": 2048, "shared_ffn_size": 2048, "dense_layers": 3,
+    "router_score": "sigmoid", "balance_bias": True, "router_groups": 8, "router_top_groups": 4,
+    "router_group_value": "top2", "router_scale": 2.5,
+}  # fmt: skip
+_KIMI2 = _DEEPSEEK3 | {
+    "num_kv_heads": 64, "vocab_size": 163_840, "seq_length": 131_072, "experts": 384, "dense_layers": 1,
+    "router_groups": 1, "router_top_groups": 1, "router_group_value": "max", "router_scale": 2.827,
+    "rope_theta": 50_000.0, "rope_scaling": _yarn(32.0, 1.0) | {"beta_fast": 1.0},
 }  # fmt: skip
 _GEMMA = {
     "block": "sandwich", "norm": "rmsnorm_1p", "norm_eps": 1e-6, "activation": "geglu", "position": "rope",
@@ -93,10 +107,6 @@ def _gemma(family: dict[str, Any], layers: int, hidden: int, heads: int, ffn: in
     """Scale the embedding by sqrt(hidden), and give two query heads to a key-value head."""
     scale = {"embedding_scale": math.sqrt(hidden), "num_kv_heads": heads // 2}
     return _sized(family | scale, layers, hidden, heads, ffn, **keys)
-
-
-def _deepseek(family: dict[str, Any], layers: int, hidden: int, heads: int, ffn: int, **keys: Any) -> dict[str, Any]:
-    return _sized(family | {"num_kv_heads": heads}, layers, hidden, heads, ffn, **keys)
 
 
 def _neox(layers: int, hidden: int, heads: int, vocab: int = 50_304, **keys: Any) -> dict[str, Any]:
@@ -204,52 +214,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         router_scale=2.5,
     ),
     # DeepSeek-AI 2024 (V2, and V3 without its layer of multi-token prediction), Kimi team 2025, and the files
-    "deepseek-v2-lite": _deepseek(
-        _DEEPSEEK2, 27, 2048, 16, 10_944, q_lora_rank=0, experts=64, expert_ffn_size=1408, shared_ffn_size=2816
-    ),
-    "deepseek-v2": _deepseek(
-        _DEEPSEEK2,
-        60,
-        5120,
-        128,
-        12_288,
-        experts=160,
-        expert_ffn_size=1536,
-        shared_ffn_size=3072,
-        router_groups=8,
-        router_top_groups=3,
-        router_scale=16.0,
-    ),
-    "deepseek-v3": _deepseek(
-        _DEEPSEEK3,
-        61,
-        7168,
-        128,
-        18_432,
-        vocab_size=129_280,
-        seq_length=163_840,
-        experts=256,
-        dense_layers=3,
-        router_groups=8,
-        router_top_groups=4,
-        router_group_value="top2",
-        router_scale=2.5,
-        rope_scaling=_yarn(40.0, 1.0),
-    ),
-    "kimi-k2": _deepseek(
-        _DEEPSEEK3,
-        61,
-        7168,
-        64,
-        18_432,
-        vocab_size=163_840,
-        seq_length=131_072,
-        rope_theta=50_000.0,
-        experts=384,
-        dense_layers=1,
-        router_scale=2.827,
-        rope_scaling=_yarn(32.0, 1.0) | {"beta_fast": 1.0},
-    ),
+    "deepseek-v2-lite": _sized(_DEEPSEEK2_LITE, 27, 2048, 16, 10_944),
+    "deepseek-v2": _sized(_DEEPSEEK2_LARGE, 60, 5120, 128, 12_288),
+    "deepseek-v3": _sized(_DEEPSEEK3, 61, 7168, 128, 18_432),
+    "kimi-k2": _sized(_KIMI2, 61, 7168, 64, 18_432),
     # Gemma team 2024, table 1; 27b scales scores by sqrt(hidden_size / num_heads)
     "gemma2-2b": _gemma(_GEMMA2, 26, 2304, 8, 9216),
     "gemma2-9b": _gemma(_GEMMA2, 42, 3584, 16, 14_336),

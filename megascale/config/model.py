@@ -228,11 +228,9 @@ class ModelConfig(Section):
 
     @property
     def attention_scale(self) -> float:
-        if self.softmax_scale is not None:
-            return self.softmax_scale
-        scaling = self.rope_scaling if self.kv_lora_rank and self.rope_scaling else {}
-        stretch = yarn_mscale(scaling["factor"], scaling.get("mscale_all_dim", 0.0)) if scaling.get("factor") else 1.0
-        return float(self.qk_head_dim**-0.5 * stretch**2)
+        scaling = (self.rope_scaling or {}) if self.kv_lora_rank else {}
+        stretch = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
+        return float(self.qk_head_dim**-0.5 * stretch**2) if self.softmax_scale is None else self.softmax_scale
 
     def is_local(self, layer: int) -> bool:
         """Return True for a layer with a window, of any length."""

@@ -73,7 +73,9 @@ def latent_attention(model: ModelConfig) -> Iterator[Finding]:
     if not model.kv_lora_rank:
         given = {"value_head_dim": model.explicit_value_head_dim, "latent_norm_eps": model.explicit_latent_norm_eps}
         for key in (key for key, value in given.items() if value is not None):
-            yield Finding(f"model.{key}", "has no effect with kv_lora_rank = 0", "model.kv_lora_rank, or remove the key")
+            yield Finding(
+                f"model.{key}", "has no effect with kv_lora_rank = 0", "model.kv_lora_rank, or remove the key"
+            )
         return
     if model.num_kv_heads != model.num_heads:
         message = f"latent attention has keys of all {model.num_heads} heads, not of {model.num_kv_heads}"

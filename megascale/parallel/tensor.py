@@ -20,8 +20,8 @@ GEMMs of other pieces (`parallel.tp_overlap`); in a column-parallel backward the
 reduction of dX overlaps wgrad.
 
 `column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_linears` and `row_parallel_linears`
-apply layers that share their collectives; `shared_by_heads` hands on a tensor that has no layer. `LinearParams`: a layer's weight, bias and GEMMs. `TensorParallel`: the tp
-group and its communication settings.
+apply layers that share their collectives; `shared_by_heads` has no layer. `LinearParams`: a layer's weight, bias and
+GEMMs. `TensorParallel`: the tp group and its communication settings.
 """
 
 from __future__ import annotations

@@ -281,7 +281,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("qk_norm", {"model__qk_norm": "head"}, {"model.qk_norm": "layernorm subtracts a mean, and q and k need"}),
     ("NO_LATENT", {"model__rope_head_dim": 8}, {"model.rope_head_dim": "has no effect with kv_lora_rank = 0"}),
     ("latent_attention", {"model__value_head_dim": 4}, {"model.value_head_dim": "has no effect with kv_lora_rank = 0"}),
-    ("latent_attention", LATENT | {"model__num_kv_heads": 2}, {"model.num_kv_heads": "has keys of all 4 heads, not of"}),
+    (
+        "latent_attention",
+        LATENT | {"model__num_kv_heads": 2},
+        {"model.num_kv_heads": "has keys of all 4 heads, not of"},
+    ),
     ("latent_attention", LATENT | {"model__qkv_bias": True}, {"model.qkv_bias": "has no biases"}),
     ("latent_attention", LATENT | {"model__rope_head_dim": 0}, {"model.rope_head_dim": "rotates a part of q and k"}),
     ("latent_attention", LATENT | {"model__value_head_dim": 64}, {"model.value_head_dim": "wider than keys of 12"}),

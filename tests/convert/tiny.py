@@ -100,7 +100,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek 3 one group": (
         "DeepseekV3",
-        LATENT | {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1}
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1}
         | {"norm_topk_prob": False, "n_shared_experts": 2, "v_head_dim": 12, "rms_norm_eps": 1e-2},
     ),
     "phi 3 partial": ("Phi3", GROUPED | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),

@@ -61,7 +61,9 @@ def test_the_kernel_is_fused_and_stands_alone(family: str, micro: int, tmp_path:
 
 def test_padded_values_take_a_fused_kernel(tmp_path: Path, figure: Figure) -> None:
     """Of latent attention, with 192 elements of q and k and 128 of v in a head."""
-    (names,) = world_of(1, kernels, config_of(settings(MLA, tmp_path, train__precision="bf16"), tmp_path), str(tmp_path))
+    (names,) = world_of(
+        1, kernels, config_of(settings(MLA, tmp_path, train__precision="bf16"), tmp_path), str(tmp_path)
+    )
     fused = [name for name in names if FUSED.search(name)]
     assert fused, f"no fused attention among {sorted(set(names))}"
     figure(fused[0][:60], float(len(fused)), "kernels")

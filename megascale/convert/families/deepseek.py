@@ -1,9 +1,7 @@
-"""DeepSeek: model_type deepseek_v2 (DeepSeek-V2, V2-Lite), deepseek_v3 (V3, R1), and kimi_k2 (Kimi-K2), whose modules are
-those of V3. Latent attention, shared experts, the best groups of experts by their largest score (V2) or by the sum of
-two (V3), biases of experts (V3).
+"""DeepSeek: model_type deepseek_v2 (DeepSeek-V2, V2-Lite); deepseek_v3 (V3, R1); kimi_k2 (Kimi-K2), whose modules are
+V3's. Latent attention, shared experts; the best groups of experts, by their largest score (V2) or the sum of two (V3).
 
-Files have the rotated outputs of a head as pairs of neighbours; here they are halves, like those of all families, and
-rows change places on conversion.
+Files have the rotated outputs of a head as pairs of neighbours; here they are halves, and rows change places.
 """
 
 from __future__ import annotations

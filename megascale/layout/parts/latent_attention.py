@@ -136,16 +136,11 @@ class LatentAttentionSpec(AttentionSpec):
         kept = 0 if self.result_apart(sizes) or sizes.model.dropout else padded
         copied = sizes.model.dropout or (sizes.key_parts > 1 and sizes.cp_heads == 1)
         kept -= 2 * padded if copied else 0
+        saved, forward, backward = kept, given + rotated + result - 2 * qkv, padded - result
         if recomputed:
-            forward, backward = padded + kept - qkv, kept + padded + result
-            return UnitBytes(
-                of_padded.saved + given - qkv,
-                of_padded.forward + given + rotated + result + forward,
-                of_padded.backward + backward,
-                given - result,
-            )
-        forward = of_padded.forward - 2 * qkv + given + rotated + result
-        return UnitBytes(of_padded.saved + kept, forward, of_padded.backward + padded - result, given - result)
+            saved, forward, backward = given - qkv, forward + padded + kept + qkv, kept + padded + result
+        added = saved + of_padded.saved, forward + of_padded.forward, backward + of_padded.backward
+        return UnitBytes(*added, given - result)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the core and the passes in which heads are put together and cut."""
