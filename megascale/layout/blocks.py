@@ -192,7 +192,7 @@ def projections_and_core(model: ModelConfig, layer: int) -> BlockSpec:
     """The projections of q, k and v and the attention core of layer number `layer`, or latent attention's."""
     if not model.kv_lora_rank:
         return ColumnParallel((qkv(model),)), attention(model, layer)
-    from megascale.layout.parts.latent_attention import latent_attention
+    from megascale.layout.parts.latent_projections import latent_attention
 
     return latent_attention(model, layer)
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA; DeepSeek-AI 2024), as `layout.parts.latent_attention` describes it."""
+"""Multi-head latent attention (MLA; DeepSeek-AI 2024), as `layout.parts.latent_projections` describes it."""
 
 from __future__ import annotations
 

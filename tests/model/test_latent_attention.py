@@ -10,7 +10,7 @@ import pytest
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parameters import all_params
-from megascale.layout.parts.latent_attention import latent_attention
+from megascale.layout.parts.latent_projections import latent_attention
 from tests.oracles.ours import Arrays, boxes_of, join, parameters_of
 from tests.runs import MLA, config_of, settings, total_of, train_order
 from tests.thread_world import run_threads
