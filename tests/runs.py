@@ -22,6 +22,9 @@ LLAMA = GPT | {
     "num_kv_heads": 2, "ffn_size": 48, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False,
     "tie_embeddings": False,
 }  # fmt: skip
+MLA = LLAMA | {
+    "num_kv_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 16, "rope_head_dim": 4, "value_head_dim": 6,
+}  # fmt: skip
 FAMILIES = {"gpt": GPT, "llama": LLAMA}
 GEMMA2 = LLAMA | {
     "block": "sandwich", "norm": "rmsnorm_1p", "activation": "geglu", "embedding_scale": 32**0.5, "logit_softcap": 3.0,
@@ -29,7 +32,7 @@ GEMMA2 = LLAMA | {
 }  # fmt: skip
 OLMO2 = LLAMA | {"block": "post_norm"}
 NEOX = GPT | {"block": "parallel_two_norms", "position": "rope", "tie_embeddings": False}
-MODELS = FAMILIES | {"gemma2": GEMMA2, "olmo2": OLMO2, "neox": NEOX}
+MODELS = FAMILIES | {"gemma2": GEMMA2, "olmo2": OLMO2, "neox": NEOX, "mla": MLA}
 
 
 def settings(model: dict[str, Any], folder: Path, **overrides: Any) -> dict[str, Any]:

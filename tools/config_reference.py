@@ -74,7 +74,9 @@ def presets() -> list[str]:
     for name in PRESETS:
         model = ModelConfig.model_validate({"preset": name})
         sizes = (model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads, model.ffn_size)
-        parts = ", ".join([model.norm, model.activation, model.position])
+        parts = ", ".join(
+            [model.norm, model.activation, model.position, *["latent attention"] * (model.kv_lora_rank > 0)]
+        )
         if model.experts:
             parts += f"; {model.experts} experts of {model.expert_ffn_size:,}, {model.experts_per_token} a token: "
             parts += f"{format_count(active_parameter_count(model))} active"

@@ -47,6 +47,7 @@ RECIPES = (
     Recipe("megascale-530b", "a100-80g-roce", "MegaScale itself: 54.3% (Figure 9)"),
     Recipe("mixtral-8x22b", "h100", "Megatron-Core with folded experts: 49.3% (arXiv 2504.14960)"),
     Recipe("qwen3-235b-a22b", "h100", "Megatron-Core with ep 32: 2,132 tokens/s (arXiv 2603.07685)"),
+    Recipe("deepseek-v3", "h100", "Megatron-Core with tp 2 in FP8, one MTP layer: 1,412 tokens/s (arXiv 2603.07685)"),
 )
 
 

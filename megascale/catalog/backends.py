@@ -74,7 +74,7 @@ class Requirement:
             dtype,
             model.dropout > 0,
             granularity,
-            model.head_dim,
+            model.qk_head_dim,
             inner if operation == "activation" else model.hidden_size,
             any(model.windows),
             model.logit_softcap is not None,

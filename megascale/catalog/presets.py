@@ -5,6 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+
+def _yarn(factor: float, mscale: float) -> dict[str, Any]:
+    """The scaling of rotary frequencies from 4,096 tokens on that leaves the size of cos and sin as it is."""
+    keys = {"type": "yarn", "factor": factor, "original_seq_length": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    return keys | {"mscale": mscale, "mscale_all_dim": mscale}
+
+
 _GPT = {"norm": "layernorm", "activation": "gelu", "position": "learned", "bias": True, "tie_embeddings": True}
 _MODERN = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "num_kv_heads": 8}
 _LLAMA3 = _MODERN | {"tie_embeddings": False, "rope_theta": 500_000.0, "vocab_size": 128_256, "seq_length": 8192}
@@ -20,6 +27,32 @@ _GLM4_MOE = _MODERN | {
     "tie_embeddings": False, "qkv_bias": True, "head_dim": 128, "rope_theta": 1_000_000.0, "rotary_fraction": 0.5,
     "vocab_size": 151_552, "seq_length": 131_072, "experts_per_token": 8, "router_score": "sigmoid",
     "balance_bias": True,
+}  # fmt: skip
+_LATENT = _MISTRAL | {
+    "norm_eps": 1e-6, "latent_norm_eps": 1e-6, "kv_lora_rank": 512, "q_lora_rank": 1536, "head_dim": 128,
+    "rope_head_dim": 64, "value_head_dim": 128,
+}  # fmt: skip
+_DEEPSEEK2 = _LATENT | {
+    "vocab_size": 102_400, "seq_length": 163_840, "experts_per_token": 6, "dense_layers": 1, "router_normalize": False,
+    "rope_scaling": _yarn(40.0, 0.707),
+}  # fmt: skip
+_DEEPSEEK2_LARGE = _DEEPSEEK2 | {
+    "num_kv_heads": 128, "experts": 160, "expert_ffn_size": 1536, "shared_ffn_size": 3072, "router_groups": 8,
+    "router_top_groups": 3, "router_scale": 16.0,
+}  # fmt: skip
+_DEEPSEEK2_LITE = _DEEPSEEK2 | {
+    "num_kv_heads": 16, "q_lora_rank": 0, "experts": 64, "expert_ffn_size": 1408, "shared_ffn_size": 2816,
+}  # fmt: skip
+_DEEPSEEK3 = _LATENT | {
+    "num_kv_heads": 128, "vocab_size": 129_280, "seq_length": 163_840, "rope_scaling": _yarn(40.0, 1.0),
+    "experts": 256, "experts_per_token": 8, "expert_ffn_size": 2048, "shared_ffn_size": 2048, "dense_layers": 3,
+    "router_score": "sigmoid", "balance_bias": True, "router_groups": 8, "router_top_groups": 4,
+    "router_group_value": "top2", "router_scale": 2.5,
+}  # fmt: skip
+_KIMI2 = _DEEPSEEK3 | {
+    "num_kv_heads": 64, "vocab_size": 163_840, "seq_length": 131_072, "experts": 384, "dense_layers": 1,
+    "router_groups": 1, "router_top_groups": 1, "router_group_value": "max", "router_scale": 2.827,
+    "rope_theta": 50_000.0, "rope_scaling": _yarn(32.0, 1.0) | {"beta_fast": 1.0},
 }  # fmt: skip
 _GEMMA = {
     "block": "sandwich", "norm": "rmsnorm_1p", "norm_eps": 1e-6, "activation": "geglu", "position": "rope",
@@ -180,6 +213,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         dense_layers=3,
         router_scale=2.5,
     ),
+    # DeepSeek-AI 2024 (V2, and V3 without its layer of multi-token prediction), Kimi team 2025, and the files
+    "deepseek-v2-lite": _sized(_DEEPSEEK2_LITE, 27, 2048, 16, 10_944),
+    "deepseek-v2": _sized(_DEEPSEEK2_LARGE, 60, 5120, 128, 12_288),
+    "deepseek-v3": _sized(_DEEPSEEK3, 61, 7168, 128, 18_432),
+    "kimi-k2": _sized(_KIMI2, 61, 7168, 64, 18_432),
     # Gemma team 2024, table 1; 27b scales scores by sqrt(hidden_size / num_heads)
     "gemma2-2b": _gemma(_GEMMA2, 26, 2304, 8, 9216),
     "gemma2-9b": _gemma(_GEMMA2, 42, 3584, 16, 14_336),

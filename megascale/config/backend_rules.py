@@ -32,11 +32,17 @@ def fp8_shapes(
         )
     facts, head, tp = RECIPES[fp8.recipe].facts, model.head_dim, parallel.tp
     fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
-    if facts["granularity"] == "block":  # a block must not span k and v
+    if facts["granularity"] == "block" or model.kv_lora_rank:  # a block must not span k and v
         fused_columns, columns = model.num_kv_heads * head, "columns of k on a rank"
+    latent = (
+        ("model.kv_lora_rank", model.kv_lora_rank, 1, "kv_lora_rank"),
+        ("model.q_lora_rank", model.q_lora_rank, 1, "q_lora_rank"),
+        ("model.rope_head_dim", model.num_heads * model.rope_head_dim, tp, "rotated columns of q on a rank"),
+    )
     for key, size, ranks, noun in (
         ("model.hidden_size", model.hidden_size, 1, "hidden_size"),
-        ("model.num_heads", model.num_heads * head, tp, "columns of the heads on a rank"),
+        *(latent if model.kv_lora_rank else ()),
+        ("model.num_heads", model.num_heads * model.value_head_dim, tp, "columns of the heads on a rank"),
         ("model.num_kv_heads", fused_columns, tp, columns),
         ("model.ffn_size", model.ffn_size, tp, "columns of the MLP on a rank"),
         ("model.seq_length", model.seq_length * batch.micro, 1, "tokens in a micro-batch"),

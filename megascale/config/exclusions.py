@@ -144,6 +144,26 @@ EXPERTS = Exclusions("model.experts", unless(0), tuple(
 ))  # fmt: skip
 """Keys without an implementation for experts."""
 
+NO_LATENT = _off(
+    "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim",
+    hint="model.kv_lora_rank above 0, or remove the key",
+)  # fmt: skip
+
+LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(
+    (key, passes, f"{message} (model.kv_lora_rank = {{given}})", hint)
+    for key, passes, message, hint in (
+        ("model.norm", only("rmsnorm"), "latent vectors are normalized by rmsnorm", "rmsnorm"),
+        ("model.position", only("rope"), "latent attention has rotary embeddings", "rope"),
+        ("model.rotary_fraction", only(1), "rope_head_dim says what is rotated", "remove the key"),
+        ("model.bias", only(False), "latent attention has no biases", "bias = false"),
+        ("model.block", only("serial"), "latent attention is in serial blocks", "serial"),
+        ("model.qk_norm", only("none"), "latent vectors are normalized, not q and k", "none"),
+        ("model.window", only(None, 0), "latent attention has no windows", "remove the key"),
+        ("model.attention_softcap", only(None), "latent attention has no soft cap", "remove the key"),
+    )
+))  # fmt: skip
+"""Keys without an implementation for latent attention."""
+
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
     ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",
      "tie_embeddings = false, or remove the key"),

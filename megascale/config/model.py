@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -72,7 +73,30 @@ class ModelConfig(Section):
         None, description="base of the rotary frequencies in layers with a window, without rope_scaling"
     )
     softmax_scale: Annotated[Positive | None, AUTO_AS_NONE] = Field(
-        None, description="factor of attention scores; default 1 / sqrt(head_dim)"
+        None,
+        description="factor of attention scores; default 1 / sqrt(head_dim), and with kv_lora_rank "
+        "1 / sqrt(head_dim + rope_head_dim), with yarn times the square of 0.1 mscale_all_dim ln(factor) + 1",
+    )
+    kv_lora_rank: Annotated[int, Field(ge=0, le=2**20)] = Field(
+        0,
+        description="width of the latent vector from which keys and values of all heads are projected (multi-head "
+        "latent attention, MLA); 0: none",
+    )
+    q_lora_rank: Annotated[int, Field(ge=0, le=2**20)] = Field(
+        0, description="with kv_lora_rank, width of the latent vector of queries; 0: queries are projected at once"
+    )
+    rope_head_dim: Annotated[int, Field(ge=0, le=2**16)] = Field(
+        0,
+        description="with kv_lora_rank, rotated elements of a head of q and k, beside its head_dim others; those of k "
+        "are the same in all heads",
+    )
+    explicit_value_head_dim: Annotated[Size | None, AUTO_AS_NONE] = Field(
+        None, alias="value_head_dim", description="with kv_lora_rank, elements of a head of v; default head_dim"
+    )
+    explicit_latent_norm_eps: Annotated[Positive | None, AUTO_AS_NONE] = Field(
+        None,
+        alias="latent_norm_eps",
+        description="with kv_lora_rank, norm_eps of the norms of latent vectors; default norm_eps",
     )
     attention_softcap: Annotated[Positive | None, AUTO_AS_NONE] = Field(
         None, description="soft cap of attention scores, cap * tanh(scores / cap), as in Gemma 2"
@@ -169,13 +193,26 @@ class ModelConfig(Section):
         return self.explicit_head_dim or self.hidden_size // self.num_heads
 
     @property
+    def value_head_dim(self) -> int:
+        return self.explicit_value_head_dim or self.head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a head of q and k: with latent attention, those that are not rotated and those that are."""
+        return self.head_dim + self.rope_head_dim
+
+    @property
+    def latent_norm_eps(self) -> float:
+        return self.explicit_latent_norm_eps or self.norm_eps
+
+    @property
     def position_rows(self) -> int:
         """Learned position vectors; 0 with rotary embeddings."""
         return (self.positions or self.seq_length) if self.position == "learned" else 0
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.head_dim * self.rotary_fraction)
+        return self.rope_head_dim or int(self.head_dim * self.rotary_fraction)
 
     @property
     def qkv_bias(self) -> bool:
@@ -191,7 +228,9 @@ class ModelConfig(Section):
 
     @property
     def attention_scale(self) -> float:
-        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+        scaling = (self.rope_scaling or {}) if self.kv_lora_rank else {}
+        stretch = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
+        return float(self.qk_head_dim**-0.5 * stretch**2) if self.softmax_scale is None else self.softmax_scale
 
     def is_local(self, layer: int) -> bool:
         """Return True for a layer with a window, of any length."""
@@ -207,6 +246,11 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         return bool(ACTIVATIONS[self.activation].facts["gated"])
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """The factor of yarn for scores of sequences that are `factor` times longer, 0.1 weight ln(factor) + 1."""
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
 
 @lru_cache
@@ -256,9 +300,13 @@ EXPERT_KEYS = (
 )  # fmt: skip
 """The keys of `MODEL_KEYS` that describe experts."""
 
+LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim")
+"""The sizes of `MODEL_KEYS` that describe latent attention, with value_head_dim."""
+
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
     "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", *EXPERT_KEYS,
+    *LATENT_KEYS, "value_head_dim",
 )  # fmt: skip
 """Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
@@ -273,7 +321,8 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
         there["qkv_bias"] = there["bias"]
     there["qk_norm"] = there["qk_norm"] or "none"
     there["expert_ffn_size"] = there["expert_ffn_size"] or there["ffn_size"]
-    for key in EXPERT_KEYS:  # manifests of dense models may have none of these
+    there["value_head_dim"] = there["value_head_dim"] or there["head_dim"]
+    for key in (*EXPERT_KEYS, *LATENT_KEYS):  # manifests of other models may have none of these
         there[key] = ModelConfig.model_fields[key].default if there[key] is None else there[key]
     if there["position"] == "learned":
         there["positions"] = there["positions"] or saved.get("seq_length")

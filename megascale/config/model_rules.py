@@ -35,9 +35,10 @@ def rope(model: ModelConfig) -> Iterator[Finding]:
     least = 4 if scaling.get("type") == "dynamic" else 2  # the exponent of dynamic scaling is d / (d - 2)
     if model.rotary_dim % 2 or model.rotary_dim < least:
         key = "num_heads" if model.rotary_fraction == 1 else "rotary_fraction"
-        of = f"{model.rotary_dim} of {model.head_dim}"
+        key, other = ("rope_head_dim", "number") if model.rope_head_dim else (key, "head_dim or rotary_fraction")
+        of = f"{model.rotary_dim} of {model.qk_head_dim}"
         message = f"rope rotates an even number of elements of a head, at least {least}, not {of}"
-        yield Finding(f"model.{key}", message, "another head_dim or rotary_fraction")
+        yield Finding(f"model.{key}", message, f"another {other}")
     if model.local_rope_theta is not None and not any(map(model.is_local, range(model.num_layers))):
         yield Finding("model.local_rope_theta", "is for layers with a window, and there is none", "remove the key")
 
@@ -48,7 +49,8 @@ def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
     ends = {"llama3": ("high_freq_factor", 4.0, "low_freq_factor", 1.0), "yarn": ("beta_fast", 32.0, "beta_slow", 1.0)}
     if scaling.get("type") in ends:
         upper, default_upper, lower, default_lower = ends[scaling["type"]]
-        if scaling.get(upper, default_upper) <= scaling.get(lower, default_lower):
+        high, low = scaling.get(upper, default_upper), scaling.get(lower, default_lower)
+        if high < low or (high == low and scaling["type"] == "llama3"):  # yarn's ramp may be a step, as Kimi-K2's
             hint = f"for example {default_upper:g} and {default_lower:g}"
             yield Finding("model.rope_scaling", f"{upper} is not above {lower}", hint)
     if scaling.get("type") == "yarn" and model.rope_theta <= 1:
@@ -62,6 +64,29 @@ def qk_norm(model: ModelConfig) -> Iterator[Finding]:
         names = [card.name for card in NORMS.cards.values() if not card.facts["mean"]]
         message = f"{model.norm} subtracts a mean, and q and k need an RMS norm"
         yield Finding("model.qk_norm", message, f"norm = {' or '.join(names)}")
+
+
+def latent_attention(model: ModelConfig) -> Iterator[Finding]:
+    """Check that latent attention has keys of every head, a rotated part, and values no wider than keys, to whose width
+    they are padded.
+    """
+    if not model.kv_lora_rank:
+        given = {"value_head_dim": model.explicit_value_head_dim, "latent_norm_eps": model.explicit_latent_norm_eps}
+        for key in (key for key, value in given.items() if value is not None):
+            yield Finding(
+                f"model.{key}", "has no effect with kv_lora_rank = 0", "model.kv_lora_rank, or remove the key"
+            )
+        return
+    if model.num_kv_heads != model.num_heads:
+        message = f"latent attention has keys of all {model.num_heads} heads, not of {model.num_kv_heads}"
+        yield Finding("model.num_kv_heads", message, "remove the key")
+    if model.explicit_qkv_bias:
+        yield Finding("model.qkv_bias", "latent attention has no biases", "remove the key")
+    if model.rope_head_dim == 0:
+        yield Finding("model.rope_head_dim", "latent attention rotates a part of q and k", "for example 64")
+    if model.value_head_dim > model.qk_head_dim:
+        message = f"values of {model.value_head_dim} are wider than keys of {model.qk_head_dim}"
+        yield Finding("model.value_head_dim", message, f"at most {model.qk_head_dim}")
 
 
 def attention_window(model: ModelConfig) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_LEARNED_POSITIONS, model_rules.positions,
     exclusions.NO_ROPE, model_rules.rope, model_rules.rope_scaling,
     model_rules.qk_norm,
+    exclusions.NO_LATENT, exclusions.LATENT, model_rules.latent_attention,
     model_rules.attention_window,
     exclusions.NO_EXPERTS, exclusions.EXPERTS, model_rules.experts, parallel_rules.expert_parallel,
     exclusions.NO_BALANCED_EXPERTS, exclusions.NO_BALANCE_LOSS, exclusions.NO_BALANCE_GROUP, exclusions.NO_BALANCE_BIAS,

@@ -22,7 +22,7 @@ from megascale.parallel.stateful import BALANCE_BIAS
 class Place:
     """The place of a megascale vector or matrix of `rows` outputs in Hugging Face's tensor `name`, which has `groups`
     groups of `period` outputs: outputs `start` to `start + rows / groups` of each. `transposed`: stored [in, out], not
-    [out, in].
+    [out, in]. `paired`: the first half of a group's rows are every second of its outputs, and then the others.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Place:
     start: int = 0
     groups: int = 1
     transposed: bool = False
+    paired: bool = False
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of Hugging Face's tensor that holds a megascale vector or matrix of `shape`."""
@@ -43,7 +44,13 @@ class Place:
         for group in range(first // width, -(-stop // width)):
             low, high = max(first - group * width, 0), min(stop - group * width, width)
             offset = group * self.period + self.start
-            yield slice(offset + low, offset + high)
+            if not self.paired:
+                yield slice(offset + low, offset + high)
+                continue
+            for odd, first_row in enumerate((0, width // 2)):
+                begin, end = max(low, first_row) - first_row, min(high, first_row + width // 2) - first_row
+                if begin < end:
+                    yield slice(offset + odd + 2 * begin, offset + odd + 2 * end - 1, 2)
 
 
 Places = tuple[Place, ...]
@@ -87,6 +94,8 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
         prefix = f"{family.layer_prefix}.{index}"
         for module, content in family.layer.items():
             fused = content if isinstance(content, Fused) else Fused((content,))
+            if fused.beside and f"layers.{index}.{fused.beside}.weight" not in shapes:
+                continue
             for kind in ("weight", "bias"):
                 names = [f"layers.{index}.{part}.{kind}" for part in fused.parts]
                 if names[0] in shapes:
@@ -111,8 +120,8 @@ def _fused_places(
     starts = [sum(widths[:number]) for number in range(len(widths))]
     transposed = fused.transposed and len(shapes[names[0]]) == 2
     return {
-        name: (Place(stored, width * groups, sum(widths), start, groups, transposed),)
-        for name, width, start in zip(names, widths, starts, strict=True)
+        name: (Place(stored, width * groups, sum(widths), start, groups, transposed, part in fused.paired),)
+        for name, part, width, start in zip(names, fused.parts, widths, starts, strict=True)
     }
 
 
@@ -156,7 +165,9 @@ def assemble(parts: Sequence[tuple[Place, Tensor]]) -> Tensor:
         return (first.t() if transposed else first).contiguous()
     stored = first.new_empty((place.groups, place.period, *first.shape[1:]))
     for part, tensor in parts:
-        width = part.rows // part.groups
-        stored[:, part.start : part.start + width] = tensor.view(part.groups, width, *tensor.shape[1:])
+        width, grouped = part.rows // part.groups, tensor.view(part.groups, -1, *tensor.shape[1:])
+        if part.paired:
+            grouped = grouped.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        stored[:, part.start : part.start + width] = grouped
     stored = stored.flatten(0, 1)
     return stored.t().contiguous() if transposed else stored

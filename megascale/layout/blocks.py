@@ -48,9 +48,9 @@ def linears(block: BlockSpec) -> Iterator[LinearSpec]:
     return (layer for part in block for layer in part.linears)
 
 
-def weight_numel(block: BlockSpec) -> int:
-    """Count the elements of a block's weights."""
-    return sum(layer.weight_numel for layer in linears(block))
+def fp8_weight_numel(block: BlockSpec) -> int:
+    """Count the elements of a block's weights that FP8 quantizes."""
+    return sum(layer.weight_numel for layer in linears(block) if layer.fp8)
 
 
 def fp8_operands(block: BlockSpec) -> Iterator[str]:
@@ -114,8 +114,7 @@ def serial_block(model: ModelConfig, layer: int) -> BlockSpec:
     """x + attention(norm(x)), then + mlp(norm(.))."""
     return (
         NormSpec("attention_norm"),
-        ColumnParallel((qkv(model),)),
-        attention(model, layer),
+        *projections_and_core(model, layer),
         RowParallel((out(model),)),
         ResidualAdd(),
         NormSpec("mlp_norm"),
@@ -189,6 +188,15 @@ def feed_forward(model: ModelConfig, layer: int) -> BlockSpec:
     return (expert_layer(model),)
 
 
+def projections_and_core(model: ModelConfig, layer: int) -> BlockSpec:
+    """The projections of q, k and v and the attention core of layer number `layer`, or latent attention's."""
+    if not model.kv_lora_rank:
+        return ColumnParallel((qkv(model),)), attention(model, layer)
+    from megascale.layout.parts.latent_projections import latent_attention
+
+    return latent_attention(model, layer)
+
+
 def qkv(model: ModelConfig) -> LinearSpec:
     """The q, k and v projections, as a single linear layer."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -205,7 +213,7 @@ def attention(model: ModelConfig, layer: int) -> AttentionSpec:
 
 def out(model: ModelConfig) -> LinearSpec:
     """The output projection of attention, from the heads to the residual stream."""
-    width = model.num_heads * model.head_dim
+    width = model.num_heads * model.value_head_dim
     return LinearSpec("attention.out", "out", width, (("out", model.hidden_size),), bias=model.bias)
 
 

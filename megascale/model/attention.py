@@ -24,7 +24,6 @@ class Attention(nn.Module):
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
         name = f"layers.{index}.attention"
-        self.qkv = Linear(context, f"{name}.qkv")
         self.out = Linear(context, f"{name}.out")
         self._model = model = context.model
         self._tp = tp = context.tp
@@ -43,6 +42,10 @@ class Attention(nn.Module):
         self._heads = model.num_heads // tp.size
         self._kv_heads = model.num_kv_heads // tp.size
         self._counts = [self._heads, self._kv_heads, self._kv_heads]
+        self._add_projections(context)
+
+    def _add_projections(self, context: LayerContext) -> None:
+        self.qkv = Linear(context, f"{self._place}.qkv")
 
     def forward(
         self,
@@ -54,9 +57,13 @@ class Attention(nn.Module):
         """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad;
         `compute_output` as in `row_parallel_linear`.
         """
-        heads = self.core_attention(self.project(x_sbh, recompute_input), batch)
+        heads = self.attend(x_sbh, batch, recompute_input)
         label = Label.for_layer(self._index, "out")
         return row_parallel_linear(heads, self.out.params, self._tp, label, compute_output=compute_output)
+
+    def attend(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None) -> Tensor:
+        """Map x [s, b, h] to the result of this rank's heads [s, b, ...]. `recompute_input` as in `forward`."""
+        return self.core_attention(self.project(x_sbh, recompute_input), batch)
 
     def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Tensor:
         """Map x [s, b, h] to this rank's q, k and v [s, b, ...]. `recompute_input` as in `forward`."""
@@ -70,17 +77,21 @@ class Attention(nn.Module):
         return recompute_in_backward(lambda qkv: self._core_attention(qkv, batch), qkv)
 
     def _core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
-        model, (s, b, _) = self._model, qkv.shape
-        angles = None
-        if model.position == "rope":
-            angles = self._angles(s, batch, qkv)
-        first = self._tp.index * self._heads
-        keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
-        heads = qkv.view(s, b, -1, model.head_dim)
+        s, b, _ = qkv.shape
+        heads = qkv.view(s, b, -1, self._model.head_dim)
         parts = [heads]
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = heads.split(self._counts, dim=2)
             parts = [*self._normalize(q, self.q_norm, k, self.k_norm), v]
+        return self._attend_in_place(parts, batch)
+
+    def _attend_in_place(self, parts: Sequence[Tensor], batch: MicroBatch) -> Tensor:
+        """Attend with `parts` as in `rope_and_attend`, at the positions of a batch."""
+        s, angles = parts[0].shape[0], None
+        if self._model.position == "rope":
+            angles = self._angles(s, batch, parts[0])
+        first = self._tp.index * self._heads
+        keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
         # not compiled: a graph would be compiled for the documents of every row, and broken by communication
         if batch.boundaries is not None or batch.shard is not None:
             return self.rope_and_attend(parts, angles, keep, batch)
@@ -127,7 +138,7 @@ class Attention(nn.Module):
         q, k, v = parts[0].split(self._counts, dim=2) if len(parts) == 1 else parts
         boundaries, shard = (None, None) if batch is None else (batch.boundaries, batch.shard)
         if shard is not None and self._cp is not None:
-            return self._cp.attention(q, k, v, self._window, shard, boundaries, self._index).flatten(2)
+            return self._cut(self._cp.attention(q, k, v, self._window, shard, boundaries, self._index))
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         if batch is not None and batch.keys is not None:
             assert shard is not None and self._partial_attend is not None, "a chunk has a place in its sequence"
@@ -136,4 +147,17 @@ class Attention(nn.Module):
         else:
             mask = AttentionMask(self._window, boundaries, keep, self._model.dropout)
             out_bhsd = self._attend(q, k, v, mask)
-        return out_bhsd.permute(2, 0, 1, 3).flatten(2)
+        return self._cut(out_bhsd.permute(2, 0, 1, 3))
+
+    def _cut(self, out_sbnd: Tensor) -> Tensor:
+        """Return the heads of attention's result [s, b, heads, d], without padding, side by side."""
+        return out_sbnd[..., : self._model.value_head_dim].flatten(2)
+
+
+def self_attention(context: LayerContext, index: int) -> Attention:
+    """Build the self-attention of layer `index`."""
+    if not context.model.kv_lora_rank:
+        return Attention(context, index)
+    from megascale.model.latent_attention import LatentAttention
+
+    return LatentAttention(context, index)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megascale.model.attention import Attention
+from megascale.model.attention import Attention, self_attention
 from megascale.model.mlp import MLP, feed_forward
 from megascale.model.modules import LayerContext, Norm, residual_dropout
 from megascale.parallel.microbatch import MicroBatch
@@ -21,7 +21,7 @@ class SerialBlock(nn.Module):
         super().__init__()
         name = f"layers.{index}"
         self.attention_norm = Norm(context, f"{name}.attention_norm")
-        self.attention = Attention(context, index)
+        self.attention = self_attention(context, index)
         self.mlp_norm = Norm(context, f"{name}.mlp_norm")
         self.mlp = feed_forward(context, index)
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)

@@ -58,13 +58,13 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """The configured norm (LayerNorm or RMSNorm) over the last dimension."""
+    """The configured norm (LayerNorm or RMSNorm) over the last dimension. `eps`: by default the model's."""
 
-    def __init__(self, context: LayerContext, name: str) -> None:
+    def __init__(self, context: LayerContext, name: str, eps: float | None = None) -> None:
         super().__init__()
         self.weight = context.parameters[f"{name}.weight"]
         self.bias = context.parameters.get(f"{name}.bias")
-        self._eps = context.model.norm_eps
+        self._eps = context.model.norm_eps if eps is None else eps
         self._normalize = context.operators.normalize
         self._add_normalize = context.operators.add_normalize
         self._recompute = context.recompute.norm

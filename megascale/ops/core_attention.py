@@ -101,7 +101,7 @@ def not_by_default(context: OpContext, newer: bool) -> NotByDefault | None:
 def torch_attention_outdated(context: OpContext) -> bool:
     """Return True if torch's kernel for full attention was written for an older GPU generation."""
     m = context.model
-    kernel = context.device.attention_kernel(context.dtype, m.head_dim, m.num_kv_heads != m.num_heads)
+    kernel = context.device.attention_kernel(context.dtype, m.qk_head_dim, m.num_kv_heads != m.num_heads)
     if kernel == "FLASH_ATTENTION" and newer_flash(context) == "FA4":
         return False  # version 3 runs without torch's dispatcher, by the backend flash
     return is_outdated_kernel(kernel, context.device.capability)
@@ -128,7 +128,7 @@ def newer_flash(context: OpContext) -> str | None:
     """
     names: Sequence[str] = getattr(torch.nn.attention, "list_flash_attention_impls", list)()  # none before 2.13
     for name, (library, generations, head_dims) in _NEWER_FLASH.items():
-        fits = context.device.capability[0] in generations and context.model.head_dim in head_dims
+        fits = context.device.capability[0] in generations and context.model.qk_head_dim in head_dims
         if name in names and fits and library.missing_reason() is None:
             return None if torch.are_deterministic_algorithms_enabled() else name
     return None

@@ -44,7 +44,7 @@ def _library(context: OpContext) -> Library:
     """
     if torch.are_deterministic_algorithms_enabled():
         return FLASH
-    supported = context.device.capability[0] == 9 and context.model.head_dim % 8 == 0
+    supported = context.device.capability[0] == 9 and context.model.qk_head_dim % 8 == 0
     return FLASH3 if supported and FLASH3.missing_reason() is None else FLASH
 
 

@@ -35,7 +35,7 @@ class FlashPartial:
     """flash-attn's forward and backward for sequences of any lengths: version 3's on Hopper if installed, else 2's."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
-        if context.model.head_dim % 8:
+        if context.model.qk_head_dim % 8:
             return "needs a head dim divisible by 8"
         if reason := half_precision_unsupported(context):
             return reason
@@ -49,7 +49,7 @@ class FlashPartial:
             from flash_attn import flash_attn_interface as library
 
             forward, backward = library._flash_attn_varlen_forward, library._flash_attn_varlen_backward
-        return FlashPartialAttention(forward, backward, m.attention_scale or m.head_dim**-0.5, _merge())
+        return FlashPartialAttention(forward, backward, m.attention_scale, _merge())
 
 
 def _has_version_3(context: OpContext) -> bool:
@@ -82,7 +82,7 @@ class TorchVarlen:
     """
 
     def unsupported_reason(self, context: OpContext) -> str | None:
-        if context.model.head_dim % 8:
+        if context.model.qk_head_dim % 8:
             return "needs a head dim divisible by 8"
         if reason := half_precision_unsupported(context):
             return reason
@@ -91,7 +91,7 @@ class TorchVarlen:
     def build(self, context: OpContext) -> PartialAttention:
         activate_newer_flash(context)
         m = context.model
-        return FlashPartialAttention(_varlen_forward, _varlen_backward, m.attention_scale or m.head_dim**-0.5, _merge())
+        return FlashPartialAttention(_varlen_forward, _varlen_backward, m.attention_scale, _merge())
 
 
 def _varlen_forward(  # noqa: PLR0913

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.config.model import yarn_mscale
 from megascale.ops.rope import inverse_frequencies
 
 
@@ -60,12 +61,8 @@ def yarn(d: int, theta: float, s: int, keys: Mapping[str, Any]) -> tuple[Tensor,
 
 def _yarn_factor(keys: Mapping[str, Any]) -> float:
     """Return the factor of cos and sin: `attention_factor`, or 0.1 ln(factor) + 1, or a ratio of two such terms."""
-
-    def term(weight: float) -> float:
-        return 0.1 * weight * math.log(max(keys["factor"], 1.0)) + 1.0
-
     if "attention_factor" in keys:
         return float(keys["attention_factor"])
     if "mscale" in keys and "mscale_all_dim" in keys:
-        return term(keys["mscale"]) / term(keys["mscale_all_dim"])
-    return term(1.0)
+        return yarn_mscale(keys["factor"], keys["mscale"]) / yarn_mscale(keys["factor"], keys["mscale_all_dim"])
+    return yarn_mscale(keys["factor"], 1.0)

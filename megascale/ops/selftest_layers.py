@@ -58,7 +58,7 @@ def _attention(context: OpContext) -> list[Tensor]:
     m = context.model
     heads = [n // context.tp for n in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
     tokens = min(WINDOW_TOKENS if any(m.windows) else TOKENS, m.seq_length)
-    return draw(*((SAMPLES, n, tokens, m.head_dim) for n in heads))
+    return draw(*((SAMPLES, n, tokens, m.qk_head_dim) for n in heads))
 
 
 def _mask(context: OpContext, s: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -119,7 +119,7 @@ def _add_normalize(add_normalize: Any, context: OpContext, leaves: list[Tensor])
 def _heads(context: OpContext) -> list[Tensor]:
     """Draw this rank's queries, keys and values in one tensor."""
     m = context.model
-    return draw((TOKENS, SAMPLES, (m.num_heads + 2 * m.num_kv_heads) // context.tp, m.head_dim))
+    return draw((TOKENS, SAMPLES, (m.num_heads + 2 * m.num_kv_heads) // context.tp, m.rope_head_dim or m.head_dim))
 
 
 def _rotated(rotate: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:

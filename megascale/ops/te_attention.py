@@ -16,7 +16,7 @@ class TEAttention:
     """DotProductAttention over this rank's heads, without a tensor-parallel group."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
-        if context.model.head_dim % 8:  # otherwise TE silently computes all scores in memory
+        if context.model.qk_head_dim % 8:  # otherwise TE silently computes all scores in memory
             return "needs a head dim divisible by 8"
         return half_precision_unsupported(context) or TE.missing_reason() or not_by_default(context, newer=True)
 
@@ -26,7 +26,7 @@ class TEAttention:
         model, tp = context.model, context.tp
         core = DotProductAttention(
             model.num_heads // tp,
-            model.head_dim,
+            model.qk_head_dim,
             num_gqa_groups=model.num_kv_heads // tp,
             softmax_scale=model.attention_scale,
             attention_dropout=0.0,

@@ -20,8 +20,8 @@ GEMMs of other pieces (`parallel.tp_overlap`); in a column-parallel backward the
 reduction of dX overlaps wgrad.
 
 `column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_linears` and `row_parallel_linears`
-apply layers that share their collectives. `LinearParams`: a layer's weight, bias and GEMMs. `TensorParallel`: the tp
-group and its communication settings.
+apply layers that share their collectives; `shared_by_heads` has no layer. `LinearParams`: a layer's weight, bias and
+GEMMs. `TensorParallel`: the tp group and its communication settings.
 """
 
 from __future__ import annotations
@@ -86,6 +86,25 @@ def row_parallel_linears(
     recompute_inputs = recompute_inputs or [None] * len(inputs)
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
     return _RowParallel.apply(tp, Label.from_part(label), gemms, recompute_inputs, compute_output, *inputs, *tensors)
+
+
+def shared_by_heads(x: Tensor, tp: TensorParallel, label: LabelLike = "") -> Tensor:
+    """Return x [s, b, k] of all tokens, for the heads of every tp rank; all-gathered from [s / tp, b, k] with sequence
+    parallelism. The gradient is summed over the ranks, as that of a column-parallel layer's input.
+    """
+    return _SharedByHeads.apply(x, tp, Label.from_part(label)) if tp.size > 1 else x
+
+
+class _SharedByHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, label: Label) -> Tensor:
+        ctx.tp, ctx.label = tp, label
+        return tp.gather(x, label)[0] if tp.activations_sharded else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)  # which the reduction overwrites
+        return ctx.tp.reduce(grad, ctx.label.for_backward("gradient"))[0], None, None
 
 
 class _ColumnParallel(torch.autograd.Function):

@@ -28,6 +28,7 @@ PUBLISHED = {
     "gpt-neox-20b": 20.55e9, "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "qwen1.5-moe-a2.7b": 14.3e9,
     "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "olmoe-1b-7b": 6.92e9,
     "glm4.5-air": 110.47e9 - 3.62e9, "glm4.5": 358.34e9 - 5.54e9,  # multi-token prediction, with its own embedding
+    "deepseek-v2-lite": 15.7e9, "deepseek-v2": 236e9, "deepseek-v3": 671e9, "kimi-k2": 1.026e12,
 }  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def test_exact_counts_of_published_weights() -> None:
         "pythia-1.4b": 1_414_647_808, "pythia-2.8b": 2_775_208_960, "pythia-6.9b": 6_857_302_016,
         "pythia-12b": 11_846_072_320, "gpt-neox-20b": 20_554_567_680, "mixtral-8x7b": 46_702_792_704,
         "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
-        "olmoe-1b-7b": 6_919_161_856,
+        "olmoe-1b-7b": 6_919_161_856, "deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880,
     }  # fmt: skip
     for name, count in exact.items():
         assert parameter_count(ModelConfig.model_validate({"preset": name})) == count
@@ -69,6 +70,7 @@ def test_active_parameters_of_mixtures() -> None:
     published = {
         "mixtral-8x7b": 12.9e9, "mixtral-8x22b": 39e9, "qwen1.5-moe-a2.7b": 2.7e9, "qwen3-30b-a3b": 3.3e9,
         "qwen3-235b-a22b": 22e9, "olmoe-1b-7b": 1.3e9, "llama3-8b": 8.03e9,
+        "deepseek-v2-lite": 2.4e9 + 0.21e9, "deepseek-v2": 21e9, "deepseek-v3": 37e9, "kimi-k2": 32.6e9,
         "glm4.5-air": 12e9 + 1.24e9, "glm4.5": 32e9 + 1.55e9,  # with embedding and head
     }  # fmt: skip
     for name, count in published.items():

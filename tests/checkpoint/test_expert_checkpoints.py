@@ -18,7 +18,7 @@ from megascale.core.storage import Location
 from megascale.parallel.stateful import GlobalTensor
 from tests.checkpoint.test_checkpoints import damage_error, edit
 from tests.checkpoint.test_memory_checkpoints import resume, train_and_exit
-from tests.runs import LLAMA, build_run, config_of, curve_of, gather_weights, settings
+from tests.runs import LLAMA, MLA, build_run, config_of, curve_of, gather_weights, settings
 from tests.worlds import run_world
 
 MODEL = LLAMA | {
@@ -29,6 +29,8 @@ MOE = {
     "train__weight_average_every": 1,
 }  # fmt: skip
 ADAMW_IN_LAYER_3 = [{"params": ["layers.3.*"], "name": "adamw"}]
+
+LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != LLAMA.get(key)}
 
 CHAIN: list[dict[str, Any]] = [
     {},
@@ -95,12 +97,13 @@ def started(rank: Rank, config: Any) -> tuple[list[tuple[float, float]], Any, li
     return train(straight, len(CHAIN)), state_of(straight), continued(rank, config, 1)[0]
 
 
-def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, pytest.param(LATENT, marks=pytest.mark.slow)], ids=["", "latent attention"])
+def test_a_run_goes_on_in_any_layout(changes: dict[str, Any], tmp_path: Path) -> None:
     """With all state: of Muon by matrix, of AdamW by element."""
-    ((expected, state, curve),) = run_world(1, started, expert_config(tmp_path, CHAIN[0]))
+    ((expected, state, curve),) = run_world(1, started, expert_config(tmp_path, CHAIN[0], **changes))
     whole = assembled([state])
     for layout in CHAIN[1:]:
-        config = expert_config(tmp_path, layout)
+        config = expert_config(tmp_path, layout, **changes)
         ranks = run_world(config.world_size, continued, config, 1)
         curve += ranks[0][0]
     assert sum(curve, ()) == pytest.approx(sum(expected, ()), rel=1e-10)

@@ -20,9 +20,11 @@ from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError
 from megascale.core.files import fingerprint
 from tests.data.datasets import write_dataset
-from tests.runs import GPT, config_of, settings, to_toml, write_config
+from tests.runs import GPT, MLA, config_of, settings, to_toml, write_config
 
 HYBRID = {"parallel__hybrid_dp": True, "data__max_tokens_per_rank": 16, "data__attention_mask": "document"}
+
+LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != GPT.get(key)}
 
 MOE = {"model__experts": 8, "model__bias": False}
 
@@ -259,7 +261,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "rope_scaling",
         {
             "model__position": "rope",
-            "model__rope_scaling": {"type": "yarn", "factor": 2, "original_seq_length": 8, "beta_slow": 32},
+            "model__rope_scaling": {"type": "yarn", "factor": 2, "original_seq_length": 8, "beta_slow": 33},
         },
         {"model.rope_scaling": "beta_fast is not above beta_slow"},
     ),
@@ -277,6 +279,30 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"backends.attention": "te has no soft cap of scores"},
     ),
     ("qk_norm", {"model__qk_norm": "head"}, {"model.qk_norm": "layernorm subtracts a mean, and q and k need"}),
+    ("NO_LATENT", {"model__rope_head_dim": 8}, {"model.rope_head_dim": "has no effect with kv_lora_rank = 0"}),
+    ("latent_attention", {"model__value_head_dim": 4}, {"model.value_head_dim": "has no effect with kv_lora_rank = 0"}),
+    (
+        "latent_attention",
+        LATENT | {"model__num_kv_heads": 2},
+        {"model.num_kv_heads": "has keys of all 4 heads, not of"},
+    ),
+    ("latent_attention", LATENT | {"model__qkv_bias": True}, {"model.qkv_bias": "has no biases"}),
+    ("latent_attention", LATENT | {"model__rope_head_dim": 0}, {"model.rope_head_dim": "rotates a part of q and k"}),
+    ("latent_attention", LATENT | {"model__value_head_dim": 64}, {"model.value_head_dim": "wider than keys of 12"}),
+    ("rope", LATENT | {"model__rope_head_dim": 3}, {"model.rope_head_dim": "an even number of elements of a head"}),
+    *(
+        ("LATENT", LATENT | {f"model__{key}": value}, {f"model.{key}": message})
+        for key, value, message in (
+            ("norm", "layernorm", "normalized by rmsnorm"),
+            ("position", "learned", "has rotary embeddings"),
+            ("rotary_fraction", 0.5, "rope_head_dim says what is rotated"),
+            ("bias", True, "has no biases"),
+            ("block", "post_norm", "is in serial blocks"),
+            ("qk_norm", "head", "latent vectors are normalized, not q and k"),
+            ("window", 4, "has no windows"),
+            ("attention_softcap", 3.0, "has no soft cap"),
+        )
+    ),
     ("attention_window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),
     ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),

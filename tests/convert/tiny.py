@@ -25,6 +25,11 @@ YARN = {
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}
 MIXTURE = GROUPED | {"num_experts": 6, "num_experts_per_tok": 3}
 GLM = GROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = SIZES | {
+    "num_key_value_heads": 4, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6,
+    "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+}  # fmt: skip
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -79,6 +84,25 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         GLM
         | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 2},
+    ),
+    "deepseek 2": (
+        "DeepseekV2",
+        LATENT
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}, "n_group": 3, "topk_group": 2}
+        | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0, "first_k_dense_replace": 1},
+    ),
+    "deepseek 2 lite": ("DeepseekV2", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek 3": (
+        "DeepseekV3",
+        LATENT
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_group": 3, "topk_group": 2}
+        | {"num_nextn_predict_layers": 0, "first_k_dense_replace": 2},
+    ),
+    "deepseek 3 one group": (
+        "DeepseekV3",
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1}
+        | {"norm_topk_prob": False, "n_shared_experts": 2, "v_head_dim": 12, "rms_norm_eps": 1e-2},
     ),
     "phi 3 partial": ("Phi3", GROUPED | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
 }

@@ -17,6 +17,9 @@ from tests.runs import GPT, LLAMA, config_of, settings
 pytestmark = pytest.mark.gpu(1, only=True)
 
 SIZE = {"num_layers": 1, "hidden_size": 2048, "num_heads": 16, "vocab_size": 1024, "seq_length": 2048}
+MLA = LLAMA | SIZE | {
+    "num_kv_heads": 16, "ffn_size": 4096, "kv_lora_rank": 512, "q_lora_rank": 1536, "rope_head_dim": 64,
+}  # fmt: skip
 MODELS = {"llama": LLAMA | SIZE | {"num_kv_heads": 4, "ffn_size": 4096}, "gpt": GPT | SIZE}
 FUSED = re.compile(r"cudnn|flash|fmha|sdpa|DotProductAttention", re.IGNORECASE)
 COPY = re.compile(r"^(?!triton_).*(copy|CatArray|memcpy)", re.IGNORECASE)
@@ -54,3 +57,13 @@ def test_the_kernel_is_fused_and_stands_alone(family: str, micro: int, tmp_path:
     figure(names[forward][:60], float(len(places)), "kernels")
     around = names[forward - 1 : forward] + names[forward + 1 : forward + 2]
     assert not [name for name in around if COPY.match(name)]
+
+
+def test_padded_values_take_a_fused_kernel(tmp_path: Path, figure: Figure) -> None:
+    """Of latent attention, with 192 elements of q and k and 128 of v in a head."""
+    (names,) = world_of(
+        1, kernels, config_of(settings(MLA, tmp_path, train__precision="bf16"), tmp_path), str(tmp_path)
+    )
+    fused = [name for name in names if FUSED.search(name)]
+    assert fused, f"no fused attention among {sorted(set(names))}"
+    figure(fused[0][:60], float(len(fused)), "kernels")

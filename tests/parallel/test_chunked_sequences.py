@@ -12,7 +12,7 @@ from torch import Tensor
 from megascale.parallel.kv_store import KVStore
 from megascale.train.evaluate import evaluate
 from megascale.train.step import train_step
-from tests.parallel.test_context_parallel import CASES, check, configure, layout
+from tests.parallel.test_context_parallel import CASES, LATENT, check, configure, layout
 from tests.thread_world import run_threads
 
 CHUNKS = {
@@ -35,6 +35,7 @@ QUICK = [
     ("llama, packed, window, recomputed", "12, K = 1", "tp2 sp"),
     ("gpt, packed, micro-batches of 2", "2, K = 12", "pp2 zero2, no overlap"),
     ("llama, recomputed attention, scale", "4, K = 2", "pp3"),
+    (LATENT, "4, K = 2", "alone"),
 ]
 
 

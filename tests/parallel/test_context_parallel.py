@@ -65,6 +65,8 @@ CASES = {
         "llama", {"train__recompute": "selective", "model__softmax_scale": 0.3, "model__qk_norm": "head"}
     ),
 }
+LATENT = "mla, packed"
+CASES[LATENT] = Case("mla", PACKED)
 MUON = "llama, Muon, z-loss, averaged weights"
 CASES[MUON] = Case(
     "llama",
@@ -85,6 +87,7 @@ QUICK = {
     "ring 2, tp2 sp pp2": BY_DOCUMENT,
     "usp 2x2": "gpt, packed, micro-batches of 2",
     "allgather 2, dp2 zero2": MUON,
+    "ulysses 2, tp2 sp": LATENT,
 }
 
 

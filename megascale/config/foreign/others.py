@@ -163,6 +163,8 @@ TRANSFORMERS = (
     same("dim, n_embd, d_model", "model.hidden_size"),
     same("n_head, n_heads", "model.num_heads"),
     same("num_key_value_heads, n_kv_heads", "model.num_kv_heads"),
+    same("qk_nope_head_dim", "model.head_dim", "with kv_lora_rank"),
+    same("qk_rope_head_dim", "model.rope_head_dim"),
     same("n_layer, n_layers, num_hidden_layers", "model.num_layers"),
     same("intermediate_size, hidden_dim", "model.ffn_size"),
     same("seq_len, max_seq_len, n_positions, block_size", "model.seq_length"),

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families import gemma, gpt2, gpt_neox, llama, mixtures, qwen
+from megascale.convert.families import deepseek, gemma, gpt2, gpt_neox, llama, mixtures, qwen
 from megascale.convert.families.family import ConfigKeys, Family, SizeError
 from megascale.convert.families.rotary_keys import ROPE_KEYS
 from megascale.convert.families.window_keys import WINDOW_KEYS
@@ -18,7 +18,7 @@ FAMILIES = {
     for family in (
         gpt2.FAMILY, llama.FAMILY, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3, llama.OLMO2,
         gpt_neox.FAMILY, llama.PHI3, mixtures.MIXTRAL, mixtures.QWEN2_MOE, mixtures.QWEN3_MOE, mixtures.OLMOE,
-        mixtures.GLM4_MOE,
+        mixtures.GLM4_MOE, deepseek.V2, deepseek.V3, deepseek.KIMI_K2,
     )
 }  # fmt: skip
 """Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""
@@ -27,8 +27,11 @@ GROUPS = (ROPE_KEYS, WINDOW_KEYS)  # keys of config.json that change together
 
 TEXT_ALONE_HINT = "its text model alone, saved with transformers as a causal language model"
 
-IGNORED = {"preset", "dropout", "window", "explicit_expert_ffn_size"}
-"""`[model]` keys that a conversion need not keep; `window` and `expert_ffn_size` are compared by their effect."""
+BY_EFFECT = ("expert_ffn_size", "value_head_dim", "latent_norm_eps")
+"""Sizes with a default, which are compared with it."""
+
+IGNORED = {"preset", "dropout", "window", *(f"explicit_{key}" for key in BY_EFFECT)}
+"""`[model]` keys that a conversion need not keep; `window` and `BY_EFFECT` are compared by their effect."""
 
 ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"}
 """`[model]` keys without effect on learned positions."""
@@ -96,8 +99,7 @@ def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
         for key, field in ModelConfig.model_fields.items()
         if key not in ignored and getattr(there, key) != getattr(here, key)
     }
-    if there.expert_ffn_size != here.expert_ffn_size:
-        found["expert_ffn_size"] = there.expert_ffn_size
+    found |= {key: getattr(there, key) for key in BY_EFFECT if getattr(there, key) != getattr(here, key)}
     return found | ({"window": there.window} if there.windows != here.windows else {})
 
 

@@ -37,12 +37,15 @@ class Same:
 @dataclass(frozen=True)
 class Fused:
     """A tensor of Hugging Face that stacks `parts` along its outputs; `transposed`: stored [in, out]; `per_head`: the
-    parts alternate head by head.
+    parts alternate head by head; `paired`: parts whose rows (of a head) are pairs to rotate, which are neighbours in
+    Hugging Face and halves apart here. `beside`: a module of layers that have the tensor, whatever others it replaces.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     per_head: bool = False
+    paired: tuple[str, ...] = ()
+    beside: str = ""
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,7 @@ class AttentionSpec(Part):
         qkv, result = sizes.sharded(self.qkv_width), sizes.sharded(self.out_width)
         heads, weights = self.heads // sizes.tp, 0
         normed, forming = self._norm_bytes(sizes)
-        in_pieces = sizes.key_parts == 1 and (sizes.documents or (self.window and not self.softcap))
-        apart = sizes.cp_heads > 1 or sizes.tensorwise or in_pieces  # the result is not the next layer's saved input
-        tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if apart else 0)
+        tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if self.result_apart(sizes) else 0)
         if sizes.model.dropout:
             weights = sizes.batch * heads * s * s * sizes.compute
             capped = weights if self.softcap else 0
@@ -128,6 +126,11 @@ class AttentionSpec(Part):
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
         backward = recomputed + qkv + max((2 if recomputed else 1) * weights, forming)
         return UnitBytes(saved, forward, backward, qkv - result)
+
+    def result_apart(self, sizes: MicroBatchSizes) -> bool:
+        """True if the kernels' result is not the next layer's saved input."""
+        in_pieces = sizes.key_parts == 1 and (sizes.documents or (self.window and not self.softcap))
+        return bool(sizes.cp_heads > 1 or sizes.tensorwise or in_pieces)
 
     def _shared_memory(self, sizes: MicroBatchSizes, saved: int, forming: int) -> UnitBytes:
         """Account for attention of ranks that share sequences. `saved`: by attention without an exchange, besides q, k

@@ -89,8 +89,9 @@ class LinearGroup(Part):
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         rows, columns = (times.sizes.tp, 1) if self.sharded == 0 else (1, times.sizes.tp)
-        shapes = [(layer.outputs // rows, layer.inputs // columns) for layer in self.layers]
-        return times.linears(shapes, fp8, enters=self.sharded == 0)
+        shapes, first = [(layer.outputs // rows, layer.inputs // columns) for layer in self.layers], self.layers[0]
+        enters = self.sharded == 0
+        return times.linears(shapes, fp8, enters, first.inputs if enters else first.outputs)
 
 
 @dataclass(frozen=True)

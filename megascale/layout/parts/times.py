@@ -87,9 +87,9 @@ class OperationTimes(Protocol):
     def passes(self, elements: float, backward: int = 2) -> PassTimes:
         """Time element-wise operations with `elements` moved in forward, and `backward` times as many in backward."""
 
-    def linears(self, shapes: Iterable[tuple[int, int]], fp8: bool, enters: bool) -> PassTimes:
+    def linears(self, shapes: Iterable[tuple[int, int]], fp8: bool, enters: bool, width: int) -> PassTimes:
         """Time linear layers [outputs, inputs] of this rank with a common collective over tp: on the input (`enters`),
-        or on the output.
+        or on the output, of `width` elements a token.
         """
 
     def local_linear(self, outputs: int, inputs: int) -> PassTimes:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
 
-BY_HEAD = ("q.weight", "k.weight")  # ends of the names of matrices with a block a head
+BY_HEAD = ("q.weight", "q_rope.weight", "k.weight")  # ends of the names of matrices with a block a head
 
 
 def adam_mini(given: UpdateInput) -> Update:

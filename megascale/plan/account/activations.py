@@ -108,4 +108,4 @@ def key_store_bytes(sizes: MicroBatchSizes, layers: int, tokens: int) -> int:
     accumulation dtype.
     """
     m = sizes.model
-    return tokens * layers * 2 * m.num_kv_heads * m.head_dim * (sizes.compute + sizes.wide) // sizes.tp
+    return tokens * layers * 2 * m.num_kv_heads * m.qk_head_dim * (sizes.compute + sizes.wide) // sizes.tp

@@ -2,7 +2,7 @@
 
 Activations: K + p - r - 1 chunks on rank r of p, whatever the longest sequence (`schedule.state_aware`). With the
 longest sequence grow only the store of keys and values, with their gradients, of one sequence,
-2 kv_heads head_dim (compute + accumulation bytes) per token and layer, and the inputs of dropped chunks, hidden_size
+2 kv_heads qk_head_dim (compute + accumulation bytes) per token and layer, and the inputs of dropped chunks, hidden_size
 compute bytes per token.
 """
 

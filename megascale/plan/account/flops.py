@@ -40,7 +40,7 @@ def sequence_flops(model: ModelConfig) -> SequenceWork:
     """
     from megascale.layout.hybrid.sequence_work import SequenceWork
 
-    quadratic = 3 * 2 * model.num_heads * model.head_dim * model.windows.count(None)
+    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * model.windows.count(None)
     return SequenceWork(token_flops(model).linear, float(quadratic))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, linears, tile_mlp
+from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import fp8_layers, stages_of
 from megascale.layout.loss import loss_chunks
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
@@ -81,8 +81,10 @@ class StageTraffic:
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
                 sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []
                 yield from (each._replace(times=count * m) for each in sent)
-                for layer in linears(block) if p.tp > 1 else ():
-                    amaxes = sizes[quantized].amaxes(f"{layer.name}.weight", 1, config.model.hidden_size)
+                params = (param for part in block for param in part.params("", config.model))
+                for weight in (param for param in params if param.fp8) if p.tp > 1 and quantized else ():
+                    whole = weight.parts[0].shape[1 - weight.sharding["tp"]]  # of the dimension that tp does not shard
+                    amaxes = sizes[quantized].amaxes(weight.name.removeprefix("."), 1, whole)
                     yield from (each._replace(times=count) for each in amaxes)
         for each in (*self._ends(), *self._messages()):
             yield each._replace(times=m)

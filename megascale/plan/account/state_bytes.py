@@ -14,7 +14,7 @@ from typing import Literal
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import distinct_blocks, weight_numel
+from megascale.layout.blocks import distinct_blocks, fp8_weight_numel
 from megascale.layout.buckets import SHARDED
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
 from megascale.layout.topology import topology_of
@@ -57,7 +57,7 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     layout, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     blocks, numbers = distinct_blocks(config.model)
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
-    cast = sum(weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
+    cast = sum(fp8_weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
     cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
     chunks = bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
     elements, shard = stage_elements(chunks, topology_of(config.parallel))

@@ -104,12 +104,13 @@ class LayerTimes:
         seconds = self.exchange.route.collective("all_reduce", nbytes, self.config.parallel.tp)
         return PassTimes(Seconds(tp=seconds), Seconds(tp=seconds))
 
-    def linears(self, shapes: Iterable[tuple[int, int]], fp8: bool, enters: bool) -> PassTimes:
+    def linears(self, shapes: Iterable[tuple[int, int]], fp8: bool, enters: bool, width: int) -> PassTimes:
+        exchange = replace(self.exchange, size=self.exchange.size * width // self.config.model.hidden_size)
         gemms = sum((self._gemms(*shape, fp8) for shape in shapes), PassTimes())
         wgrad = gemms.backward.gemm / 2  # dgrad takes as long
-        forward = self.exchange.exposed(gemms.forward.gemm, enters=enters)
-        backward = self.exchange.exposed(wgrad, enters=not enters, backward=True)
-        backward += self.exchange.regathered(wgrad) if enters else 0.0
+        forward = exchange.exposed(gemms.forward.gemm, enters=enters)
+        backward = exchange.exposed(wgrad, enters=not enters, backward=True)
+        backward += exchange.regathered(wgrad) if enters else 0.0
         return gemms + PassTimes(Seconds(tp=forward), Seconds(tp=backward))
 
     def attention(self, heads: int, window: int | None, width: int, exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:

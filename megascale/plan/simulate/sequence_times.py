@@ -59,7 +59,7 @@ class SequenceTimes:
     @property
     def heads(self) -> Heads:
         m, tp, sizes = self.config.model, self.config.parallel.tp, self.parts.layers.sizes
-        return Heads(m.num_heads // tp, max(1, m.num_kv_heads // tp), m.head_dim, sizes.compute, sizes.wide)
+        return Heads(m.num_heads // tp, max(1, m.num_kv_heads // tp), m.qk_head_dim, sizes.compute, sizes.wide)
 
     @cached_property
     def work(self) -> SequenceWork:

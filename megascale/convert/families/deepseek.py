@@ -1,0 +1,121 @@
+"""DeepSeek: model_type deepseek_v2 (DeepSeek-V2, V2-Lite); deepseek_v3 (V3, R1); kimi_k2 (Kimi-K2), whose modules are
+V3's. Latent attention, shared experts; the best groups of experts, by their largest score (V2) or the sum of two (V3).
+
+Files have the rotated outputs of a head as pairs of neighbours; here they are halves, and rows change places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from megascale.config.model import ModelConfig
+from megascale.convert.families.family import ConfigKeys, Family, Fused, Key, Same, require
+from megascale.convert.families.llama import LLAMA, OUTER, ROTARY_BUFFERS, SIZES, kv_heads
+from megascale.convert.families.mixtures import EXPERTS, GLM4_MOE, ROUTER
+from megascale.convert.families.rotary_keys import read_rope, write_rope
+
+QUERIES = Fused(("attention.q", "attention.q_rope"), per_head=True, paired=("attention.q_rope",))
+
+DEEPSEEK_LAYER: dict[str, str | Fused] = {
+    **{theirs: ours for theirs, ours in GLM4_MOE.layer.items() if "self_attn" not in theirs},
+    **ROUTER,
+    "self_attn.q_proj": QUERIES,
+    "self_attn.q_a_proj": "attention.q_latent",
+    "self_attn.q_a_layernorm": "attention.q_latent_norm",
+    "self_attn.q_b_proj": replace(QUERIES, beside="attention.q_latent"),
+    "self_attn.kv_a_proj_with_mqa": Fused(("attention.kv_latent", "attention.k_rope"), paired=("attention.k_rope",)),
+    "self_attn.kv_a_layernorm": "attention.kv_latent_norm",
+    "self_attn.kv_b_proj": Fused(("attention.k", "attention.v"), per_head=True),
+    "self_attn.o_proj": "attention.out",
+}
+
+LATENT_KEYS = {
+    "norm_eps": Key("rms_norm_eps", 1e-6),
+    "kv_lora_rank": Key("kv_lora_rank", 512, size=True),
+    "q_lora_rank": Key("q_lora_rank", 1536, size=True, null=0),
+    "head_dim": Key("qk_nope_head_dim", 128, size=True),
+    "rope_head_dim": Key("qk_rope_head_dim", 64, size=True),
+    "value_head_dim": Key("v_head_dim", 128, size=True),
+    "router_scale": Key("routed_scaling_factor", 1.0, size=True),
+}
+FIXED = LLAMA | {"bias": False, "latent_norm_eps": 1e-6}  # of latents, whatever rms_norm_eps is
+REQUIRED = {"hidden_act": ("silu",), "attention_bias": (False,), "moe_layer_freq": (1,)}
+
+
+def _read(config: ConfigKeys, shared: int, width: int) -> ConfigKeys:
+    """The keys of rotary positions, and of the shared experts, by default `shared` of `width`.
+
+    Raises: ValueError for other key-value heads than heads
+    """
+    heads = config["num_attention_heads"]
+    if (given := config.get("num_key_value_heads")) not in (None, heads):
+        raise ValueError(f"num_key_value_heads is {given!r}, not {heads!r}, as num_attention_heads")
+    found = config.get("n_shared_experts", shared) * config.get("moe_intermediate_size", width)
+    return read_rope(config) | {"shared_ffn_size": found}
+
+
+def _write(model: ModelConfig) -> ConfigKeys:
+    return {
+        "q_lora_rank": model.q_lora_rank or None,
+        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _read_group_value(config: ConfigKeys) -> ConfigKeys:
+    """The value of a group of DeepSeek-V3, if there are several."""
+    return {"router_group_value": "top2" if config.get("n_group", 8) > 1 else "max"}
+
+
+GREEDY, BEST_GROUPS = "greedy", "group_limited_greedy"
+
+
+def _read_groups(config: ConfigKeys) -> ConfigKeys:
+    """The groups of DeepSeek-V2, if its method has them. Raises: ValueError for another method"""
+    require(config, "topk_method", GREEDY, BEST_GROUPS)
+    if config.get("topk_method", GREEDY) == GREEDY:
+        return {}
+    return {"router_groups": config["n_group"], "router_top_groups": config["topk_group"]}
+
+
+def _write_groups(model: ModelConfig) -> ConfigKeys:
+    groups, top = model.router_groups, model.router_top_groups
+    return {"topk_method": BEST_GROUPS if groups > 1 else GREEDY, "n_group": groups, "topk_group": top}
+
+
+V2 = Family(
+    "deepseek_v2", "DeepseekV2ForCausalLM", FIXED | {"router_normalize": False},
+    SIZES | LATENT_KEYS | {
+        "num_kv_heads": kv_heads(Same("num_attention_heads")),
+        "experts": Key("n_routed_experts", 64, size=True, also="num_experts"),
+        "experts_per_token": Key("num_experts_per_tok", size=True),
+        "expert_ffn_size": Key("moe_intermediate_size", 1407, size=True),
+        "dense_layers": Key("first_k_dense_replace", 0),
+    },
+    OUTER, "model.layers", DEEPSEEK_LAYER,
+    REQUIRED | {"mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
+    (partial(_read, shared=2, width=1407), _read_groups), (write_rope, _write, _write_groups), ROTARY_BUFFERS, EXPERTS,
+)  # fmt: skip
+
+V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", FIXED | {"router_score": "sigmoid", "balance_bias": True},
+    SIZES | LATENT_KEYS | {
+        "num_kv_heads": kv_heads(128),
+        "seq_length": Key("max_position_embeddings", 4096, size=True),
+        "experts": Key("n_routed_experts", 256, size=True, also="num_local_experts"),
+        "experts_per_token": Key("num_experts_per_tok", 8, size=True),
+        "expert_ffn_size": Key("moe_intermediate_size", 2048, size=True),
+        "dense_layers": Key("first_k_dense_replace", 3),
+        "router_normalize": Key("norm_topk_prob", True),
+        "router_scale": Key("routed_scaling_factor", 2.5, size=True),
+        "router_groups": Key("n_group", 8, size=True),
+        "router_top_groups": Key("topk_group", 4, size=True),
+    },
+    OUTER, "model.layers", DEEPSEEK_LAYER,
+    REQUIRED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    (partial(_read, shared=1, width=2048), _read_group_value), (write_rope, _write), ROTARY_BUFFERS, EXPERTS,
+    "mlp.gate.e_score_correction_bias",
+)  # fmt: skip
+
+KIMI_K2 = replace(V3, name="kimi_k2")
