@@ -144,6 +144,20 @@ EXPERTS = Exclusions("model.experts", unless(0), tuple(
 ))  # fmt: skip
 """Keys without an implementation for experts."""
 
+NO_MTP = _off("model.mtp_layers", only(0), TrainConfig, "mtp_loss_weight")
+
+MTP = Exclusions("model.mtp_layers", unless(0), tuple(
+    (key, passes, f"{message} (model.mtp_layers = {{given}})", hint)
+    for key, passes, message, hint in (
+        ("model.position", unless("learned"), "the token embedding of a further depth has no position", "rope"),
+        ("data.sequence_chunk_tokens", only(None), "further depths have whole sequences", REMOVE),
+        ("parallel.hybrid_dp", only(False), "planned micro-batches have no further targets", "false"),
+        ("train.activation_offload", only(False), "the blocks of further depths keep their inputs", "false"),
+        ("train.noise_scale_every", only(0), "the gradients of one loss have a noise scale", "0"),
+    )
+))  # fmt: skip
+"""Keys without an implementation for multi-token prediction."""
+
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
     ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",
      "tie_embeddings = false, or remove the key"),

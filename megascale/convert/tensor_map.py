@@ -63,13 +63,13 @@ def model_tensors(model: ModelConfig) -> list[TensorSpec]:
 
 def bias_names(model: ModelConfig) -> dict[int, str]:
     """The names of the experts' biases [experts], by layer: rows of the state `BALANCE_BIAS` of a run."""
-    layers = range(model.dense_layers, model.num_layers) if model.balance_bias else ()
+    layers = range(model.dense_layers, model.total_layers) if model.balance_bias else ()
     return {layer: f"{BALANCE_BIAS}.layers.{layer}" for layer in layers}
 
 
 def stack_biases(model: ModelConfig, read: Callable[[str], Tensor]) -> Tensor:
     """The state `BALANCE_BIAS` [layers x experts], f64, of the biases that `read` returns by name; 0 in others."""
-    stack = torch.zeros(model.num_layers, model.experts, dtype=torch.float64)
+    stack = torch.zeros(model.total_layers, model.experts, dtype=torch.float64)
     for layer, name in bias_names(model).items():
         stack[layer] = read(name)
     return stack.view(-1)
@@ -83,7 +83,7 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
         for ours, theirs in family.outer.items()
         if ours in shapes
     }
-    for index in range(model.num_layers):
+    for index in range(model.total_layers):
         prefix = f"{family.layer_prefix}.{index}"
         for module, content in family.layer.items():
             fused = content if isinstance(content, Fused) else Fused((content,))

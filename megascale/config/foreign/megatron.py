@@ -79,7 +79,8 @@ MODEL = (
     absent("--apply-query-key-layer-scaling, --fp32-residual-connection", "not supported", 0),
     absent("--attention-softmax-in-fp32", _ALWAYS, 0),
     absent("--multi-latent-attention", "not supported", 0),
-    absent("--mtp-num-layers", "not supported: multi-token prediction"),
+    same("--mtp-num-layers", "model.mtp_layers"),
+    same("--mtp-loss-scaling-factor", "train.mtp_loss_weight"),
     absent("--use-mcore-models, --use-legacy-models", "nothing to write: one model", 0),
     absent("--transformer-impl, --spec", "write backends.* for single operations; auto takes what is installed"),
 )  # fmt: skip
