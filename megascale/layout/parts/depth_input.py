@@ -28,6 +28,10 @@ class DepthInput(Part):
     def token_weights(self) -> int:
         return 2 * self.hidden**2
 
+    @property
+    def whole_numel(self) -> int:
+        return self.token_weights
+
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         name, std = f"{block}.merge.weight", initial_std(model, residual=False)
         merge = TensorSpec(name, (self.hidden, 2 * self.hidden), std=std, width_ratio=model.width_ratio)
