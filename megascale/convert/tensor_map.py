@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
+from megascale.convert.families import prediction_layers
 from megascale.convert.families.family import Family, Fused
 from megascale.layout.parameters import all_params
-from megascale.layout.tensors import TensorSpec
+from megascale.layout.tensors import TOKEN_EMBEDDING, TensorSpec
 from megascale.parallel.stateful import BALANCE_BIAS
 
 
@@ -100,6 +101,15 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
         stored_name = f"{family.layer_prefix}.{layer}.{family.balance_bias}"
         places[name] = (Place(stored_name, model.experts, model.experts),)
     return places
+
+
+def stored_copies(family: Family, model: ModelConfig) -> dict[str, str]:
+    """The megascale tensors that layers of multi-token prediction have copies of in files, by the copy's name."""
+    return {
+        f"{family.layer_prefix}.{layer}.{name}": TOKEN_EMBEDDING if model.tie_embeddings else ours
+        for layer in range(model.num_layers, model.total_layers)
+        for name, ours in prediction_layers.COPIES.items()
+    }
 
 
 def _fused_places(

@@ -44,10 +44,8 @@ def prediction_metrics(
     model: ModelConfig, train: TrainConfig, totals: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
     """Return `StepMetrics.mtp` of the totals of a step."""
-    share = train.mtp_loss_weight / model.mtp_layers * totals["tokens"]
-    return {
-        f"{depth + 1}": {"loss": totals[vector_name(DEPTH_LOSS, depth)] / share} for depth in range(model.mtp_layers)
-    }
+    depths, weight = range(model.mtp_layers), train.mtp_loss_weight * totals["tokens"]
+    return {f"{d + 1}": {"loss": totals[vector_name(DEPTH_LOSS, d)] * len(depths) / weight} for d in depths}
 
 
 def _by_depth(model: ModelConfig, batch: StepBatch) -> dict[int, list[DepthTargets]]:
