@@ -139,8 +139,7 @@ class PretrainedWeights:
         return set(dtypes)
 
     def _check_copy(self, copy: str, original: str) -> None:
-        """Check that a stored tensor equals another bit by bit: the head of a model with tied embeddings, or a copy in a
-        layer of multi-token prediction.
+        """Check that a stored tensor equals another bit by bit: a tied head, or a copy of multi-token prediction.
 
         Raises: CheckpointError
         """
@@ -274,9 +273,7 @@ class _Part:
 TensorParts = list[_Part]
 
 
-def _files(
-    family: Family, model: ModelConfig, dtype: torch.dtype
-) -> Iterator[list[tuple[str, TensorParts]]]:
+def _files(family: Family, model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, TensorParts]]]:
     """Group the Hugging Face tensors by file, each tensor with its parts."""
     places, parts_by_name, size = tensor_map(family, model), dict[str, TensorParts](), dict[str, int]()
     for tensor in model_tensors(model):

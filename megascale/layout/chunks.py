@@ -199,8 +199,8 @@ def fp8_weights(model: ModelConfig, layers: range) -> dict[str, ParamSpec]:
 
 
 def fp8_layers(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> range:
-    """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures, and if any of the last not those
-    of multi-token prediction.
+    """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures. Those of multi-token prediction
+    have them if the last layer has.
     """
     end = model.num_layers - fp8.last_layers_bf16 if fp8.last_layers_bf16 else model.total_layers
     return range(fp8.first_layers_bf16, end) if train.quantizes else range(0)

@@ -33,16 +33,16 @@ def embedding_params(model: ModelConfig) -> list[ParamSpec]:
 
 
 def head_params(model: ModelConfig) -> list[ParamSpec]:
-    """The parameters after the last layer. A tied head has the name of the token embedding, which multi-token prediction
-    uses beside the head.
+    """The parameters after the last layer. A tied head has the name of the token embedding, which multi-token
+    prediction uses beside the head.
     """
     names = [*([] if model.tie_embeddings else [HEAD]), *([TOKEN_EMBEDDING] if model.embeds_last else [])]
     return [*norm_params("final_norm", model), *(vocabulary_param(name, model) for name in names)]
 
 
 def stage_params(model: ModelConfig, layers: range, first: bool, last: bool) -> list[ParamSpec]:
-    """The parameters of a pipeline stage, without duplicates: a stage with embedding and tied head has them once. Layers
-    of multi-token prediction follow the head.
+    """The parameters of a pipeline stage, without duplicates: a stage with embedding and tied head has them once.
+    Layers of multi-token prediction follow the head.
     """
     params = embedding_params(model) if first else []
     for index in layers:

@@ -17,10 +17,9 @@ from megascale.checkpoint.format.state import Progress
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.data import DataConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
-from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
+from megascale.config.train import OptimizerConfig, TrainConfig
 from megascale.core.rank import Rank
 from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of

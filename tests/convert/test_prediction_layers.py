@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction in published files: read, trained from, and written back, as transformers computes."""
+"""Layers of multi-token prediction in published files: read, trained from, and written back."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def test_a_run_may_leave_the_layer_out(published: Path, tmp_path: Path) -> None:
     config = config_of(settings(model, tmp_path, **keys), tmp_path)
     assert not any("mtp" in line for line in compare_initial_model(config))
     ((_, text, _, depths),) = run_world(1, first_step, config)
-    assert "leaves out their last layer of multi-token prediction: model.mtp_layers = 1 trains all" in text and not depths
+    assert (
+        "leaves out their last layer of multi-token prediction: model.mtp_layers = 1 trains all" in text and not depths
+    )
     to_huggingface(folders.find_checkpoint(Location(str(config.folder))), tmp_path / "again")
     assert not any(name.startswith(LAYER) for name in weights_in(tmp_path / "again"))
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == 0

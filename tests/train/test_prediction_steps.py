@@ -115,7 +115,9 @@ def test_layouts_are_the_same_run(model: str, layout: str, dataset: Path, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout"), [each for each in itertools.product(MODELS, LAYOUTS) if each not in QUICK])
+@pytest.mark.parametrize(
+    ("model", "layout"), [each for each in itertools.product(MODELS, LAYOUTS) if each not in QUICK]
+)
 def test_every_layout_is_the_same_run(model: str, layout: str, dataset: Path, tmp_path: Path) -> None:
     if not (model == "experts" and layout == "tp2") and not (model != "experts" and "ep" in LAYOUTS[layout]):
         check(model, layout, dataset, tmp_path)

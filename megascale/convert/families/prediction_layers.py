@@ -1,6 +1,4 @@
-"""Layers of multi-token prediction in files: `layer_prefix`.N for N from `num_hidden_layers` on, each with copies of the
-embedding and the head.
-"""
+"""Layers of multi-token prediction in files: they follow the others, and have copies of the embedding and the head."""
 
 from __future__ import annotations
 

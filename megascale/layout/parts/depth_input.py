@@ -1,7 +1,6 @@
-"""The input of a depth of multi-token prediction (DeepSeek-V3, 2.2): hidden states of the depth before and the token that
-it has predicted (`DepthInput`).
+"""The input of a depth of multi-token prediction (DeepSeek-V3, 2.2): `DepthInput`.
 
-    W [norm(embedding of the token); norm(hidden state)]        W [h, 2 h], equal on the ranks of tp
+W [norm(embedding of the token); norm(hidden state)]        W [h, 2 h], equal on the ranks of tp
 """
 
 from __future__ import annotations

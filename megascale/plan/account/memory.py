@@ -142,9 +142,7 @@ class JobMemory:
         return most_inputs(order, layers)
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:
-        """List the units of a rank's chunks. The last has a head for each depth of multi-token prediction, of one weight;
-        with the token embedding the weights are its, or both.
-        """
+        """List the units of a rank's chunks. Depths of multi-token prediction share the weight of the head."""
         model, chunks = self.config.model, list[list[UnitBytes]]()
         head = activations.head_bytes(self.sizes)
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
@@ -163,11 +161,11 @@ class JobMemory:
         return chunks
 
     def _head_elements(self, buckets: Sequence[BucketSize]) -> int:
-        """Count the elements of the bucket with the head, of those of the last chunk. A copied embedding is the last."""
+        """Count the elements of the bucket with the head, of those of the last chunk."""
         model, parallel = self.config.model, self.config.parallel
         deeper = {f"layers.{layer}" for layer in range(model.num_layers, model.total_layers)}
         dense = [b.numel for b in buckets if b.reduce_axes == DATA_AXES and b.first_module not in deeper]
-        copied = shares_embedding(model, parallel) and not model.tie_embeddings
+        copied = shares_embedding(model, parallel) and not model.tie_embeddings  # a bucket of its own, the last
         return dense[-2 if copied else -1]
 
     def _starts(self) -> list[int]:

@@ -19,7 +19,7 @@ from tests.drawn import jobs, ranks_of
 from tests.marks import only_quick
 from tests.plan.account.test_against_dry_run import compare, drawn
 from tests.plan.account.test_expert_memory import LARGE, SHARED
-from tests.runs import LLAMA, config_of, settings
+from tests.runs import config_of, settings
 
 TWO = LARGE | {"mtp_layers": 2}
 TIED = LARGE | {"mtp_layers": 1, "tie_embeddings": True}
