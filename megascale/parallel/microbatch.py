@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DepthTargets:
-    """What a depth of multi-token prediction predicts: `labels` [s, b], i64, one token further ahead than the depth
+    """The targets of a depth of multi-token prediction: `labels` [s, b], i64, one token further ahead than the depth
     before. `weights` [s, b], f64: as `MicroBatch.mask`, and 0 where the label lies beyond the document or the sample;
     `count`: their sum. In training `constant`, of the term of the loss, and its value `loss`.
     """
