@@ -144,9 +144,7 @@ EXPERTS = Exclusions("model.experts", unless(0), tuple(
 ))  # fmt: skip
 """Keys without an implementation for experts."""
 
-NO_MTP = _without_effect(
-    "model.mtp_layers", only(0), {"train.mtp_loss_weight": only(0.1)}, "model.mtp_layers, or remove the key"
-)
+NO_MTP = _without_effect("model.mtp_layers", only(0), {"train.mtp_loss_weight": only(0.1)})
 
 MTP = Exclusions("model.mtp_layers", unless(0), tuple(
     (key, passes, f"{message} (model.mtp_layers = {{given}})", hint)

@@ -108,8 +108,7 @@ def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:
     _copy_masters_and_gather(run)
     lines = [f"begins with the weights of {weights.folder}"]
     if left_out:
-        layers, kept = ("layer" if left_out == 1 else f"{left_out} layers"), run.config.model.mtp_layers + left_out
-        lines.append(f"leaves out their last {layers} of multi-token prediction: model.mtp_layers = {kept} trains all")
+        lines.append(f"leaves out layers of multi-token prediction ({left_out}), which model.mtp_layers would train")
     return [*lines, *(f"differs from the weights: {text}" for text in changes)]
 
 
