@@ -36,11 +36,13 @@ def jobs(
     shares: bool = False,
     saves: bool = False,
     experts: bool = False,
+    depths: bool = False,
 ) -> RunConfig:
     """Draw a resolved configuration, with tensors of sizes that a formula cannot neglect. `large`: models of several GB
     per rank, for fake tensors. `quick`: without features that take torch many operators. `shares`: ranks share
     sequences where the model permits. `saves`: the MLP is in tiles where FP8 scales permit, and block inputs that are
-    all that is saved are offloaded in half of the jobs. `experts`: in place of MLPs.
+    all that is saved are offloaded in half of the jobs. `experts`: in place of MLPs. `depths`: of multi-token
+    prediction.
     """
     parallel = draw(layouts(large))
     recipes = [name for name in RECIPES.names() if not (quick and RECIPES[name].facts["granularity"] == "block")]
@@ -65,6 +67,8 @@ def jobs(
         tree["model"] |= draw(mixtures(parallel["tp"], tree["model"]["num_layers"], inner))
         most = math.gcd(tree["model"]["experts"], parallel["tp"] * parallel["dp"])
         parallel |= {"sp": parallel["tp"] > 1, "ep": draw(st.sampled_from(divisors(most)))}
+    if depths and (parallel["tp"] == 1 or parallel["sp"]):  # otherwise ranks of tp repeat a projection
+        tree["model"] |= {"mtp_layers": draw(st.integers(1, 2)), "position": "rope"}
     tree["train"] |= draw(recomputation(parallel["vpp"]))
     if parallel["pp"] > 2 and draw(booleans):  # ends of the network without layers
         chunks = parallel["pp"] * parallel["vpp"]

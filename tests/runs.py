@@ -111,7 +111,7 @@ def build_run(rank: Rank, config: RunConfig, mesh: Any = None, *, gpu: bool = Fa
 
     device = detect_device(rank.local_rank, allow_gpu=gpu)
     mesh = mesh or build_mesh(config, rank, device)
-    if not config.model.tie_embeddings:  # the ends of the pipeline share no embedding
+    if not config.model.embeds_last:  # the ends of the pipeline share no embedding
         mesh = replace(mesh, tied=single_rank_group("tied", rank.rank))
     return build_rank_run(config, mesh, device, StopRequest())
 

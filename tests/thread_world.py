@@ -200,4 +200,4 @@ def run_threads(config: RunConfig, function: Callable[[Any], T]) -> list[T]:
     def body(mesh: Mesh) -> T:
         return function(build_rank_run(config, mesh, device, StopRequest()))
 
-    return simulate(topology_of(config.parallel), body, tied=config.model.tie_embeddings)
+    return simulate(topology_of(config.parallel), body, tied=config.model.embeds_last)

@@ -26,7 +26,7 @@ _QWEN3_MOE = _QWEN3 | {"num_kv_heads": 4, "experts": 128, "experts_per_token": 8
 _GLM4_MOE = _MODERN | {
     "tie_embeddings": False, "qkv_bias": True, "head_dim": 128, "rope_theta": 1_000_000.0, "rotary_fraction": 0.5,
     "vocab_size": 151_552, "seq_length": 131_072, "experts_per_token": 8, "router_score": "sigmoid",
-    "balance_bias": True,
+    "balance_bias": True, "mtp_layers": 1,
 }  # fmt: skip
 _LATENT = _MISTRAL | {
     "norm_eps": 1e-6, "latent_norm_eps": 1e-6, "kv_lora_rank": 512, "q_lora_rank": 1536, "head_dim": 128,
@@ -196,7 +196,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         experts_per_token=8,
         router_normalize=False,
     ),
-    # GLM team 2025, table 1, and the files, without their layer of multi-token prediction
+    # GLM team 2025, table 1, and the files
     "glm4.5-air": _sized(
         _GLM4_MOE, 46, 4096, 96, 10_944, experts=128, expert_ffn_size=1408, shared_ffn_size=1408, dense_layers=1
     ),

@@ -33,7 +33,9 @@ def compare_initial_model(config: RunConfig) -> list[str]:
     if newest is None and resume.startswith(HF_PREFIX):
         place = absolute_path(resume.removeprefix(HF_PREFIX))
         try:
-            saved = {"model": read_model_config(place)[1].model_dump(mode="json", by_alias=True, exclude={"preset"})}
+            theirs = read_model_config(place)[1]
+            kept = {"mtp_layers": min(theirs.mtp_layers, config.model.mtp_layers)}  # a run may leave the others out
+            saved = {"model": theirs.model_dump(mode="json", by_alias=True, exclude={"preset"}) | kept}
             check_small_files(place)
         except CheckpointError as error:
             raise ConfigError([Problem("checkpoint.resume", "", error.message, error.hint)]) from None

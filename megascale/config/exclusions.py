@@ -163,6 +163,15 @@ LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(
     )
 ))  # fmt: skip
 """Keys without an implementation for latent attention."""
+NO_MTP = _without_effect("model.mtp_layers", only(0), {"train.mtp_loss_weight": only(0.1)})
+MTP = Exclusions("model.mtp_layers", unless(0), tuple(
+    (key, passes, f"{message} (model.mtp_layers = {{given}})", hint)
+        ("model.position", unless("learned"), "the token embedding of a further depth has no position", "rope"),
+        ("data.sequence_chunk_tokens", only(None), "further depths have whole sequences", REMOVE),
+        ("parallel.hybrid_dp", only(False), "planned micro-batches have no further targets", "false"),
+        ("train.activation_offload", only(False), "the blocks of further depths keep their inputs", "false"),
+        ("train.noise_scale_every", only(0), "the gradients of one loss have a noise scale", "0"),
+"""Keys without an implementation for multi-token prediction."""
 
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
     ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",

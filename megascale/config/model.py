@@ -158,6 +158,11 @@ class ModelConfig(Section):
         description="a bias of each expert, added to its score for the choice alone, that moves with its load after a "
         "step (balance without auxiliary loss)",
     )
+    mtp_layers: Annotated[int, Field(ge=0, le=100)] = Field(
+        0,
+        description="depths of [multi-token prediction](experts.md#6-predict-several-tokens): a block each after the "
+        "last layer, which predicts one token further ahead; 0: none",
+    )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
         description="dropout probability of embeddings, attention weights, and outputs of attention and MLP",
@@ -182,6 +187,16 @@ class ModelConfig(Section):
         return hash(
             (self.num_layers, self.hidden_size, self.seq_length)
         )  # `window` may be a list, which is not hashable
+
+    @property
+    def total_layers(self) -> int:
+        """The number of blocks, with those of multi-token prediction, which come last."""
+        return self.num_layers + self.mtp_layers
+
+    @property
+    def embeds_last(self) -> bool:
+        """The last pipeline stage uses the token embedding: as its head, or for multi-token prediction."""
+        return self.tie_embeddings or self.mtp_layers > 0
 
     @property
     def width_ratio(self) -> float:
@@ -241,7 +256,7 @@ class ModelConfig(Section):
     def windows(self) -> tuple[int | None, ...]:
         """Number of keys per query of every layer; None: full causal attention."""
         pattern = self.window if isinstance(self.window, list) else [self.window or 0]
-        return _windows(tuple(pattern), self.seq_length, self.num_layers)
+        return _windows(tuple(pattern), self.seq_length, self.total_layers)
 
     @property
     def gated(self) -> bool:
@@ -305,8 +320,8 @@ LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim")
 
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
-    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", *EXPERT_KEYS,
-    *LATENT_KEYS, "value_head_dim",
+    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", "mtp_layers",
+    *EXPERT_KEYS, *LATENT_KEYS, "value_head_dim",
 )  # fmt: skip
 """Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
@@ -322,7 +337,7 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
     there["qk_norm"] = there["qk_norm"] or "none"
     there["expert_ffn_size"] = there["expert_ffn_size"] or there["ffn_size"]
     there["value_head_dim"] = there["value_head_dim"] or there["head_dim"]
-    for key in (*EXPERT_KEYS, *LATENT_KEYS):  # manifests of other models may have none of these
+    for key in (*EXPERT_KEYS, *LATENT_KEYS, "mtp_layers"):  # manifests of other models may have none of these
         there[key] = ModelConfig.model_fields[key].default if there[key] is None else there[key]
     if there["position"] == "learned":
         there["positions"] = there["positions"] or saved.get("seq_length")

@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_EXPERTS, exclusions.EXPERTS, model_rules.experts, parallel_rules.expert_parallel,
     exclusions.NO_BALANCED_EXPERTS, exclusions.NO_BALANCE_LOSS, exclusions.NO_BALANCE_GROUP, exclusions.NO_BALANCE_BIAS,
     parallel_rules.balance_group,
+    exclusions.NO_MTP, exclusions.MTP,
     parallel_rules.tensor_parallel,
     parallel_rules.pipeline,
     backend_rules.fp8_shapes,

@@ -59,6 +59,9 @@ class TrainConfig(Section):
         description="tiles of tokens in which a block's MLP runs; with several only its input is saved, and backward "
         "recomputes one tile after another ([tiles](long-context.md#tiles-of-the-mlp))",
     )
+    mtp_loss_weight: Annotated[Float32, Field(gt=0)] = Field(
+        0.1, description="weight of the losses of model.mtp_layers together, relative to the loss of the next token"
+    )
     z_loss: Annotated[Float32, Field(ge=0, le=1)] = Field(
         0.0,
         description="coefficient of the squared log of the softmax's denominator in the gradient, 1e-4 in PaLM; the "

@@ -28,7 +28,7 @@ from megascale.convert.config_file import (
     read_model_config,
 )
 from megascale.convert.families.config_json import FAMILIES, TEXT_ALONE_HINT, make_config
-from megascale.convert.families.family import ConfigKeys
+from megascale.convert.families.family import ConfigKeys, Family
 from megascale.convert.tensor_map import (
     Place,
     Places,
@@ -37,6 +37,7 @@ from megascale.convert.tensor_map import (
     model_tensors,
     read_region,
     stack_biases,
+    stored_copies,
     tensor_map,
 )
 from megascale.core.errors import CheckpointError
@@ -66,6 +67,9 @@ class PretrainedWeights:
         self.folder = folder
         self.config, self.model = read_model_config(folder)
         self._family = FAMILIES[self.config["model_type"]]
+        first = f"{self._family.layer_prefix}.{self.model.num_layers}."
+        if self.model.mtp_layers and not any(first in name for name in self.files):
+            self.leave_out_depths(0)  # as transformers saves a model, with the key of config.json
         self._places = tensor_map(self._family, self.model)
         self.tensors = model_tensors(self.model)
         self._shapes = {tensor.name: tensor.shape for tensor in self.tensors}
@@ -103,17 +107,15 @@ class PretrainedWeights:
         unchecked = set(self.files)
         for ours, places in self._places.items():
             unchecked -= self._check_places(places, self._shapes[ours][-2:])
-        head = self._family.outer[HEAD]
-        if self.model.tie_embeddings and head in unchecked:
-            self._check_tied(head)
-            unchecked.discard(head)
+        head = {self._family.outer[HEAD]: TOKEN_EMBEDDING} if self.model.tie_embeddings else {}
+        for copy, ours in (head | stored_copies(self._family, self.model)).items():
+            if copy in unchecked:
+                self._check_copy(copy, self.hf_name(ours))
+                unchecked.discard(copy)
         unknown = sorted(n for n in unchecked if not n.endswith(self._family.ignored_suffixes or "\0"))
         if unknown:
-            names, after = ", ".join(unknown[:3]), f"{self._family.layer_prefix}.{self.model.num_layers}."
-            predicts = self.config.get("num_nextn_predict_layers") and unknown[0].startswith(after)
-            hint = "multi-token prediction is not supported: leave its layer out of the files" if predicts else ""
-            what = f"{self.folder} has {len(unknown)} tensors unknown to its config.json: {names}"
-            raise CheckpointError(what, hint=hint)
+            what = f"{self.folder} has {len(unknown)} tensors unknown to its config.json: {', '.join(unknown[:3])}"
+            raise CheckpointError(what)
 
     def _check_places(self, places: Places, shape: tuple[int, ...]) -> set[str]:
         """Check the tensors of `places`, of a vector or matrix of `shape` each, and of one dtype. Returns their names.
@@ -136,22 +138,30 @@ class PretrainedWeights:
             raise CheckpointError(what, hint="experts of one dtype in a layer")
         return set(dtypes)
 
-    def _check_tied(self, head: str) -> None:
-        """Check that a stored head equals, bit by bit, the embedding of a model with tied embeddings.
+    def _check_copy(self, copy: str, original: str) -> None:
+        """Check that a stored tensor equals another bit by bit: a tied head, or a copy of multi-token prediction.
 
         Raises: CheckpointError
         """
-        embedding = self.hf_name(TOKEN_EMBEDDING)
-        (count, width), _ = stored = self._shape_and_dtype(embedding)
+        (count, width), _ = stored = self._shape_and_dtype(original)
         rows = max(1, COMPARE_CHUNK_BYTES // (8 * width))
         chunks = (slice(start, start + rows) for start in range(0, count, rows))
-        if stored == self._shape_and_dtype(head) and all(
-            self._bytes(embedding, chunk).equal(self._bytes(head, chunk)) for chunk in chunks
+        if stored == self._shape_and_dtype(copy) and all(
+            self._bytes(original, chunk).equal(self._bytes(copy, chunk)) for chunk in chunks
         ):
             return
-        what = f"{self.folder / CONFIG_FILE}: tie_word_embeddings is true, but {head} is not equal to {embedding}"
-        hint = f"set tie_word_embeddings to false to keep both, or remove {head} from the files"
+        if copy != self._family.outer[HEAD]:
+            what = f"{self.folder}: {copy} is not equal to {original}, which multi-token prediction shares"
+            raise CheckpointError(what, hint=f"remove {copy} from the files to train on with one")
+        what = f"{self.folder / CONFIG_FILE}: tie_word_embeddings is true, but {copy} is not equal to {original}"
+        hint = f"set tie_word_embeddings to false to keep both, or remove {copy} from the files"
         raise CheckpointError(what, hint=hint)
+
+    def leave_out_depths(self, kept: int) -> int:
+        """Leave out layers of multi-token prediction beyond the first `kept`, and return their number."""
+        left_out = max(0, self.model.mtp_layers - kept)
+        self.model = self.model.model_copy(update={"mtp_layers": self.model.mtp_layers - left_out})
+        return left_out
 
     def _shape_and_dtype(self, hf_name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a tensor, by the header of its file, which is read once: it may list many experts."""
@@ -232,7 +242,7 @@ def export_model(
     written = str(dtype).removeprefix("torch.")
     dtype_keys = dict.fromkeys({"torch_dtype", "dtype"} & source_keys.keys() or {"torch_dtype"}, written)
     config = make_config(model, source_keys) | dtype_keys
-    groups = list(_files(tensor_map(FAMILIES[config["model_type"]], model), model, dtype))
+    groups = list(_files(FAMILIES[config["model_type"]], model, dtype))
     weights, total = dict[str, str](), 0
     for number, group in enumerate(groups, 1):
         file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -263,17 +273,17 @@ class _Part:
 TensorParts = list[_Part]
 
 
-def _files(
-    places: dict[str, Places], model: ModelConfig, dtype: torch.dtype
-) -> Iterator[list[tuple[str, TensorParts]]]:
+def _files(family: Family, model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, TensorParts]]]:
     """Group the Hugging Face tensors by file, each tensor with its parts."""
-    parts_by_name: dict[str, TensorParts] = {}
-    size: dict[str, int] = {}
+    places, parts_by_name, size = tensor_map(family, model), dict[str, TensorParts](), dict[str, int]()
     for tensor in model_tensors(model):
         matrix = math.prod(tensor.shape[-2:]) * dtype.itemsize
         for index, place in zip(matrix_indices(tensor.shape), places[tensor.name], strict=True):
             parts_by_name.setdefault(place.name, []).append(_Part(tensor.name, index, place))
             size[place.name] = size.get(place.name, 0) + matrix
+    for copy, ours in stored_copies(family, model).items():
+        original = places[ours][0].name
+        parts_by_name[copy], size[copy] = parts_by_name[original], size[original]
     group: list[tuple[str, TensorParts]] = []
     for name, parts in parts_by_name.items():
         if group and sum(size[member] for member, _ in group) + size[name] > MAX_SHARD_BYTES:

@@ -14,7 +14,8 @@ from torch import Tensor
 from megascale.checkpoint import folders, offline
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
-from megascale.convert.config_file import CONFIG_FILE, read_model_config
+from megascale.convert.config_file import CONFIG_FILE
+from megascale.convert.huggingface import PretrainedWeights
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.files import is_file
@@ -33,7 +34,7 @@ def read_model_section(source: Location) -> dict[str, Any]:
     Raises: CheckpointError if there are none, or their model is unsupported
     """
     if folder := weights_folder(source.local_path):
-        _, model = read_model_config(folder)
+        model = PretrainedWeights(folder).model
     else:
         checkpoint = folders.find_checkpoint(source)
         model = saved_model(checkpoint, manifest.read(checkpoint))

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
+from megascale.convert.families import prediction_layers
 from megascale.convert.families.family import Family, Fused
 from megascale.layout.parameters import all_params
-from megascale.layout.tensors import TensorSpec
+from megascale.layout.tensors import TOKEN_EMBEDDING, TensorSpec
 from megascale.parallel.stateful import BALANCE_BIAS
 
 
@@ -70,13 +71,13 @@ def model_tensors(model: ModelConfig) -> list[TensorSpec]:
 
 def bias_names(model: ModelConfig) -> dict[int, str]:
     """The names of the experts' biases [experts], by layer: rows of the state `BALANCE_BIAS` of a run."""
-    layers = range(model.dense_layers, model.num_layers) if model.balance_bias else ()
+    layers = range(model.dense_layers, model.total_layers) if model.balance_bias else ()
     return {layer: f"{BALANCE_BIAS}.layers.{layer}" for layer in layers}
 
 
 def stack_biases(model: ModelConfig, read: Callable[[str], Tensor]) -> Tensor:
     """The state `BALANCE_BIAS` [layers x experts], f64, of the biases that `read` returns by name; 0 in others."""
-    stack = torch.zeros(model.num_layers, model.experts, dtype=torch.float64)
+    stack = torch.zeros(model.total_layers, model.experts, dtype=torch.float64)
     for layer, name in bias_names(model).items():
         stack[layer] = read(name)
     return stack.view(-1)
@@ -90,7 +91,7 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
         for ours, theirs in family.outer.items()
         if ours in shapes
     }
-    for index in range(model.num_layers):
+    for index in range(model.total_layers):
         prefix = f"{family.layer_prefix}.{index}"
         for module, content in family.layer.items():
             fused = content if isinstance(content, Fused) else Fused((content,))
@@ -109,6 +110,15 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
         stored_name = f"{family.layer_prefix}.{layer}.{family.balance_bias}"
         places[name] = (Place(stored_name, model.experts, model.experts),)
     return places
+
+
+def stored_copies(family: Family, model: ModelConfig) -> dict[str, str]:
+    """The megascale tensors that layers of multi-token prediction have copies of in files, by the copy's name."""
+    return {
+        f"{family.layer_prefix}.{layer}.{name}": TOKEN_EMBEDDING if model.tie_embeddings else ours
+        for layer in range(model.num_layers, model.total_layers)
+        for name, ours in prediction_layers.COPIES.items()
+    }
 
 
 def _fused_places(

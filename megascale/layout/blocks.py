@@ -24,8 +24,15 @@ RECENT = 16  # models whose blocks are cached: the layouts of a search share a m
 
 
 def block_spec(model: ModelConfig, layer: int) -> BlockSpec:
-    """The parts of layer number `layer` of a model, in forward order."""
-    return _description(model)(model, layer)
+    """The parts of layer number `layer` of a model, in forward order. From `num_layers` on, those of multi-token
+    prediction.
+    """
+    block = _description(model)(model, layer)
+    if layer < model.num_layers:
+        return block
+    from megascale.layout.parts.depth_input import DepthInput
+
+    return DepthInput(model.hidden_size), *block, NormSpec("final_norm")
 
 
 def _description(model: ModelConfig) -> Callable[[ModelConfig, int], BlockSpec]:
@@ -37,8 +44,7 @@ def _description(model: ModelConfig) -> Callable[[ModelConfig, int], BlockSpec]:
 @lru_cache(RECENT)
 def distinct_blocks(model: ModelConfig) -> tuple[tuple[BlockSpec, ...], tuple[int, ...]]:
     """List the distinct blocks of a model, and for every layer the index of its block in the list."""
-    description = _description(model)
-    blocks = [description(model, layer) for layer in range(model.num_layers)]
+    blocks = [block_spec(model, layer) for layer in range(model.total_layers)]
     distinct = tuple(dict.fromkeys(blocks))
     return distinct, tuple(distinct.index(block) for block in blocks)
 

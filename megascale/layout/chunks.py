@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -29,10 +30,11 @@ MIN_SHARD_BYTES = 512 << 10  # minimum bytes of gradients in a data-parallel sha
 
 
 def stages_of(model: ModelConfig, parallel: ParallelConfig) -> Stages:
-    """The virtual pipeline stages of a run."""
+    """The virtual pipeline stages of a run. The last has the layers of multi-token prediction."""
     p = parallel
     layers_per_chunk = None if p.layers_per_chunk is None else tuple(p.layers_per_chunk)
-    return split_layers(model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
+    stages = split_layers(model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
+    return replace(stages, starts=(*stages.starts[:-1], model.total_layers)) if model.mtp_layers else stages
 
 
 def module_of(name: str) -> str:
@@ -63,7 +65,7 @@ def chunk_buckets(
 
 def shares_embedding(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return True if the first and the last pipeline stage share the token embedding."""
-    return model.tie_embeddings and parallel.pp > 1
+    return model.embeds_last and parallel.pp > 1
 
 
 def _bounds(parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig, numel: int) -> tuple[int, int]:
@@ -183,7 +185,9 @@ def _modules_of_buckets(
         groups = itertools.groupby((p for p in edges if p not in tied), key=lambda p: module_of(p.name))
         ends = [_module(name, list(params), topology) for name, params in groups]
         begin = [module for module in ends if module.name == "embedding"]
-        modules = [*begin, *map(layer, stages.layers(index)), *ends[len(begin) :]]
+        layers = [*map(layer, stages.layers(index))]
+        before = len(layers) - (model.mtp_layers if index == stages.count - 1 else 0)
+        modules = [*begin, *layers[:before], *ends[len(begin) :], *layers[before:]]
         buckets = _split(modules, *limits(sum(module.numel for module in modules)))
         separate = [[_module("head" if index else "embedding", tied, topology)]] if tied else []
         yield [*buckets, *separate] if index else [*separate, *buckets]
@@ -195,5 +199,8 @@ def fp8_weights(model: ModelConfig, layers: range) -> dict[str, ParamSpec]:
 
 
 def fp8_layers(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> range:
-    """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures."""
-    return range(fp8.first_layers_bf16, model.num_layers - fp8.last_layers_bf16) if train.quantizes else range(0)
+    """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures. Those of multi-token prediction
+    have them if the last layer has.
+    """
+    end = model.num_layers - fp8.last_layers_bf16 if fp8.last_layers_bf16 else model.total_layers
+    return range(fp8.first_layers_bf16, end) if train.quantizes else range(0)

@@ -33,25 +33,28 @@ def embedding_params(model: ModelConfig) -> list[ParamSpec]:
 
 
 def head_params(model: ModelConfig) -> list[ParamSpec]:
-    """The parameters after the last layer. A tied head has the name of the token embedding."""
-    name = TOKEN_EMBEDDING if model.tie_embeddings else HEAD
-    return [*norm_params("final_norm", model), vocabulary_param(name, model)]
+    """The parameters after the last layer. A tied head has the name of the token embedding, which multi-token
+    prediction uses beside the head.
+    """
+    names = [*([] if model.tie_embeddings else [HEAD]), *([TOKEN_EMBEDDING] if model.embeds_last else [])]
+    return [*norm_params("final_norm", model), *(vocabulary_param(name, model) for name in names)]
 
 
 def stage_params(model: ModelConfig, layers: range, first: bool, last: bool) -> list[ParamSpec]:
-    """The parameters of a pipeline stage, without duplicates: a stage with embedding and tied head has them once."""
+    """The parameters of a pipeline stage, without duplicates: a stage with embedding and tied head has them once.
+    Layers of multi-token prediction follow the head.
+    """
     params = embedding_params(model) if first else []
     for index in layers:
+        params += head_params(model) if index == model.num_layers else []
         params += layer_params(model, index)
-    if last:
-        names = {parameter.name for parameter in params}
-        params += [parameter for parameter in head_params(model) if parameter.name not in names]
-    return params
+    params += head_params(model) if last and model.num_layers not in layers else []
+    return list({parameter.name: parameter for parameter in params}.values())
 
 
 def all_params(model: ModelConfig) -> list[ParamSpec]:
     """The parameters of the full model."""
-    return stage_params(model, range(model.num_layers), first=True, last=True)
+    return stage_params(model, range(model.total_layers), first=True, last=True)
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -68,7 +71,7 @@ def active_parameter_count(model: ModelConfig) -> int:
         return parameter_count(model)
     stacks = [param for param in layer_params(model, model.num_layers - 1) if "ep" in param.sharding]
     idle = _elements(stacks) * (model.experts - model.experts_per_token) // model.experts
-    return parameter_count(model) - idle * (model.num_layers - model.dense_layers)
+    return parameter_count(model) - idle * (model.total_layers - model.dense_layers)
 
 
 def describe_parameters(model: ModelConfig) -> str:

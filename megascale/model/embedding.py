@@ -15,10 +15,10 @@ from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedd
 
 class Embedding(nn.Module):
     """Token embedding, sharded over tp by vocabulary rows, times `model.embedding_scale`, plus learned positions if the
-    model has them.
+    model has them. `place`: the name of its dropout.
     """
 
-    def __init__(self, context: LayerContext, vocabulary: VocabularyRange) -> None:
+    def __init__(self, context: LayerContext, vocabulary: VocabularyRange, place: str = "embedding") -> None:
         super().__init__()
         self.token = context.parameters[TOKEN_EMBEDDING]
         self.position = context.parameters.get("embedding.position.weight")
@@ -26,7 +26,7 @@ class Embedding(nn.Module):
         self._tp = context.tp
         # rounded to the dtype of the result, as transformers does for Gemma
         self._scale = float(torch.tensor(context.model.embedding_scale, dtype=self.token.dtype))
-        self._drop = lambda x, batch: residual_dropout(x, batch, "embedding", context)
+        self._drop = lambda x, batch: residual_dropout(x, batch, place, context)
 
     def forward(self, tokens_sb: Tensor, batch: MicroBatch) -> Tensor:
         """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism."""

@@ -11,6 +11,7 @@ from megascale.catalog.layers import BLOCKS
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
+from megascale.model.prediction import PredictionLayer
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
@@ -36,16 +37,23 @@ class Head(nn.Module):
         logits = column_parallel_linear(self.norm(x_sbh), LinearParams(self.weight), self._tp, "logits")
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        """Compute the loss summed over the micro-batch's tokens."""
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, depth: int = 0) -> Tensor:
+        """Compute the loss of the normed x, summed over the micro-batch's tokens; of a `depth` of multi-token
+        prediction, from 1, times its constant.
+        """
         if batch.labels is None:
             raise ValueError("the last stage needs labels")
-        x_sbh, options = self.norm(x_sbh), (self._vocabulary, self._tp, self._cross_entropy)
-        return linear_cross_entropy(x_sbh, self.weight, batch.labels, batch.mask, *options)
+        labels, weights = batch.labels, batch.mask
+        if depth:
+            targets = batch.depths[depth - 1]
+            assert targets.constant is not None, "a step counts the targets of each depth"
+            labels, weights = targets.labels, targets.weights * targets.constant
+        options = self._vocabulary, self._tp, self._cross_entropy
+        return linear_cross_entropy(x_sbh, self.weight, labels, weights, *options)
 
 
 class Stage(nn.Module):
-    """One virtual pipeline stage: maps the previous stage's activation to the next activation, or to the loss.
+    """One virtual pipeline stage: maps the previous stage's activation to the next activation, or to the losses.
 
     The first stage takes None and reads the tokens. `bucket_boundary` is called with (module name, module input) before
     every layer and the head, and returns the input (`parallel.param_and_grad_buffers`).
@@ -67,8 +75,11 @@ class Stage(nn.Module):
         vocabulary = VocabularyRange.for_rank(model.vocab_size, padded_vocab(model, tp.size), tp)
         self.embedding = Embedding(context, vocabulary) if first else None
         block = BLOCKS[model.block].load()
-        self.layers = nn.ModuleDict({str(index): block(context, index) for index in layers})
+        trunk = [index for index in layers if index < model.num_layers]
+        self.layers = nn.ModuleDict({str(index): block(context, index) for index in trunk})
         self.head = Head(context, vocabulary) if last else None
+        deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
+        self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
     def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         """Compute the residual stream after this stage's layers."""
@@ -95,4 +106,10 @@ class Stage(nn.Module):
         x_sbh = self.hidden_states(x_sbh, batch)
         if self.head is None:
             return StageOutput(x_sbh)
-        return StageOutput(None, (Loss(self.head(self._bucket_boundary("head", x_sbh), batch)),))
+        x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
+        losses = [Loss(self.head(x_sbh, batch))]
+        for depth, (targets, index) in enumerate(zip(batch.depths, self.predictions, strict=False), start=1):
+            x_sbh = self._run_block(self.predictions[index], self._bucket_boundary(f"layers.{index}", x_sbh), batch)
+            losses.append(Loss(self.head(x_sbh, batch, depth=depth), reported=False))
+            targets.loss = losses[-1].total.detach()
+        return StageOutput(None, tuple(losses))

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from megascale.parallel.kv_store import KVStore
 
 
+@dataclass
+class DepthTargets:
+    """The targets of a depth of multi-token prediction: `labels` [s, b], i64, one token further ahead than the depth
+    before. `weights` [s, b], f64: as `MicroBatch.mask`, and 0 where the label lies beyond the document or the sample;
+    `count`: their sum. In training `constant`, of the term of the loss, and its value `loss`.
+    """
+
+    labels: Tensor
+    weights: Tensor
+    count: float
+    constant: Tensor | None = None
+    loss: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Tokens and labels [s, b], i64, on the stages that need them; `mask` [s, b] is 1 where a label counts in the loss,
@@ -28,7 +42,7 @@ class MicroBatch:
     sequence. `loss_tokens`: the number of labels that count, or the sum of their weights, and `sequence_loss_tokens`
     those of all ranks that share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of
     tokens, on every stage, if a planner has chosen it for this micro-batch. `expert_choices`: by layer the experts that
-    tokens have chosen.
+    tokens have chosen. `depths`: of multi-token prediction, on the last stage in training.
     """
 
     tokens: Tensor | None
@@ -42,6 +56,7 @@ class MicroBatch:
     sequence_loss_tokens: float = 0
     planned_rows: int | None = None
     expert_choices: dict[int, ExpertChoice] = field(default_factory=dict)
+    depths: tuple[DepthTargets, ...] = ()
 
     def release(self, *, forward_only: bool = False) -> None:
         """Free what layers have shared for this micro-batch, after its last use. `forward_only`: in an evaluation, no
@@ -64,11 +79,13 @@ class Loss(NamedTuple):
     ranks and in all micro-batches of a step.
 
     Gradients are sums of all terms, divided once by the labels of the step, when they are clipped. The cross-entropy of
-    these labels therefore has the constant 1; a mean over n others, weighted by a, has a x labels / n.
+    these labels therefore has the constant 1; a mean over n others, weighted by a, has a x labels / n. `reported`: the
+    term is part of the loss that a step reports.
     """
 
     total: Tensor
     constant: float = 1.0
+    reported: bool = True
 
 
 class StageOutput(NamedTuple):

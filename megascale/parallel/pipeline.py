@@ -131,7 +131,7 @@ class PipelineExecutor:
     def run_actions(self, actions: RankSchedule, batch: Batch) -> Tensor:
         """Run the actions of one training step, or of one evaluation: forward-only if no action is a B.
 
-        Returns the sum of all terms of the loss in this rank's micro-batches, a scalar; zero without any.
+        Returns the sum of the reported terms of the loss in this rank's micro-batches, a scalar; zero without any.
         Raises: ScheduleError for split backwards
         """
         kinds = {action.kind for action in actions}
@@ -197,7 +197,7 @@ class _Execution:
             self._dropped[action.chunk, action.microbatch] = x
         with torch.set_grad_enabled(self._training and not dropped):
             out = self._run_stage(action, x)
-        for loss in out.losses:
+        for loss in (loss for loss in out.losses if loss.reported):
             self._loss += loss.total if loss.constant == 1 else loss.constant * loss.total
         if out.activation is not None:
             self._to_send[action] = out.activation

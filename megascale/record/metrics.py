@@ -55,6 +55,8 @@ class StepMetrics:
     experts: dict[str, dict[str, float]] = field(default_factory=dict)
     """by layer the largest `load` of an expert, relative to the mean; of the routers their losses, `balance` and `z`,
     and the share of choices that are `dropped`"""
+    mtp: dict[str, dict[str, float]] = field(default_factory=dict)
+    """mean `loss` of each depth of multi-token prediction, without its weight"""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from megascale.checkpoint.format.state import Progress
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.data import DataConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
-from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
+from megascale.config.train import OptimizerConfig, TrainConfig
 from megascale.core.rank import Rank
 from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
@@ -76,7 +75,7 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
     mesh = open_mesh(
         topology_of(config.parallel),
         rank.rank,
-        tied=config.model.tie_embeddings,
+        tied=config.model.embeds_last,
         placement=placement,
         recorder=recorder,
         launch=config.launch,
@@ -133,7 +132,7 @@ def build_rank_run(
         train_loader=train, valid_loader=valid, valid_batches=valid_batches,
         lr=learning_rate(config.optimizer, config.train.steps, sizes),
         checkpoints=build_checkpoints(config, mesh, parts, device), progress=Progress(), stop=stop,
-        step_hooks=build_step_hooks(config.batch, config.data, fp8_state, noise_scale, expert_steps),
+        step_hooks=build_step_hooks(config, fp8_state, noise_scale, expert_steps),
     )  # fmt: skip
 
 
@@ -233,17 +232,20 @@ def build_policy(
 
 
 def build_step_hooks(
-    batch: BatchConfig, data: DataConfig, fp8_state: Fp8State | None, noise_scale: NoiseScale | None,
-    expert_steps: ExpertSteps | None,
-) -> Hooks:  # fmt: skip
+    config: RunConfig, fp8_state: Fp8State | None, noise_scale: NoiseScale | None, expert_steps: ExpertSteps | None
+) -> Hooks:
     """Return the hooks of the features that are part of a step: totals over the batch, or state that follows."""
-    hooks = Hooks(batch_totals(batch, data, noise_scale))
+    hooks = Hooks(batch_totals(config.batch, config.data, noise_scale))
     if fp8_state is not None:
         from megascale.train.fp8_casts import Fp8Steps
 
         hooks.add(Fp8Steps(fp8_state))
     if expert_steps is not None:
         hooks.add(expert_steps)
+    if config.model.mtp_layers:
+        from megascale.train.prediction_steps import PredictionSteps
+
+        hooks.add(PredictionSteps())
     return hooks
 
 

@@ -58,6 +58,7 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
             chunks=sequence_chunks(config.model.seq_length, config.data.sequence_chunk_tokens),
             pool=pool,
             sizes=order.sizes,
+            depths=config.model.mtp_layers if split == "train" and mesh.coord.pp == mesh.topology.pp - 1 else 0,
         )
         for split, order in orders.items()
     )

@@ -33,10 +33,10 @@ class ExpertState(ReplicatedState):
     """The bias of each expert, and with the balance of steps the choices of the last step, by layer of the model."""
 
     def __init__(self, model: ModelConfig, moe: MoeConfig, mesh: Mesh, device: torch.device) -> None:
-        size = model.num_layers * model.experts
+        size = model.total_layers * model.experts
         used = {BIAS: model.balance_bias, CHOICES: moe.balance == "step"}
         super().__init__({name: size for name, kept in used.items() if kept}, mesh, device)
-        self._shape = model.num_layers, model.experts
+        self._shape = model.total_layers, model.experts
 
     def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
         """Have the first rank read all that the saved run had: none of it may begin anew."""
@@ -83,20 +83,20 @@ class ExpertSteps(Hook):
     def add_totals(self, run: Run, totals: StepTotals) -> None:
         """Sum the choices [layers, experts] over the job; a token has one in each slot, whatever the layout."""
         model, device = run.config.model, run.device.torch_device
-        choices = torch.zeros(model.num_layers, model.experts, dtype=torch.float64, device=device)
+        choices = torch.zeros(model.total_layers, model.experts, dtype=torch.float64, device=device)
         parts = dict.fromkeys(ROUTER_TOTALS, choices.new_zeros(()))
         for micro_batch in totals.batch.micro_batches:
             for layer, choice in micro_batch.expert_choices.items():
                 choices[layer] += choice.counts
                 for name, loss in choice.losses.items():
-                    parts[name] = parts[name] + loss / (model.num_layers - model.dense_layers)
+                    parts[name] = parts[name] + loss / (model.total_layers - model.dense_layers)
         sum_over_job(run.mesh, choices.view(-1), label="choices of experts")
         first, self._choices = run.mesh.rank == 0, choices
         load = choices.amax(1) / choices.mean(1).clamp(min=1)
         slots = batch_sizes(run.config.batch).at(run.progress.samples) * model.seq_length * model.experts_per_token
         parts["dropped"] = parts["dropped"] / slots
         lost = (choices[model.dense_layers :].sum(1) - slots).abs().sum()
-        routed = 1 - lost / (slots * (model.num_layers - model.dense_layers))
+        routed = 1 - lost / (slots * (model.total_layers - model.dense_layers))
         loads = {EXPERT_LOAD: load if first else torch.zeros_like(load)}
         totals.add(routed=routed if first else 0.0, **loads, **parts)
 
@@ -124,6 +124,6 @@ def expert_metrics(model: ModelConfig, moe: MoeConfig, totals: Mapping[str, floa
     """Return `StepMetrics.experts` of the totals of a step; losses are means over layers."""
     used = moe.balance != "none", moe.z_loss_weight > 0, moe.capacity_factor is not None
     losses = {name: totals[name] for name in compress(ROUTER_TOTALS, used)}
-    layers = range(model.dense_layers, model.num_layers)
+    layers = range(model.dense_layers, model.total_layers)
     loads = {f"layers.{layer}": {"load": totals[vector_name(EXPERT_LOAD, layer)]} for layer in layers}
     return loads | ({"router": losses} if losses else {})

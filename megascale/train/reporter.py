@@ -88,9 +88,10 @@ class Reporter:
         cast_stats: Mapping[str, CastStats],
         noise_scale: float | None = None,
         experts: dict[str, dict[str, float]] | None = None,
+        mtp: dict[str, dict[str, float]] | None = None,
     ) -> None:
         """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor.
-        `noise_scale`: in tokens, if it is measured. `experts`: as in `StepMetrics`, if there are any.
+        `noise_scale`: in tokens, if it is measured. `experts`, `mtp`: as in `StepMetrics`, if there are any.
         """
         if self._scores:
             scores = per_token(self._scores, self._tokens)
@@ -119,6 +120,7 @@ class Reporter:
                 noise_scale=noise_scale,
                 fp8={name: asdict(stats) for name, stats in cast_stats.items()},
                 experts=experts or {},
+                mtp=mtp or {},
             )
         )
         for warning in self._cast_monitor.update(cast_stats) if self._cast_monitor is not None else ():

@@ -34,6 +34,9 @@ class InitialWeights(Protocol):
     def place_of(self, name: str) -> str:
         """Name the file of a tensor, and the tensor as the file does."""
 
+    def leave_out_depths(self, kept: int) -> int:
+        """Leave out layers of multi-token prediction beyond the first `kept`, and return their number."""
+
 
 OpenWeights = Callable[[Path], InitialWeights]
 """Opens a folder of weights. Raises: CheckpointError for a folder without weights or with an unsupported model."""
@@ -97,12 +100,16 @@ def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:
     weights = open_weights(Path(source.removeprefix(HF_PREFIX)))
     if run.mesh.rank == 0:
         weights.check_tensors()
+    left_out = weights.leave_out_depths(run.config.model.mtp_layers)
     model = weights.model.model_dump(mode="json", by_alias=True, exclude={"preset"})
     changes = run.checkpoints.load_weights(str(weights.folder), model, weights.read_tensor)
     run.origin = InitialState(f"the weights of {weights.folder}")
     _check_finite(run, lambda name: weights.place_of(name.removeprefix(WEIGHTS)))
     _copy_masters_and_gather(run)
-    return [f"begins with the weights of {weights.folder}", *(f"differs from the weights: {text}" for text in changes)]
+    lines = [f"begins with the weights of {weights.folder}"]
+    if left_out:
+        lines.append(f"leaves out layers of multi-token prediction ({left_out}), which model.mtp_layers would train")
+    return [*lines, *(f"differs from the weights: {text}" for text in changes)]
 
 
 def _check_finite(run: Run, place: Callable[[str], str]) -> None:

@@ -57,7 +57,12 @@ class StepRecords(Hook):
                 from megascale.train.expert_steps import expert_metrics
 
                 experts = expert_metrics(run.config.model, run.config.moe, result.totals)
-            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, experts)
+            mtp = None
+            if run.config.model.mtp_layers:
+                from megascale.train.prediction_steps import prediction_metrics
+
+                mtp = prediction_metrics(run.config.model, run.config.train, result.totals)
+            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, experts, mtp)
 
 
 class WeightAveraging(Hook):

@@ -211,3 +211,19 @@ def test_a_lost_rank_s_experts_come_from_the_replica_of_its_copy(tmp_path: Path)
     after = run_world(2, resume, config, True)
     assert [(step, place, warnings) for _, step, place, warnings in after] == [(3, "memory", [])] * 2
     assert [state for state, *_ in after] == before
+
+
+@pytest.mark.slow
+def test_further_depths_go_on_in_any_layout(tmp_path: Path) -> None:
+    """The copy of the embedding on the last stage is saved once, and returns to both ends."""
+    model = {"model__mtp_layers": 1}
+    (whole,) = run_world(1, continued, expert_config(tmp_path / "whole", {}, **model), 3)
+    parts = []
+    for layout in ({"pp": 2, "dp": 2, "ep": 2, "zero": 2}, {"tp": 2, "sp": True}, {"pp": 4}):
+        config = expert_config(tmp_path / "parts", layout, **model)
+        ranks = run_world(config.world_size, continued, config, 1)
+        parts += ranks[0][0]
+    assert sum(parts, ()) == pytest.approx(sum(whole[0], ()), rel=1e-10)
+    found, expected = assembled([state for _, state in ranks]), assembled([whole[1]])
+    assert found.keys() == expected.keys() and any("layers.4.merge" in name for name in found)
+    assert all(found[name] == pytest.approx(expected[name], rel=1e-8, abs=1e-10) for name in found)

@@ -123,6 +123,17 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         MOE | {"parallel__dp": 2, "parallel__ep": 2, "train__noise_scale_every": 1},
         {"train.noise_scale_every": "an expert's first gradient is of tokens of several ranks"},
     ),
+    ("NO_MTP", {"train__mtp_loss_weight": 0.3}, {"train.mtp_loss_weight": "has no effect with mtp_layers = 0"}),
+    *(
+        ("MTP", {"model__position": "rope", "model__mtp_layers": 1} | changes, {key: message})
+        for changes, key, message in (
+            ({"model__position": "learned"}, "model.position", "has no position (model.mtp_layers = 1)"),
+            (HYBRID, "parallel.hybrid_dp", "have no further targets"),
+            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "blocks of"),
+            ({"train__noise_scale_every": 1}, "train.noise_scale_every", "of one loss have"),
+            ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "have whole sequences"),
+        )
+    ),
     *(
         ("EXPERTS", MOE | changes, {key: message})
         for changes, key, message in (

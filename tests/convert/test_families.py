@@ -64,7 +64,8 @@ def test_a_round_trip_is_exact(tmp_path: Path, name: str) -> None:
     save_tiny(name, tmp_path / "theirs", torch.bfloat16)
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
     to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again")
-    assert config_in(tmp_path / "again") == config_in(tmp_path / "theirs")
+    without = {"num_nextn_predict_layers": 0} if "glm" in name else {}  # transformers saves no further layers
+    assert config_in(tmp_path / "again") == config_in(tmp_path / "theirs") | without
     before, after = weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again")
     assert before.keys() == after.keys()
     for key, tensor in before.items():

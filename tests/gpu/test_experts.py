@@ -17,6 +17,7 @@ from tests.gpu.conftest import Figure
 from tests.gpu.machine import curve_on, furthest, rehearsing, run_of, world_of
 from tests.parallel.experts.test_expert_layouts import LAYOUTS, MIXTRAL, SHARED
 from tests.runs import MLA, config_of, settings
+from tests.train.test_prediction_steps import EXPERTS as DEEPER
 
 LATENT = MIXTRAL | MLA
 
@@ -92,9 +93,15 @@ def test_the_host_waits_once_a_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("dp2 ep2", marks=pytest.mark.gpu(2)), pytest.param("tp2 sp dp2 ep4", marks=pytest.mark.gpu(4))],
+    [
+        pytest.param("dp2 ep2", marks=pytest.mark.gpu(2)),
+        pytest.param("pp2 dp2 ep2", marks=pytest.mark.gpu(4)),
+        pytest.param("tp2 sp dp2 ep4", marks=pytest.mark.gpu(4)),
+    ],
 )
-@pytest.mark.parametrize("model", [MIXTRAL, SHARED, LATENT], ids=["mixtral", "shared", "latent attention"])
+@pytest.mark.parametrize(
+    "model", [MIXTRAL, SHARED, LATENT, DEEPER], ids=["mixtral", "shared", "latent attention", "multi-token prediction"]
+)
 def test_the_curve_is_that_of_one_gpu(model: dict, name: str, tmp_path: Path, figure: Figure) -> None:
     common = {"train__precision": "fp32", "optimizer__lr": 1e-3}
     layout = {f"parallel__{key}": value for key, value in LAYOUTS[name].items()}

@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 @settings(max_examples=60, deadline=None)
-@given(jobs(), st.sampled_from([1, 10**5, 10**6, 10**9, "auto"]))
+@given(jobs() | jobs(depths=True), st.sampled_from([1, 10**5, 10**6, 10**9, "auto"]))
 def test_bucket_sizes_equal_the_packed_buckets(config: RunConfig, bucket_bytes: int | str) -> None:
     overlap = config.overlap.model_copy(update={"bucket_bytes": bucket_bytes})
     config = config.model_copy(update={"overlap": overlap})

@@ -124,7 +124,7 @@ def state_after(config: RunConfig, steps: int = STEPS, skipped: Sequence[int] = 
     def body(mesh: Mesh) -> Any:
         return Trained(mesh, config, steps, skipped).tensors()
 
-    return assembled(simulate(topology_of(config.parallel), body, tied=config.model.tie_embeddings))
+    return assembled(simulate(topology_of(config.parallel), body, tied=config.model.embeds_last))
 
 
 def assembled(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

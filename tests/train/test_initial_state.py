@@ -29,6 +29,9 @@ class Foreign:
     def check_tensors(self) -> None:
         pass
 
+    def leave_out_depths(self, kept: int) -> int:
+        return 0
+
     def place_of(self, name: str) -> str:
         return f"elsewhere/model.safetensors: theirs.{name}"
 

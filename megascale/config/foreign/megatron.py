@@ -86,7 +86,8 @@ MODEL = (
     same("--v-head-dim", "model.value_head_dim", theirs="128"),
     absent("--rotary-scaling-factor, --mscale, --mscale-all-dim",
            'write factor, mscale and mscale_all_dim in model.rope_scaling, a table of type "yarn"'),
-    absent("--mtp-num-layers", "not supported: multi-token prediction"),
+    same("--mtp-num-layers", "model.mtp_layers"),
+    same("--mtp-loss-scaling-factor", "train.mtp_loss_weight"),
     absent("--use-mcore-models, --use-legacy-models", "nothing to write: one model", 0),
     absent("--transformer-impl, --spec", "write backends.* for single operations; auto takes what is installed"),
 )  # fmt: skip

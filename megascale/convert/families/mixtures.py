@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import partial
 
 from megascale.config.model import ModelConfig
+from megascale.convert.families import prediction_layers
 from megascale.convert.families.family import ConfigKeys, Family, Key, Same
 from megascale.convert.families.llama import (
     KEYS,
@@ -170,9 +171,9 @@ GLM4_MOE = Family(
         "router_scale": Key("routed_scaling_factor", 1.0, size=True),
         "router_groups": Key("n_group", 1, size=True),
         "router_top_groups": Key("topk_group", 1, size=True),
-    },
+    } | prediction_layers.KEYS,
     OUTER, "model.layers",
-    QWEN3_LAYER | ROUTER | {
+    QWEN3_LAYER | ROUTER | prediction_layers.LAYER | {
         "mlp.shared_experts.gate_proj": "shared.gate",
         "mlp.shared_experts.up_proj": "shared.up",
         "mlp.shared_experts.down_proj": "shared.down",

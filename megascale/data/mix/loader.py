@@ -14,11 +14,11 @@ from torch import Tensor
 from megascale.config.batch_rampup import BatchSizes
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
-from megascale.data.mix.samples import DocumentStarts, SampleSource
+from megascale.data.mix.samples import DocumentStarts, SampleSource, depth_labels
 from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
-from megascale.parallel.microbatch import MicroBatch, StepBatch
+from megascale.parallel.microbatch import DepthTargets, MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Loader:
     micro-batches carry no tokens (`reads_tokens`): with a document mask they have the boundaries of documents, else
     `samples` is None. `sharding`: of sequences that several ranks share; `chunks`: of sequences, each a micro-batch;
     `pool`: plans the micro-batches from the documents of all samples instead. `sizes`: of batches during a ramp-up.
+    `depths`: of multi-token prediction, for which micro-batches have targets.
     `fault_hook`: called before a batch is read.
     """
 
@@ -48,6 +49,7 @@ class Loader:
     chunks: Sequence[SequenceShard] = ()
     pool: HybridPool | None = None
     sizes: BatchSizes | None = None
+    depths: int = 0
     fault_hook: Callable[[], None] | None = None
     _prefetched: tuple[int, StepBatch] | None = field(default=None, init=False)
 
@@ -124,6 +126,7 @@ class Loader:
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         masked = any(sample.mask is not None for sample in samples)
         total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
+        further = [[depth_labels(sample, depth + 1) for sample in samples] for depth in range(self.depths)]
         for shard in self._shards(boundaries):
             own = slice(None) if shard is None else np.concatenate([np.arange(*span) for span in shard.spans])
             tokens, labels = (
@@ -132,7 +135,14 @@ class Loader:
             )
             counts = sum(mask[own].sum().item() for mask in masks), total
             mask = self._to_device([row[own] for row in masks]) if masked else None
-            yield MicroBatch(tokens, labels, mask, dropout, boundaries, shard, keys, *counts)
+            depths = tuple(self._depth_targets(pairs, own) for pairs in further)
+            yield MicroBatch(tokens, labels, mask, dropout, boundaries, shard, keys, *counts, depths=depths)
+
+    def _depth_targets(self, pairs: list[tuple[np.ndarray, np.ndarray]], own: slice | np.ndarray) -> DepthTargets:
+        """Return the targets of a depth of multi-token prediction, from the labels and weights of samples."""
+        labels, weights = ([row[own] for row in rows] for rows in zip(*pairs, strict=True))
+        count = sum(row.sum().item() for row in weights)
+        return DepthTargets(self._to_device(labels), self._to_device(weights), count)
 
     def _shards(self, boundaries: Boundaries | None) -> Sequence[SequenceShard | None]:
         """The parts of a sequence that are micro-batches of this rank: chunks, a shard, or all of it."""

@@ -61,6 +61,18 @@ class Sample:
         return self.ids[1:]
 
 
+def depth_labels(sample: Sample, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """The labels [s], i64, and weights [s], f64, of a depth of multi-token prediction, from 1: label t is token
+    t + depth + 1. The weight is 0 beyond the sample, and if another document begins on the way there.
+    """
+    mask = np.ones(len(sample.labels)) if sample.mask is None else sample.mask
+    labels, weights = np.zeros_like(sample.labels), np.zeros(len(mask))
+    labels[:-depth], weights[:-depth] = sample.labels[depth:], mask[depth:]
+    for start in () if sample.documents is None else sample.documents.starts:
+        weights[max(0, start - depth - 1) : start] = 0
+    return labels, weights
+
+
 class SampleSource(ABC):
     """The samples of a split by their number in the run. By default a source has nothing to prepare, follow or end, and
     reads no file.

@@ -132,6 +132,11 @@ class Part(ABC):
         return 0
 
     @property
+    def whole_numel(self) -> int:
+        """Elements of the matrices that every rank of tp has whole."""
+        return 0
+
+    @property
     def core(self) -> AttentionCore | None:
         return None
 

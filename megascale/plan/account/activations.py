@@ -47,7 +47,8 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + (1 + sizes.compute if of_block.grain == "row" else 0)
     casting = cast * max(elements) if fp8 else 0
     experts = sum(part.expert_numel for part in block) // sizes.ep
-    return UnitBytes(released, forward, backward, 0, sum(elements) + experts, casting, experts)
+    whole = sum(part.whole_numel for part in block)
+    return UnitBytes(released, forward, backward, 0, sum(elements) + whole + experts, casting, experts)
 
 
 def layer_bytes(sizes: MicroBatchSizes, fp8: range) -> Callable[[int, RecomputePolicy], UnitBytes]:

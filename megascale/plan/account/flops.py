@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def token_flops(model: ModelConfig, scores: Scores | None = None) -> TokenFlops:
     """Count the model FLOPs of training per token. `scores`: per token, by default of sequences of `seq_length`."""
     total, scores = TokenFlops(head_flops(model)), scores or scores_per_token(model)
-    for described in (block_spec(model, layer) for layer in range(model.num_layers)):
+    for described in (block_spec(model, layer) for layer in range(model.total_layers)):
         forward = sum((part.flops(scores) for part in described), TokenFlops(0))
         total += forward + forward + forward
     return total
@@ -45,8 +45,8 @@ def sequence_flops(model: ModelConfig) -> SequenceWork:
 
 
 def head_flops(model: ModelConfig) -> float:
-    """Count the head's FLOPs per token, a part of `TokenFlops.linear`."""
-    return 6 * model.hidden_size * model.vocab_size
+    """Count the head's FLOPs per token, a part of `TokenFlops.linear`, for the next token and those further ahead."""
+    return 6 * model.hidden_size * model.vocab_size * (1 + model.mtp_layers)
 
 
 def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
+from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, shares_embedding, stages_of
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Stages
@@ -108,8 +108,7 @@ class JobMemory:
         first, last = (self.layout.placement.places[end][0] for end in (0, -1))
         head = 0
         if self._zero2 and stage == last:
-            buckets = bucket_sizes(config.model, p, config.overlap, config.train, stage)[-1]
-            head = [bucket.numel for bucket in buckets if bucket.reduce_axes == DATA_AXES][-1]
+            head = self._head_elements(bucket_sizes(config.model, p, config.overlap, config.train, stage)[-1])
         received = sizes.stream if stage else 0  # the input of a dropped chunk
         order = rank_order(p, m, config.num_chunks, config.data.sequence_chunks_saved, stage)
         saved, transient = peak_of(order, [*map(self._chunk, units)], sizes.wide * head, received)
@@ -119,7 +118,8 @@ class JobMemory:
         if p.pp > 1:
             transient += posted_receives(p.pp, p.vpp, m, stage) * sizes.message
         if stage in (first, last):
-            transient += TOKEN_IDS * sizes.tokens * m
+            depths = config.model.mtp_layers if stage == last else 0
+            transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
         state = state_bytes(config, stage, self.storage)
         if self.storage.shards_weights:
             largest = sorted((unit.elements for unit in chain(*units)), reverse=True)[:2]
@@ -142,17 +142,31 @@ class JobMemory:
         return most_inputs(order, layers)
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:
-        """List the units of a rank's chunks. A tied head on the embedding's rank has no weight."""
-        tied = self.config.model.tie_embeddings and self.layout.pp == 1
-        head, chunks = activations.head_bytes(self.sizes), list[list[UnitBytes]]()
-        head = head._replace(elements=0) if tied else head
+        """List the units of a rank's chunks. Depths of multi-token prediction share the weight of the head."""
+        model, chunks = self.config.model, list[list[UnitBytes]]()
+        head = activations.head_bytes(self.sizes)
+        further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
+        tables = (not model.tie_embeddings) + (model.embeds_last and self.layout.pp > 1)
+        head = head._replace(elements=tables * head.elements)
         for chunk in range(self.layout.vpp):
             index, recompute = self.layout.index(stage, chunk), recompute_policy(self.config.train, chunk)
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [activations.embedding_bytes(self.sizes)] if index == 0 else []
-            blocks = [self.layer(layer, recompute) for layer in self.layout.layers(index)]
-            chunks.append(begin + blocks + ([head] if index == self.layout.count - 1 else []))
+            units, layers = begin, self.layout.layers(index)
+            units += [self.layer(layer, recompute) for layer in layers if layer < model.num_layers]
+            units += [head] if index == self.layout.count - 1 else []
+            for layer in (layer for layer in layers if layer >= model.num_layers):
+                units += [self.layer(layer, recompute), further]
+            chunks.append(units)
         return chunks
+
+    def _head_elements(self, buckets: Sequence[BucketSize]) -> int:
+        """Count the elements of the bucket with the head, of those of the last chunk."""
+        model, parallel = self.config.model, self.config.parallel
+        deeper = {f"layers.{layer}" for layer in range(model.num_layers, model.total_layers)}
+        dense = [b.numel for b in buckets if b.reduce_axes == DATA_AXES and b.first_module not in deeper]
+        copied = shares_embedding(model, parallel) and not model.tie_embeddings  # a bucket of its own, the last
+        return dense[-2 if copied else -1]
 
     def _starts(self) -> list[int]:
         """List the first stages of runs of stages with equal chunks."""

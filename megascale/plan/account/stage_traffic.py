@@ -103,7 +103,7 @@ class StageTraffic:
                 yield sizes.reduce("embedding", sizes.rows, width)
                 yield from sizes.gather("embedding gradient", sizes.rows, width)
             chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns)) if last else []
-            for rows in ((part.stop - part.start) * sizes.parts for part in chunks):
+            for rows in ((part.stop - part.start) * sizes.parts for part in chunks * (1 + model.mtp_layers)):
                 yield from sizes.gather("head", rows, width, overlap=True)
                 yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
                 yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")

@@ -16,6 +16,9 @@ ROUTER_TOTALS = ("balance", "z", "dropped")
 EXPERT_LOAD = "load of experts"
 """A vector with an element for every layer: the largest load of an expert, relative to the mean."""
 
+DEPTH_TARGETS, DEPTH_LOSS = "targets of depth", "loss of depth"
+"""Vectors with an element for every depth of multi-token prediction, counted before the step, and in it."""
+
 DATASET_LOSSES, DATASET_TOKENS = "loss of dataset", "tokens of dataset"
 """Vectors with an element for every dataset, of policies that use losses."""
 
@@ -32,8 +35,9 @@ def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data
     if data.attention_mask == "document":
         names += [name for pair in score_totals(model).values() for name in pair]
     if model.experts:
-        layers = [vector_name(EXPERT_LOAD, layer) for layer in range(model.num_layers)]
+        layers = [vector_name(EXPERT_LOAD, layer) for layer in range(model.total_layers)]
         names += ["routed", *layers, *ROUTER_TOTALS]
+    names += [vector_name(DEPTH_LOSS, depth) for depth in range(model.mtp_layers)]
     if data.blend_policy and DATA_POLICIES[data.blend_policy].facts.get("uses_losses"):
         datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]

@@ -281,7 +281,7 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         wide = torch.promote_types(run.dtypes[0], torch.float32)
         shard = sequence_shard(run.config.parallel, m.seq_length, run.mesh.coord.cp)
         spans = None if shard is None or run.config.data.attention_mask == "document" else shard.spans
-        for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
+        for rope in {layer_rope(m, layer) for layer in range(m.total_layers)}:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
     anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m)[1]
 
@@ -290,11 +290,13 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
 
     for chunk, stage in enumerate(run.stages):
         policy = recompute_policy(run.config.train, chunk)
-        for name, block in list(stage.layers.items()):
-            layer = int(name)
-            key = (kinds[layer], layer in quantized, policy)
-            stage.layers[name] = replayed(block, key, layer, policy.full)
+        for modules in (stage.layers, stage.predictions):
+            for name, block in list(modules.items()):
+                layer = int(name)
+                key = (kinds[layer], layer in quantized, policy)
+                modules[name] = replayed(block, key, layer, policy.full)
         if stage.embedding is not None:
             stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]
         if stage.head is not None:
-            stage.head = replayed(stage.head, "head")  # type: ignore[assignment]
+            norm, stage.head = stage.head.norm, replayed(stage.head, "head")  # type: ignore[assignment]
+            stage.head.norm = norm  # type: ignore[union-attr]

@@ -41,13 +41,14 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     distinct, numbers = distinct_blocks(config.model)
     kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
+    heads = 1 + config.model.mtp_layers
     block = cache(lambda number, fp8, recompute: block_times(layers, distinct[number], fp8, recompute))
 
     @cache
     def chunk(
         layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool
     ) -> PassTimes:
-        ends = (layers.embedding() if first else PassTimes()) + (layers.head() if last else PassTimes())
+        ends = (layers.embedding() if first else PassTimes()) + (layers.head() * heads if last else PassTimes())
         return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
 
     times = dict[Place, PassTimes]()

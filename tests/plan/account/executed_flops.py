@@ -32,7 +32,8 @@ def rank_flops(config: RunConfig, pp_rank: int, cp_rank: int = 0) -> int:
         total += sum(_layer_flops(config, layer, recompute, cp_rank) for layer in layout.layers(index))
         if index == layout.count - 1:
             tokens = 3 * m.seq_length // config.parallel.cp + config.dropped_chunks * config.row_tokens
-            total += 2 * config.batch.micro * tokens * m.hidden_size * padded_vocab(m, tp) // tp
+            logits = tokens * (1 + m.mtp_layers) * m.hidden_size * padded_vocab(m, tp) // tp
+            total += 2 * config.batch.micro * logits
     return config.num_microbatches // config.num_chunks * total
 
 

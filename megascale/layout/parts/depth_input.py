@@ -1,0 +1,59 @@
+"""The input of a depth of multi-token prediction (DeepSeek-V3, 2.2): `DepthInput`.
+
+W [norm(embedding of the token); norm(hidden state)]        W [h, 2 h], equal on the ranks of tp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megascale.config.model import ModelConfig
+from megascale.layout.parts.elementwise import norm_params
+from megascale.layout.parts.linear import initial_std
+from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
+from megascale.layout.parts.part import Part, Surroundings
+from megascale.layout.parts.times import OperationTimes, PassTimes
+from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param
+
+
+@dataclass(frozen=True)
+class DepthInput(Part):
+    """Both norms and the projection W of `hidden` elements; the embedding has its weight from the model."""
+
+    hidden: int
+
+    @property
+    def token_weights(self) -> int:
+        return 2 * self.hidden**2
+
+    @property
+    def whole_numel(self) -> int:
+        return self.token_weights
+
+    def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
+        name, std = f"{block}.merge.weight", initial_std(model, residual=False)
+        merge = TensorSpec(name, (self.hidden, 2 * self.hidden), std=std, width_ratio=model.width_ratio)
+        norms = (norm_params(f"{block}.{norm}", model) for norm in ("embedding_norm", "hidden_norm"))
+        return [*(param for each in norms for param in each), matrix_param(name, merge)]
+
+    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
+        """List the collectives of the embedding."""
+        width = self.hidden * sizes.compute
+        if backward:
+            yield from sizes.gather("embedding gradient", sizes.rows, width)
+        else:
+            yield sizes.reduce("embedding", sizes.rows, width)
+
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        """Account for the embedded tokens and both norms, whose results lie beside each other for W."""
+        weight = self.token_weights * sizes.compute * sizes.narrow
+        saved = 2 * sizes.norm_saved + 2 * sizes.stream + sizes.tokens * (1 if sizes.tp > 1 else 0)
+        embedding = sizes.full + sizes.full // sizes.compute * sizes.wide
+        backward = 2 * sizes.stream + max(weight, 2 * sizes.stream + sizes.norm_backward, embedding)
+        return UnitBytes(saved, 3 * sizes.stream, backward)
+
+    def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
+        lookup, norms, copies = 2 * times.stream, 4 * times.stream, 4 * times.stream
+        sums = times.linears((), fp8=False, enters=False)  # of the embedding over tp
+        return times.local_linear(self.hidden, 2 * self.hidden) + sums + times.passes(lookup + norms + copies)
