@@ -118,9 +118,12 @@ NO_EXPERTS = _off(
 NO_BALANCED_EXPERTS = _without_effect(
     "model.experts",
     only(0),
-    {"moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None)},
+    {
+        "moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None),
+        "moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1),
+    },
     "model.experts above 0, or remove the key",
-)
+)  # fmt: skip
 
 NO_BALANCE_LOSS = _off("moe.balance", only("none"), MoeConfig, "balance_weight", hint="moe.balance, or remove the key")
 
