@@ -47,16 +47,21 @@ class AllGather:
         return Packed(rows[self.slots // self.chosen], None if weights is None else weights.view(-1, 1)[self.slots])
 
     def send_rows(self, rows: Packed, label: Label) -> tuple[Packed, Work]:
-        wide = torch.promote_types(rows.rows.dtype, torch.float32)
-        sums, weights = rows.rows.new_zeros(self.tokens, rows.rows.shape[1], dtype=wide), rows.weights
-        add_rows_(sums, self.slots // self.chosen, rows.rows.to(wide))
+        weights = rows.weights
         if weights is not None:  # a slot has its weight on one rank
             weights = weights.new_zeros(self.tokens * self.chosen).scatter_(0, self.slots, weights.view(-1))
             weights = weights.view(-1, self.chosen)
-        part = Packed(sums.to(rows.rows.dtype), weights).joined().rows
+        part = Packed(self._sums(rows.rows), weights).joined().rows
         arriving, size = torch.empty_like(part), self.group.size
         work = all_to_all_v(self.group, arriving.chunk(size), part.chunk(size), label=label, wait=False)
         return Packed(arriving), work
+
+    def _sums(self, rows: Tensor) -> Tensor:
+        """Add up the rows of each token [n t, h]."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        sums = rows.new_zeros(self.tokens, rows.shape[1], dtype=wide)
+        add_rows_(sums, self.slots // self.chosen, rows.to(wide))
+        return sums.to(rows.dtype)
 
     def as_tokens(self, arrived: Packed, width: int) -> Packed:
         rows, weights = arrived.parted(width)

@@ -41,14 +41,14 @@ class AllToAll:
         return self._send(Packed(tokens.rows[self.slots // self.chosen], weights), self.sent, self.received, label)
 
     def as_rows(self, arrived: Packed, width: int) -> Packed:
-        if self.order is None:
-            return arrived.parted(width)
-        return Packed(arrived.rows[self.order], arrived.weights).parted(width)
+        if self.order is not None:
+            arrived = Packed(arrived.rows[self.order])
+        rows, weights = arrived.parted(width)
+        return Packed(rows.contiguous(), weights)
 
     def send_rows(self, rows: Packed, label: Label) -> tuple[Packed, Work]:
         if self.back is not None:
-            joined = rows.joined()
-            rows = Packed(joined.rows[self.back])
+            rows = Packed(rows.joined().rows[self.back])
         return self._send(rows, self.received, self.sent, label)
 
     def as_tokens(self, arrived: Packed, width: int) -> Packed:

@@ -44,11 +44,11 @@ class Packed(NamedTuple):
         return Packed(torch.cat([self.rows, self.weights.contiguous().view(self.rows.dtype)], -1))
 
     def parted(self, width: int) -> Packed:
-        """Part the weights from rows of `width`; they are in fp32, or in fp64 of fp64."""
+        """Part the weights from rows of `width`, a view; they are in fp32, or in fp64 of fp64."""
         if self.rows.shape[1] == width:
             return self
         weights = self.rows[:, width:].contiguous().view(torch.promote_types(self.rows.dtype, torch.float32))
-        return Packed(self.rows[:, :width].contiguous(), weights)
+        return Packed(self.rows[:, :width], weights)
 
 
 class Dispatcher(Protocol):
