@@ -115,6 +115,7 @@ def step_and_evaluate(config: Any, rank: int) -> None:
         watched() as watch,
         patch.object(FakeGPU, "copy_to_host", autospec=True, side_effect=FakeGPU.copy_to_host) as read,
         patch.object(FakeGPU, "read_counts", autospec=True, side_effect=FakeGPU.read_counts) as counts,
+        patch("megascale.ops.grouped_gemm.compute_capability", lambda device: FakeGPU.capability),
     ):
         run = build_fake(config, rank)
         assert all(block.attention._tp.gpu for stage in run.stages for block in stage.layers.values())

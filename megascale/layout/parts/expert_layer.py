@@ -154,13 +154,11 @@ class ExpertLayer(Part):
         sent, arrived = (n * self.hidden * sizes.compute for n in (sizes.local * self.chosen, rows))
         copies = 0 if sizes.ep == 1 else 1 if sizes.ep == self.experts else 2  # of rows: as they came, and by expert
         back = max((copies - 1) * arrived + sent, 2 * sent) if copies else 0  # of results: as sent, and by slot
+        back = max(back, sent + _wide_stream(sizes) + sizes.stream)
         return _Ways(
-            (sent + copies * arrived, (copies + 1) * sent + arrived * (copies > 0)),
-            (
-                arrived + max(back, sent + _wide_stream(sizes) + sizes.stream),
-                max(sent + arrived * (copies > 0), copies * arrived),
-            ),
-            (arrived + (sent + (copies - 1) * arrived if copies else 0), (sent + arrived) * (copies > 0)),
+            (sent + copies * arrived, max(back, copies * arrived)),
+            (arrived + back, max(sent + arrived * (copies > 0), copies * arrived)),
+            (arrived + sent * (copies > 0), (sent + arrived) * (copies > 0)),
         )
 
     def _gathered(self, sizes: MicroBatchSizes, rows: int) -> _Ways:
