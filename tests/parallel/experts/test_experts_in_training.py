@@ -179,6 +179,15 @@ def test_a_lost_choice_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_threads(of, partial(curve_of, steps=1))
 
 
+def test_a_stage_without_experts(tmp_path: Path) -> None:
+    """All layers of the first stage are dense, and its ranks have no choices to count."""
+    keys = EXPERTS | {"train__steps": 2, "model__dense_layers": 2}
+    layout = {"parallel__pp": 2, "parallel__dp": 2, "parallel__ep": 2}
+    trees = [settings(SHARED, tmp_path, **keys, **more) for more in ({}, layout)]
+    (expected,), found = (run_threads(config_of(tree, tmp_path), partial(curve_of, steps=2)) for tree in trees)
+    assert all(sum(each, ()) == pytest.approx(sum(expected, ()), rel=1e-10) for each in found)
+
+
 EXTREMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as many ranks as experts": ({"experts": 4}, {"parallel__dp": 4, "parallel__ep": 4}),
     "sequences of one token": ({"seq_length": 1}, {"parallel__dp": 2, "parallel__ep": 2}),
