@@ -102,7 +102,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         MOE | {"moe__balance": "group", "moe__balance_group": 4, "parallel__dp": 2},
         {"moe.balance_group": "groups of 4 do not divide the 2 samples of a micro-batch"},
     ),
-    ("token_blocks", MOE | {"moe__token_blocks": 3}, {"moe.token_blocks": "the 16 tokens of a rank cannot be cut into 3"}),
+    (
+        "token_blocks",
+        MOE | {"moe__token_blocks": 3},
+        {"moe.token_blocks": "the 16 tokens of a rank cannot be cut into 3"},
+    ),
     (
         "CHUNKS",
         MOE | {"moe__balance": "sequence", "moe__capacity_factor": 1.0, "data__sequence_chunk_tokens": 8},
@@ -113,7 +117,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "NO_BALANCED_EXPERTS",
         {"moe__dispatcher": "all_gather", "moe__token_blocks": 2},
-        {key: "has no effect with experts = 0" for key in ("moe.dispatcher", "moe.token_blocks")},
+        dict.fromkeys(("moe.dispatcher", "moe.token_blocks"), "has no effect with experts = 0"),
     ),
     ("NO_BALANCE_LOSS", MOE | {"moe__balance_weight": 0.1}, {"moe.balance_weight": "no effect with balance = none"}),
     (

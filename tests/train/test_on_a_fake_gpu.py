@@ -104,8 +104,8 @@ def error_of(text: str) -> str:
 
 
 def step_and_evaluate(config: Any, rank: int) -> None:
-    """Run a step and an evaluation; with delayed scaling two steps, because the second reads the amax history. In a layer
-    with experts the host reads counts once in a forward, also with recomputation, and not in backward.
+    """Run a step and an evaluation; with delayed scaling two steps, because the second reads the amax history. In a
+    layer with experts the host reads counts once in a forward, also with recomputation, and not in backward.
     """
     from megascale.train.evaluate import evaluate
     from megascale.train.step import train_step

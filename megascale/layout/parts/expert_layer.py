@@ -120,7 +120,7 @@ class ExpertLayer(Part):
             weights *= self.chosen
         if not (backward or again):
             yield known
-        dispatch, combine = ((1, 0) if backward else (0, 1))
+        dispatch, combine = (1, 0) if backward else (0, 1)
         yield CommOp("ep", ways[dispatch], counts[dispatch] * (row + weights), f"dispatch{suffix}", sizes.token_blocks)
         yield CommOp("ep", ways[combine], counts[combine] * row, f"combine{suffix}", sizes.token_blocks)
 

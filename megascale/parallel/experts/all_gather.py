@@ -27,8 +27,8 @@ from megascale.record.label import Label
 
 @dataclass(frozen=True)
 class AllGather:
-    """Which slots of a block of `tokens`, those of all ranks of `group`, are of this rank's experts. `slots`: the slot of
-    each row, `chosen` for each token.
+    """Which slots of a block of `tokens`, those of all ranks of `group`, are of this rank's experts. `slots`: the slot
+    of each row, `chosen` for each token.
     """
 
     group: Group

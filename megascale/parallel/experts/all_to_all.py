@@ -1,6 +1,6 @@
 """The exchange of rows by an all-to-all: a rank sends each slot's row to the rank of its expert.
 
-    tokens [t, h] -> slots by expert [t k, h] -> all-to-all -> rows by (source, expert) -> rows by (expert, source)
+tokens [t, h] -> slots by expert [t k, h] -> all-to-all -> rows by (source, expert) -> rows by (expert, source)
 """
 
 from __future__ import annotations
@@ -52,15 +52,14 @@ class AllToAll:
         return self._send(rows, self.received, self.sent, label)
 
     def as_tokens(self, arrived: Packed, width: int) -> Packed:
-        rows, weights = Packed(*map(self._by_slot, arrived)).parted(width)
+        weights = None if arrived.weights is None else self._by_slot(arrived.weights)
+        rows, weights = Packed(self._by_slot(arrived.rows), weights).parted(width)
         wide = torch.promote_types(rows.dtype, torch.float32)
         tokens = rows.view(-1, self.chosen, width).sum(1, dtype=wide).to(rows.dtype)
         return Packed(tokens, None if weights is None else weights.view(-1, self.chosen))
 
-    def _by_slot(self, arrived: Tensor | None) -> Tensor | None:
+    def _by_slot(self, arrived: Tensor) -> Tensor:
         """Put rows that have come back into the order of tokens and their slots: [t k, n], zero for dropped slots."""
-        if arrived is None:
-            return None
         if len(arrived) < len(self.places):
             arrived = torch.cat([arrived, arrived.new_zeros(1, arrived.shape[1])])
         return arrived[self.places]

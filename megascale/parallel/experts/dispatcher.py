@@ -52,9 +52,9 @@ class Packed(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """The exchange of a block of tokens. `groups`: the rows of this rank's experts. Weights are [t, k] of tokens, [r, 1]
-    of rows. `send_tokens` and `send_rows` start an exchange, whose result `as_rows` and `as_tokens` turn into rows and
-    tokens of `width`.
+    """The exchange of a block of tokens. `groups`: the rows of this rank's experts. Weights are [t, k] of tokens, and
+    [r, 1] of rows. `send_tokens` and `send_rows` start an exchange, whose result `as_rows` and `as_tokens` turn into
+    rows and tokens of `width`.
     """
 
     @property

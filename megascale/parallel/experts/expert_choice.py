@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExpertChoice:
-    """Chosen `experts` [t, k], the dispatchers of blocks of their tokens, and `counts` [experts], i64: this rank's slots
-    of each expert. `losses`: this rank's parts of the router's losses, by name, without their weights.
+    """Chosen `experts` [t, k], the `dispatchers` of blocks of tokens, and `counts` [experts], i64: this rank's slots of
+    each expert. `losses`: this rank's parts of the router's losses, by name, without their weights.
 
     After `release` only counts and losses are left, for the totals of the step.
     """

@@ -34,8 +34,8 @@ class ExpertParallel:
     capacity: Capacity | None = None
 
     def route(self, logits: Tensor, batch: MicroBatch, layer: int) -> tuple[Tensor, tuple[Dispatcher, ...]]:
-        """Return the weights [t, k] of the experts that tokens choose by their `logits` [t, experts] in a layer, and the
-        dispatchers of the blocks of tokens: of the saved experts, if the micro-batch has been here before.
+        """Return the weights [t, k] of the experts that tokens choose by their `logits` [t, experts] in a layer, and
+        the dispatchers of blocks of tokens: of the saved experts, if the micro-batch has been here before.
         """
         scores = self.routing.scores(logits)
         choice = self._choice_of(scores.detach(), batch, layer)

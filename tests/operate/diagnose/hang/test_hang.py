@@ -131,7 +131,9 @@ def test_an_exchange_of_tokens_that_a_rank_left_out_is_named() -> None:
             verdict = verdict_of(HangingWorld(topology, Fault("skip", rank, len(calls) + at), work))
             assert (verdict.ranks, verdict.kind, verdict.confident) == ((rank,), "divergence", True), call
             left_out, waits = verdict.evidence
-            assert left_out.startswith(f"rank 2 left out all_to_all '{call.part}' of layer {call.layer} in group ep for")
+            assert left_out.startswith(
+                f"rank 2 left out all_to_all '{call.part}' of layer {call.layer} in group ep for"
+            )
             assert waits.endswith("waiting in reduce_scatter 4 'chunk 0.0' of group dp")
 
 
