@@ -27,8 +27,8 @@ from megascale.record.label import Label
 
 @dataclass(frozen=True)
 class AllGather:
-    """Which slots of a block of `tokens`, those of all ranks of `group`, are of this rank's experts. `slots`: the slot
-    of each row, `chosen` for each token.
+    """The slots of this rank's experts in a block of `tokens` of all ranks of `group`. `slots`: the slot of each row,
+    `chosen` for each token.
     """
 
     group: Group
@@ -73,7 +73,7 @@ class AllGather:
 def plan_all_gather(
     experts: Tensor, counts: Tensor, group: Group, label: Label, read: ReadCounts
 ) -> tuple[Dispatcher, ...]:
-    """Plan the exchanges of blocks, as in `Plan`: ranks gather all choices, and count those of their experts."""
+    """Plan the exchanges of blocks, as in `PlanDispatch`: ranks gather all choices, and count those of their experts."""
     if group.size == 1:
         return plan_all_to_all(experts, counts, group, label, read)
     blocks, local, chosen = len(counts), counts.shape[1] // group.size, experts.shape[1]

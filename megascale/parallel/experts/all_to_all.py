@@ -78,7 +78,7 @@ class AllToAll:
 def plan_all_to_all(
     experts: Tensor, counts: Tensor, group: Group, label: Label, read: ReadCounts
 ) -> tuple[Dispatcher, ...]:
-    """Plan the exchanges of blocks, as in `Plan`: ranks exchange the counts of all blocks at once."""
+    """Plan the exchanges of blocks, as in `PlanDispatch`: ranks exchange the counts of all blocks at once."""
     blocks = len(counts)
     to_ranks = counts.view(blocks, group.size, -1).transpose(0, 1).contiguous()
     from_ranks = torch.empty_like(to_ranks)

@@ -69,7 +69,7 @@ class Dispatcher(Protocol):
     def as_tokens(self, arrived: Packed, width: int) -> Packed: ...
 
 
-class Plan(Protocol):
+class PlanDispatch(Protocol):
     """Plans the dispatchers of blocks of tokens, for chosen `experts` [t, k], of which each rank of the group holds as
     many; a dropped slot has the number of experts. `counts` [blocks, experts]: the slots of each expert on this rank.
     The host waits for the device once.

@@ -10,7 +10,7 @@ from torch import Tensor
 from megascale.comm.group import Group
 from megascale.ops.routing import Routing
 from megascale.parallel.experts.capacity import Capacity
-from megascale.parallel.experts.dispatcher import Dispatcher, Plan, ReadCounts
+from megascale.parallel.experts.dispatcher import Dispatcher, PlanDispatch, ReadCounts
 from megascale.parallel.experts.expert_choice import ExpertChoice
 from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.microbatch import MicroBatch
@@ -26,7 +26,7 @@ class ExpertParallel:
 
     group: Group
     routing: Routing
-    plan: Plan
+    plan: PlanDispatch
     blocks: int
     read: ReadCounts
     bias: Tensor | None = None
