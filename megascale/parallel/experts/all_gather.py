@@ -73,7 +73,7 @@ class AllGather:
 def plan_all_gather(
     experts: Tensor, counts: Tensor, group: Group, label: Label, read: ReadCounts
 ) -> tuple[Dispatcher, ...]:
-    """Plan the exchanges of blocks, as in `PlanDispatch`: ranks gather all choices, and count those of their experts."""
+    """Plan the exchanges of blocks, as in `PlanDispatch`. Ranks gather all choices, and count their experts'."""
     if group.size == 1:
         return plan_all_to_all(experts, counts, group, label, read)
     blocks, local, chosen = len(counts), counts.shape[1] // group.size, experts.shape[1]
