@@ -65,6 +65,11 @@ def jobs(
         tree["model"] |= draw(mixtures(parallel["tp"], tree["model"]["num_layers"], inner))
         most = math.gcd(tree["model"]["experts"], parallel["tp"] * parallel["dp"])
         parallel |= {"sp": parallel["tp"] > 1, "ep": draw(st.sampled_from(divisors(most)))}
+        tokens = tree["batch"]["micro"] * tree["model"]["seq_length"] // parallel["tp"]
+        tree["moe"] = {
+            "dispatcher": draw(st.sampled_from(["all_to_all", "all_gather"])),
+            "token_blocks": math.gcd(tokens, draw(st.sampled_from([1, 2, 4]))),
+        }
     tree["train"] |= draw(recomputation(parallel["vpp"]))
     if parallel["pp"] > 2 and draw(booleans):  # ends of the network without layers
         chunks = parallel["pp"] * parallel["vpp"]
