@@ -239,10 +239,10 @@ class Device:
         return host_values
 
     def read_counts(self, counts: Tensor, total: int) -> list[int]:
-        """Copy the counts of rows that this rank sends and receives, two halves of a vector, to the host, which waits
-        for the device. `total`: of the rows sent.
+        """Copy counts of rows [n, ...] to the host, which waits for the device. `total`: the sum of each of the n, if
+        loads are equal.
         """
-        numbers: list[int] = counts.tolist()
+        numbers: list[int] = counts.flatten().tolist()
         return numbers
 
     def host_buffers(self) -> HostBuffers:

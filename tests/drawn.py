@@ -67,6 +67,11 @@ def jobs(
         tree["model"] |= draw(mixtures(parallel["tp"], tree["model"]["num_layers"], inner))
         most = math.gcd(tree["model"]["experts"], parallel["tp"] * parallel["dp"])
         parallel |= {"sp": parallel["tp"] > 1, "ep": draw(st.sampled_from(divisors(most)))}
+        tokens = tree["batch"]["micro"] * tree["model"]["seq_length"] // parallel["tp"]
+        tree["moe"] = {
+            "dispatcher": draw(st.sampled_from(["all_to_all", "all_gather"])),
+            "token_blocks": math.gcd(tokens, draw(st.sampled_from([1, 2, 4]))),
+        }
     if depths and (parallel["tp"] == 1 or parallel["sp"]):  # otherwise ranks of tp repeat a projection
         tree["model"] |= {"mtp_layers": draw(st.integers(1, 2)), "position": "rope"}
     tree["train"] |= draw(recomputation(parallel["vpp"]))

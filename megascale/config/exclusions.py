@@ -118,9 +118,12 @@ NO_EXPERTS = _off(
 NO_BALANCED_EXPERTS = _without_effect(
     "model.experts",
     only(0),
-    {"moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None)},
+    {
+        "moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None),
+        "moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1),
+    },
     "model.experts above 0, or remove the key",
-)
+)  # fmt: skip
 
 NO_BALANCE_LOSS = _off("moe.balance", only("none"), MoeConfig, "balance_weight", hint="moe.balance, or remove the key")
 
@@ -163,14 +166,19 @@ LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(
     )
 ))  # fmt: skip
 """Keys without an implementation for latent attention."""
+
 NO_MTP = _without_effect("model.mtp_layers", only(0), {"train.mtp_loss_weight": only(0.1)})
+
 MTP = Exclusions("model.mtp_layers", unless(0), tuple(
     (key, passes, f"{message} (model.mtp_layers = {{given}})", hint)
+    for key, passes, message, hint in (
         ("model.position", unless("learned"), "the token embedding of a further depth has no position", "rope"),
         ("data.sequence_chunk_tokens", only(None), "further depths have whole sequences", REMOVE),
         ("parallel.hybrid_dp", only(False), "planned micro-batches have no further targets", "false"),
         ("train.activation_offload", only(False), "the blocks of further depths keep their inputs", "false"),
         ("train.noise_scale_every", only(0), "the gradients of one loss have a noise scale", "0"),
+    )
+))  # fmt: skip
 """Keys without an implementation for multi-token prediction."""
 
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (

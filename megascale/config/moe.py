@@ -1,4 +1,6 @@
-"""The section `[moe]`: how the training of experts balances their loads. `[model]` describes the experts themselves."""
+"""The section `[moe]`: how the training of experts balances their loads and exchanges tokens. `[model]` describes the
+experts themselves.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from megascale.config.section import Count, Float32, Section
 
 
 class MoeConfig(Section):
-    """`[moe]`: losses and a bias that balance experts."""
+    """`[moe]`: losses and a bias that balance experts, and the exchange of tokens."""
 
     balance: Literal["none", "sequence", "group", "step"] = Field(
         "none",
@@ -32,6 +34,14 @@ class MoeConfig(Section):
     bias_rate: Annotated[Float32, Field(ge=0)] = Field(
         1e-3, description="step of model.balance_bias: up for an expert with less than the mean load, else down"
     )
+    dispatcher: Literal["all_to_all", "all_gather"] = Field(
+        "all_to_all",
+        description="exchange over ep: of the rows of chosen experts, or of all tokens, which are fewer where a token "
+        "has more experts than ep",
+    )
+    token_blocks: Annotated[int, Field(gt=0, le=64)] = Field(
+        1, description="blocks of a rank's tokens: the exchange of one overlaps with the GEMMs of another"
+    )
 
     def region_axes(self, micro: int) -> tuple[str, ...]:
         """The axes of parallelism whose ranks share the regions of the balance loss, with `micro` samples of a
@@ -42,6 +52,7 @@ class MoeConfig(Section):
         return ("tp", "cp", "dp") if micro % self.balance_group else ("tp", "cp")
 
     def shared_axes(self, micro: int) -> set[tuple[str, ...]]:
-        """The axes of all groups that share regions, or sequences with a capacity."""
+        """The axes of all groups that share regions, sequences with a capacity, or tokens."""
         capacity = () if self.capacity_factor is None else ("tp", "cp")
-        return {axes for axes in (self.region_axes(micro), capacity) if axes}
+        tokens = ("ep",) if self.dispatcher == "all_gather" else ()
+        return {axes for axes in (self.region_axes(micro), capacity, tokens) if axes}

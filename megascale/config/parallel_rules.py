@@ -195,6 +195,16 @@ def balance_group(parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig) 
         yield Finding(key, message, f"one of {join_values(divisors(samples))}")
 
 
+def token_blocks(
+    model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig, data: DataConfig
+) -> Iterator[Finding]:
+    """Check that the blocks of a rank's tokens are of one size."""
+    blocks, length = moe.token_blocks, data.sequence_chunk_tokens or model.seq_length
+    if (tokens := batch.micro * length // (parallel.cp * parallel.tp)) % blocks:
+        message = f"the {tokens} tokens of a rank cannot be cut into {blocks} blocks"
+        yield Finding("moe.token_blocks", message, f"one of {join_values(divisors(tokens, 64))}")
+
+
 def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:
     """Check that minima do not exceed maxima."""
     for key in ("tp_ctas", "cp_ctas", "ep_ctas", "dp_ctas", "pp_ctas", "world_ctas"):

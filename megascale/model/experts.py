@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
+from megascale.comm.collectives import labelled_pieces
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext
-from megascale.parallel.experts.exchange import dispatch, finish_combine, start_combine
+from megascale.parallel.experts.dispatcher import Dispatcher, Started, start_combine, start_dispatch
 from megascale.parallel.experts.grouped_linear import grouped_linear, router_logits
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation
@@ -47,16 +50,35 @@ class Experts(nn.Module):
         """
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
         logits = router_logits(x, self.router)
-        experts, weights, exchange = self._experts.route(logits, batch, self._index)
-        label = Label.for_layer(self._index, "dispatch")
-        rows, weights = dispatch(x, weights, exchange, label)
-        inner = self._activate(grouped_linear(rows, self.up, exchange.groups)) * weights.to(x.dtype)
-        rows = grouped_linear(inner, self.down, exchange.groups)
-        label = Label.for_layer(self._index, "combine")
-        started, flight = start_combine(rows, exchange, label)
+        weights, dispatchers = self._experts.route(logits, batch, self._index)
+        blocks = self._dispatched(x, weights, dispatchers)
+        leaving, out, arriving = list[Started](), list[Tensor](), next(blocks, None)
+        while arriving is not None:  # backward runs in the reverse order, with the same overlap
+            out += [leaving.pop(0).tokens()] if len(leaving) == 2 else []
+            following = next(blocks, None)
+            leaving.append(self._computed(*arriving))
+            arriving = following
         shared = None if self.shared is None else self._shared(x_sbh, batch)  # overlaps the exchange
-        out = finish_combine(started, flight, exchange, experts.shape[1], label).view_as(x_sbh)
-        return out if shared is None else out + shared
+        out += [each.tokens() for each in leaving]
+        routed = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x_sbh)
+        return routed if shared is None else routed + shared
+
+    def _dispatched(
+        self, x: Tensor, weights: Tensor, dispatchers: tuple[Dispatcher, ...]
+    ) -> Iterator[tuple[Started, Label]]:
+        """Start to send block after block of the tokens, and return the label of its way back."""
+        count = len(dispatchers)
+        parts = [(x,), (weights,)] if count == 1 else [each.split(len(each) // count) for each in (x, weights)]
+        ways = (Label.for_layer(self._index, way) for way in ("dispatch", "combine"))
+        labels = ([label for _, label in labelled_pieces(count, count, way)] for way in ways)
+        for tokens, slots, dispatcher, label, back in zip(*parts, dispatchers, *labels, strict=True):
+            yield start_dispatch(tokens, slots, dispatcher, label), back
+
+    def _computed(self, arriving: Started, label: Label) -> Started:
+        """Compute the experts of a block, and start to send the results back."""
+        dispatcher, (rows, weights) = arriving.flight.dispatcher, arriving.rows()
+        inner = self._activate(grouped_linear(rows, self.up, dispatcher.groups)) * weights.to(rows.dtype)
+        return start_combine(grouped_linear(inner, self.down, dispatcher.groups), dispatcher, label)
 
     def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         assert self.shared is not None

@@ -315,14 +315,18 @@ def build_experts(
     if not model.experts:
         return None, None, None
     from megascale.ops.routing import Routing
+    from megascale.parallel.experts.all_gather import plan_all_gather
+    from megascale.parallel.experts.all_to_all import plan_all_to_all
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.train.expert_steps import BIAS, ExpertState, ExpertSteps, expert_capacity, router_losses
 
     state = ExpertState(model, config.moe, mesh, device.torch_device)
     losses = router_losses(config.moe, model, mesh, config.batch.micro, state)
     capacity = expert_capacity(config.moe, model, mesh, config.batch.micro)
-    group, bias = mesh.group("ep"), state.layers(BIAS)
-    experts = ExpertParallel(group, Routing(model), device.read_counts, bias, losses, capacity)
+    group, bias, moe = mesh.group("ep"), state.layers(BIAS), config.moe
+    plan = {"all_to_all": plan_all_to_all, "all_gather": plan_all_gather}[moe.dispatcher]
+    read = device.read_counts
+    experts = ExpertParallel(group, Routing(model), plan, moe.token_blocks, read, bias, losses, capacity)
     return experts, ExpertSteps(state, losses), state
 
 

@@ -105,12 +105,22 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"moe.balance_group": "groups of 4 do not divide the 2 samples of a micro-batch"},
     ),
     (
+        "token_blocks",
+        MOE | {"moe__token_blocks": 3},
+        {"moe.token_blocks": "the 16 tokens of a rank cannot be cut into 3"},
+    ),
+    (
         "CHUNKS",
         MOE | {"moe__balance": "sequence", "moe__capacity_factor": 1.0, "data__sequence_chunk_tokens": 8},
         {"moe.balance": "a chunk is not all of a sequence", "moe.capacity_factor": "which has the capacity"},
     ),
     ("NO_EXPERTS", {"model__shared_ffn_size": 8}, {"model.shared_ffn_size": "has no effect with experts = 0"}),
     ("NO_BALANCED_EXPERTS", {"moe__balance": "sequence"}, {"moe.balance": "has no effect with experts = 0"}),
+    (
+        "NO_BALANCED_EXPERTS",
+        {"moe__dispatcher": "all_gather", "moe__token_blocks": 2},
+        dict.fromkeys(("moe.dispatcher", "moe.token_blocks"), "has no effect with experts = 0"),
+    ),
     ("NO_BALANCE_LOSS", MOE | {"moe__balance_weight": 0.1}, {"moe.balance_weight": "no effect with balance = none"}),
     (
         "NO_BALANCE_GROUP",

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.ops.grouped_gemm import RowGroups, grouped_gemm, grouped_wgrad
 from megascale.ops.wgrad import torch_wgrad
 from megascale.train.step import train_step
 from tests.gpu.conftest import Figure
 from tests.gpu.machine import curve_on, furthest, rehearsing, run_of, world_of
-from tests.parallel.experts.test_expert_layouts import LAYOUTS, MIXTRAL, SHARED
+from tests.parallel.experts.test_expert_layouts import EXCHANGES, LAYOUTS, MIXTRAL, SHARED
 from tests.runs import MLA, config_of, settings
 from tests.train.test_prediction_steps import EXPERTS as DEEPER
 
@@ -72,11 +73,9 @@ def test_grouped_gemms_are_nearly_as_fast_as_a_dense_one(rows: int, least: float
     figure(f"grouped of dense at {rows} rows an expert", 100 * dense / grouped, "%", least=least)
 
 
-@pytest.mark.gpu(1, only=True)
-def test_the_host_waits_once_a_layer(tmp_path: Path) -> None:
-    """For the row counts of a forward; in backward not at all, nor anywhere else in a step."""
-    config = config_of(settings(SHARED, tmp_path, train__precision="bf16"), tmp_path)
-    run = run_of(Rank(0, 1, 0, "localhost"), config)
+def waits_of_a_step(rank: Rank, config: RunConfig) -> int:
+    """Count the calls in the second step that wait for the device."""
+    run = run_of(rank, config)
     train_step(run, run.train_loader.batch(0))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
@@ -86,9 +85,36 @@ def test_the_host_waits_once_a_layer(tmp_path: Path) -> None:
             train_step(run, run.train_loader.batch(8))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param("", marks=pytest.mark.gpu(1, only=True)),
+        *(pytest.param(it, marks=pytest.mark.gpu(2, only=True)) for it in EXCHANGES),
+    ],
+)
+def test_the_host_waits_once_a_layer(exchange: str, tmp_path: Path) -> None:
+    """For the row counts of a forward, of all blocks; in backward not at all, nor anywhere else in a step."""
+    layout = {"parallel__dp": 2, "parallel__ep": 2} | EXCHANGES[exchange] if exchange else {}
+    config = config_of(settings(SHARED, tmp_path, train__precision="bf16", **layout), tmp_path)
     layers = config.model.num_layers - config.model.dense_layers
-    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
-    assert len(waits) <= layers * config.num_microbatches
+    for waits in world_of(config.world_size, waits_of_a_step, config):
+        assert waits <= layers * config.num_microbatches
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_exchanges_give_the_same_curve(exchange: str, tmp_path: Path, figure: Figure) -> None:
+    common = {"train__precision": "fp32", "optimizer__lr": 1e-3, "parallel__dp": 2, "parallel__ep": 2}
+    rows, other = (
+        world_of(2, curve_on, config_of(settings(SHARED, tmp_path, **common, **keys), tmp_path), 4)[0]
+        for keys in ({}, EXCHANGES[exchange])
+    )
+    difference = furthest(other, rows)
+    figure("difference", difference)
+    assert difference < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ FP8 = {
     "parallel__sp": True, "train__recompute": "selective", "model__hidden_size": 256, "model__num_heads": 4,
     "model__num_kv_heads": 4, "model__ffn_size": 512, "model__seq_length": 128,
 }  # fmt: skip
+EXPERTS = {
+    "model__experts": 8, "model__experts_per_token": 4, "model__expert_ffn_size": 32, "model__shared_ffn_size": 32,
+    "model__hidden_size": 64, "parallel__dp": 2, "parallel__ep": 2,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama fp32": {"train__precision": "fp32"},
@@ -56,6 +60,14 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt tp2 dp2 zero0 no overlap": {
         "parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0, "overlap__tp": False, "overlap__pp": False,
         "overlap__dp": False,
+    },
+    "llama experts": EXPERTS | {"train__recompute": "full", "model__balance_bias": True},
+    "llama experts fp32 capacity": EXPERTS | {"train__precision": "fp32", "moe__capacity_factor": 1.0},
+    "llama experts gathered": EXPERTS | {"moe__dispatcher": "all_gather"},
+    "llama experts gathered in blocks": EXPERTS | {"moe__dispatcher": "all_gather", "moe__token_blocks": 2},
+    "llama experts tp2 sp pp2 blocks": EXPERTS | {
+        "moe__token_blocks": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__ep": 4,
+        "moe__balance": "sequence",
     },
     **{f"llama fp8 {recipe}": FP8 | {"fp8__recipe": recipe} for recipe in RECIPES.names()},
     "gpt fp8 not cut": FP8 | {"parallel__tp": 1, "parallel__sp": False, "train__recompute": "none"},
@@ -92,7 +104,9 @@ def error_of(text: str) -> str:
 
 
 def step_and_evaluate(config: Any, rank: int) -> None:
-    """Run a step and an evaluation; with delayed scaling two steps, because the second reads the amax history."""
+    """Run a step and an evaluation; with delayed scaling two steps, because the second reads the amax history. In a
+    layer with experts the host reads counts once in a forward, also with recomputation, and not in backward.
+    """
     from megascale.train.evaluate import evaluate
     from megascale.train.step import train_step
     from tests.fakegpu import FakeGPU, build_fake, watched
@@ -100,6 +114,8 @@ def step_and_evaluate(config: Any, rank: int) -> None:
     with (
         watched() as watch,
         patch.object(FakeGPU, "copy_to_host", autospec=True, side_effect=FakeGPU.copy_to_host) as read,
+        patch.object(FakeGPU, "read_counts", autospec=True, side_effect=FakeGPU.read_counts) as counts,
+        patch("megascale.ops.grouped_gemm.compute_capability", lambda device: FakeGPU.capability),
     ):
         run = build_fake(config, rank)
         assert all(block.attention._tp.gpu for stage in run.stages for block in stage.layers.values())
@@ -109,6 +125,8 @@ def step_and_evaluate(config: Any, rank: int) -> None:
             train_step(run, run.train_loader.batch(run.progress.samples))
         evaluate(run)
         assert read.call_count == steps + 1
+        layers = sum(len(stage.layers) for stage in run.stages) if config.model.experts else 0
+        assert counts.call_count == layers * config.num_microbatches * (steps + 1)
 
 
 def run_cases(_: Rank, configs: dict[str, Any]) -> dict[str, str]:
@@ -127,7 +145,7 @@ def run_cases(_: Rank, configs: dict[str, Any]) -> dict[str, str]:
 
 QUICK = (
     "llama fp32", "llama sandwich block", "gpt recompute full", "gpt tp2 pp2 dp2 zero2", "llama pp2 dp2 lamb",
-    "llama fp8 delayed", "gpt tp2 sp pp2 dp2 noise scale",
+    "llama fp8 delayed", "gpt tp2 sp pp2 dp2 noise scale", "llama experts", "llama experts gathered in blocks",
 )  # fmt: skip
 
 

@@ -67,7 +67,8 @@ class GroupFacts(NamedTuple):
 class Workload:
     """The work of a job: `vpp` chunks a rank with `layers` in each, `micro_batches` a step. `sequence`: all-gathers and
     reduce-scatters take turns, as in sequence parallelism, and a call of one kind does not pair with the other.
-    `bucketed`: each layer's gradients are reduced within the last backward, as soon as they are complete.
+    `bucketed`: each layer's gradients are reduced within the last backward, as soon as they are complete. `experts`: in
+    every layer ranks along ep exchange tokens.
     """
 
     vpp: int = 1
@@ -75,6 +76,7 @@ class Workload:
     micro_batches: int = 4
     sequence: bool = False
     bucketed: bool = False
+    experts: bool = False
 
 
 def topology_groups(topology: Topology, rank: int) -> dict[str, GroupFacts]:
@@ -82,6 +84,7 @@ def topology_groups(topology: Topology, rank: int) -> dict[str, GroupFacts]:
     tp, dp, pp = (_group(topology, topology.coord(rank)._replace(**{axis: 0}), axis) for axis in ("tp", "dp", "pp"))
     stages = list(pp)
     groups = {"tp": GroupFacts("tp", COLLECTIVE, tp), "dp": GroupFacts("dp", COLLECTIVE, dp)}
+    groups["ep"] = GroupFacts("ep", COLLECTIVE, RankRuns.from_ranks(topology.group(rank, "ep")))
     if topology.world_size <= 8:
         groups["world"] = GroupFacts("world", COLLECTIVE, RankRuns(((0, topology.world_size, 1),)))
     else:
@@ -178,6 +181,9 @@ class _Program:
                     yield from self._in("tp", Call("reduce_scatter", "tp", part, layer, chunk, microbatch, bytes=64))
                 else:
                     yield from self._in("tp", Call("all_reduce", "tp", part, layer, chunk, microbatch, bytes=64))
+            for part in ("dispatch", "combine") if forward else ("combine gradient", "dispatch gradient"):
+                if self._work.experts:
+                    yield from self._in("ep", Call("all_to_all", "ep", part, layer, chunk, microbatch, bytes=128))
             if self._work.bucketed and not forward and microbatch == self._work.micro_batches - 1:
                 number = layer - layers[0]
                 yield from self._in(

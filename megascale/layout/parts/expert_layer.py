@@ -1,7 +1,8 @@
 """Experts in place of an MLP (`ExpertLayer`): router, exchange of tokens over ep, grouped GEMMs, shared expert.
 
 A rank routes its T tokens to k slots each, and sends their rows to the ranks of the experts and back, in forward and in
-backward. With equal loads a rank has rows for 1 / ep of its slots itself, and as many rows arrive as leave.
+backward. With equal loads a rank has rows for 1 / ep of its slots itself, and as many rows arrive as leave. Or it
+gathers the tokens of all ranks, and sends the sums of its rows by token back.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
@@ -102,17 +104,25 @@ class ExpertLayer(Part):
             yield from part.token_amaxes(sizes, backward)
 
     def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
-        """List the exchanges of counts, once, and of rows: with a weight each to the experts and their gradients back,
-        without one for the results. Bytes are those that a rank sends to others, with equal loads.
+        """List the exchanges of counts or choices, once, and of rows or tokens: with a weight for each slot to the
+        experts and their gradients back, without one for the results. Bytes of an all-to-all are those that a rank
+        sends to others, with equal loads.
         """
         if sizes.ep == 1:
             return
-        if not (backward or again):
-            yield CommOp("ep", "all_to_all", INDEX * self.experts, "experts counts")
-        slots, row = sizes.local * self.chosen, self.hidden * sizes.compute
+        slots, row, weights = sizes.local * self.chosen, self.hidden * sizes.compute, sizes.wide
         sent, suffix = slots - slots // sizes.ep, " gradient" if backward else ""
-        yield CommOp("ep", "all_to_all", sent * (row + sizes.wide), f"dispatch{suffix}")
-        yield CommOp("ep", "all_to_all", sent * row, f"combine{suffix}")
+        known = CommOp("ep", "all_to_all", INDEX * self.experts * sizes.token_blocks, "experts counts")
+        ways, counts = ["all_to_all", "all_to_all"], [sent, sent]
+        if sizes.gathers_tokens:
+            known = CommOp("ep", "all_gather", INDEX * slots * sizes.ep, "experts choices")
+            ways, counts = ["all_gather", "all_to_all"], [sizes.local * sizes.ep, sizes.local * (sizes.ep - 1)]
+            weights *= self.chosen
+        if not (backward or again):
+            yield known
+        dispatch, combine = (1, 0) if backward else (0, 1)
+        yield CommOp("ep", ways[dispatch], counts[dispatch] * (row + weights), f"dispatch{suffix}", sizes.token_blocks)
+        yield CommOp("ep", ways[combine], counts[combine] * row, f"combine{suffix}", sizes.token_blocks)
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the steps of `model.experts` in turn. A rank sends the rows of its slots; with uneven loads more
@@ -120,38 +130,54 @@ class ExpertLayer(Part):
         """
         slots, result = sizes.local * self.chosen, branch_gradient(sizes, at.after)
         rows = slots if sizes.ep == 1 else math.ceil(slots * sizes.imbalance)
-        sent, arrived = (count * self.hidden * sizes.compute for count in (slots, rows))
+        arrived = rows * self.hidden * sizes.compute
         inputs, outputs = (rows * width * sizes.compute for width in (self.inputs, self.width))
-        copies = 0 if sizes.ep == 1 else 1 if sizes.ep == self.experts else 2  # of rows: as they came, and by expert
+        ways = self._gathered(sizes, rows) if sizes.gathers_tokens else self._exchanged(sizes, rows)
         gate = 2 * outputs if self.inputs > self.width else 0
         up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))
-        summed = _wide_stream(sizes) + sizes.stream
-        back = max((copies - 1) * arrived + sent, 2 * sent) if copies else 0  # of results: as sent, and by slot
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         steps = [
             self._router_bytes(sizes),
-            UnitBytes(0, sent + copies * arrived, (copies + 1) * sent + arrived * (copies > 0), own - arrived),
+            UnitBytes(0, *ways.dispatch, own - arrived),
             UnitBytes(arrived, inputs, arrived + up, arrived - inputs),  # `up`: wgrad of an expert
             UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
             UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),  # times the weights of slots
             UnitBytes(outputs, arrived, outputs + down, outputs - arrived),
-            UnitBytes(
-                0,
-                arrived + max(back, sent + summed),
-                max(sent + arrived * (copies > 0), copies * arrived),
-                arrived - result,
-            ),
-            *self._shared_bytes(
-                sizes, at, arrived + (sent + (copies - 1) * arrived if copies else 0), (sent + arrived) * (copies > 0)
-            ),
+            UnitBytes(0, *ways.combine, arrived - result),
+            *self._shared_bytes(sizes, at, *ways.flying),
         ]
         saved, forward, backward = walk(steps, result)
         return UnitBytes(saved, forward, backward - result, own - result)
 
+    def _exchanged(self, sizes: MicroBatchSizes, rows: int) -> _Ways:
+        """Account for the rows of an all-to-all."""
+        sent, arrived = (n * self.hidden * sizes.compute for n in (sizes.local * self.chosen, rows))
+        copies = 0 if sizes.ep == 1 else 1 if sizes.ep == self.experts else 2  # of rows: as they came, and by expert
+        back = max((copies - 1) * arrived + sent, 2 * sent) if copies else 0  # of results: as sent, and by slot
+        back = max(back, sent + _wide_stream(sizes) + sizes.stream)
+        return _Ways(
+            (sent + copies * arrived, max(back, copies * arrived)),
+            (arrived + back, max(sent + arrived * (copies > 0), copies * arrived)),
+            (arrived + sent * (copies > 0), (sent + arrived) * (copies > 0)),
+        )
+
+    def _gathered(self, sizes: MicroBatchSizes, rows: int) -> _Ways:
+        """Account for the tokens of all ranks, and for sums of rows by token in the accumulation dtype."""
+        every, weights = sizes.ep * sizes.stream, sizes.local * self.chosen * sizes.wide
+        arrived, wide = (rows * self.hidden * size for size in (sizes.compute, sizes.wide * sizes.narrow))
+        sums = every // sizes.compute * sizes.wide
+        adding, packed = sums + max(wide, every * sizes.narrow), every + sizes.ep * weights
+        last = _wide_stream(sizes) + sizes.stream
+        return _Ways(
+            (packed + max(sizes.stream + weights, arrived), max(adding, every + packed, 2 * packed, packed + last)),
+            (max(arrived + max(adding, 2 * every), every + last), every + arrived),
+            (2 * every, every + sizes.stream),
+        )
+
     def kept(self, sizes: MicroBatchSizes) -> int:
         """Size the route of a micro-batch, which recomputation uses again."""
         slots = sizes.local * self.chosen
-        return INDEX * slots * (3 if sizes.ep in (1, self.experts) else 5)
+        return INDEX * slots * (2 if sizes.gathers_tokens else 3 if sizes.ep in (1, self.experts) else 5)
 
     def _router_bytes(self, sizes: MicroBatchSizes) -> UnitBytes:
         """Account for the router, with all numbers of experts and rows."""
@@ -177,16 +203,29 @@ class ExpertLayer(Part):
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the steps in turn; rows are moved by (2 k + 2) T h elements in forward and in backward, in which fused
-        permutations read and write each slot's row and each token.
+        permutations read and write each slot's row and each token. With gathered tokens they read those of all ranks,
+        write sums for them, and read sums of all ranks: (2 k + 3 ep + 1) T h.
         """
         sizes, local = times.sizes, self.experts // times.sizes.ep
         rows = times.stream // self.hidden * self.chosen * (sizes.imbalance if sizes.ep > 1 else 1)
         total = times.local_linear(self.experts, self.hidden) + times.host_wait()
-        total += times.passes((2 * self.chosen + 2) * times.stream, backward=1)
+        moved = 2 * self.chosen + (3 * sizes.ep + 1 if sizes.gathers_tokens else 2)
+        total += times.passes(moved * times.stream, backward=1)
         total += times.passes(rows * (self.inputs + self.width))
-        total += times.grouped_linears([(self.inputs, self.hidden), (self.hidden, self.width)], local, rows / local)
-        total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)))
+        gemms = times.grouped_linears([(self.inputs, self.hidden), (self.hidden, self.width)], local, rows / local)
+        total += gemms
+        total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)), gemms)
         return sum((part.seconds(times, fp8) for part in self._dense), start=total)
+
+
+class _Ways(NamedTuple):
+    """Transient bytes of rows' ways in forward and in backward: to the experts and back, and on the way back, beside
+    what overlaps.
+    """
+
+    dispatch: tuple[int, int]
+    combine: tuple[int, int]
+    flying: tuple[int, int]
 
 
 def _wide_stream(sizes: MicroBatchSizes) -> int:

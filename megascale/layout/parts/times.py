@@ -98,8 +98,10 @@ class OperationTimes(Protocol):
     def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float) -> PassTimes:
         """Time linear layers [outputs, inputs] of each of `experts` for `rows` rows each."""
 
-    def exchanges(self, sent: Sequence[Iterable[CommOp]]) -> PassTimes:
-        """Time the exchanges over ep in forward and in backward."""
+    def exchanges(self, sent: Sequence[Iterable[CommOp]], beside: PassTimes) -> PassTimes:
+        """Time the exposed exchanges over ep in forward and in backward, which overlap with GEMMs `beside` in blocks of
+        tokens.
+        """
 
     def host_wait(self) -> PassTimes:
         """Time a forward's wait for numbers on the host."""

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megascale.parallel.experts.exchange import Exchange
+    from megascale.parallel.experts.dispatcher import Dispatcher
 
 
 @dataclass
 class ExpertChoice:
-    """Chosen `experts` [t, k], their `exchange`, and `counts` [experts], i64: this rank's slots of each expert.
-    `losses`: this rank's parts of the router's losses, by name, without their weights.
+    """Chosen `experts` [t, k], the `dispatchers` of blocks of tokens, and `counts` [experts], i64: this rank's slots of
+    each expert. `losses`: this rank's parts of the router's losses, by name, without their weights.
 
     After `release` only counts and losses are left, for the totals of the step.
     """
 
     experts: Tensor | None
-    exchange: Exchange | None
+    dispatchers: tuple[Dispatcher, ...]
     counts: Tensor
     losses: dict[str, Tensor] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Free experts and exchange, after the last use."""
-        self.experts = self.exchange = None
+        """Free experts and dispatchers, after the last use."""
+        self.experts, self.dispatchers = None, ()

@@ -45,9 +45,9 @@ class FakeDevice(Device):
         return lambda: [1.0] * values.numel()
 
     def read_counts(self, counts: Tensor, total: int) -> list[int]:
-        """Return equal shares of `total` in each half."""
-        size = counts.numel() // 2
-        return [(index + 1) * total // size - index * total // size for index in range(size)] * 2
+        """Return equal shares of `total` in each of the n."""
+        size = counts[0].numel()
+        return [(index + 1) * total // size - index * total // size for index in range(size)] * len(counts)
 
 
 class FakeTransport:

@@ -247,18 +247,19 @@ def _replay(cost_cache: ModuleCostCache, cost: PassCost, layer: int) -> None:
 
 def _tensors(choice: ExpertChoice | None) -> list[Tensor]:
     """List the tensors of a choice."""
-    if choice is None or choice.exchange is None:
+    if choice is None:
         return []
-    exchange = choice.exchange
-    tensors = choice.experts, choice.counts, exchange.slots, exchange.places, exchange.order, exchange.back
-    return [tensor for tensor in (*tensors, exchange.groups.ends) if tensor is not None]
+    values = [choice.experts, choice.counts]
+    for dispatcher in choice.dispatchers:
+        values += [dispatcher.groups.ends, *vars(dispatcher).values()]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _without_values(choice: ExpertChoice) -> ExpertChoice:
     """Return a choice with as many bytes, and the counts in their place."""
     counts = torch.empty_like(choice.counts)
     nbytes = sum(tensor.nbytes for tensor in _tensors(choice)) - counts.nbytes
-    return ExpertChoice(torch.empty(nbytes, dtype=torch.uint8), None, counts)
+    return ExpertChoice(torch.empty(nbytes, dtype=torch.uint8), (), counts)
 
 
 @contextmanager

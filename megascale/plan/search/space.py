@@ -37,9 +37,10 @@ class Layout(NamedTuple):
     recompute: str = "none"
     zero: int = 1
     ep: int = 1
+    dispatcher: str = "all_to_all"
 
 
-SECTIONS = {"micro": "batch", "recompute": "train"}
+SECTIONS = {"micro": "batch", "recompute": "train", "dispatcher": "moe"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
@@ -77,8 +78,9 @@ class Space:
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
-                for zero, ep in itertools.product(self._values("parallel.zero", zeros), self._experts(tp * cp * dp)):
-                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep)
+                experts = self._experts(tp * cp * dp)
+                for zero, spread in itertools.product(self._values("parallel.zero", zeros), experts):
+                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, *spread)
 
     def with_layout(self, layout: Layout) -> RunConfig:
         """Return the resolved configuration with this layout."""
@@ -142,11 +144,14 @@ class Space:
         """
         return math.gcd(cp, micro) == 1 or not self.fixed.isdisjoint(("parallel.cp", "parallel.dp", "batch.micro"))
 
-    def _experts(self, ranks: int) -> list[int]:
-        """List the legal ep on the `ranks` of a pipeline stage."""
-        experts = self.config.model.experts
+    def _experts(self, ranks: int) -> list[tuple[int, str]]:
+        """List the legal ep on the `ranks` of a pipeline stage, each with the dispatchers: tokens are gathered only
+        where that is less to send.
+        """
+        experts, chosen = self.config.model.experts, self.config.model.experts_per_token
         eps = self._values("parallel.ep", divisors(math.gcd(ranks, experts)) if experts else [1])
-        return [ep for ep in eps if ranks % ep == 0]
+        ways = {ep: ("all_to_all", "all_gather") if 1 < ep < chosen else ("all_to_all",) for ep in eps}
+        return [(ep, way) for ep in eps if ranks % ep == 0 for way in self._values("moe.dispatcher", ways[ep])]
 
     def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool, int, str, int]]:
         """List all legal (tp, sp, cp, cp_mode, cp_a2a_size)."""

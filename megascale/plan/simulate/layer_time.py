@@ -142,10 +142,17 @@ class LayerTimes:
             total += PassTimes(Seconds(gemm=forward), Seconds(gemm=dgrad + wgrad, elementwise=added))
         return total
 
-    def exchanges(self, sent: Sequence[Iterable[CommOp]]) -> PassTimes:
-        """Time the exchanges, which wait for the rank with most rows."""
-        forward, backward = (sum(self.experts.seconds(each.bytes) for each in passed) for passed in sent)
-        return PassTimes(Seconds(ep=forward), Seconds(ep=backward)) * self.sizes.imbalance
+    def exchanges(self, sent: Sequence[Iterable[CommOp]], beside: PassTimes) -> PassTimes:
+        """Time the exchanges, which with an all-to-all wait for the rank with most rows. Of r blocks of tokens, one's
+        exchange is exposed, and what the others' take longer than as many blocks' GEMMs.
+        """
+        blocks, uneven = self.sizes.token_blocks, 1 if self.sizes.gathers_tokens else self.sizes.imbalance
+        times = (sum(map(self.experts.seconds, passed)) * uneven for passed in sent)
+        gemms = beside.forward.gemm, beside.backward.gemm
+        exposed = (
+            (each + (blocks - 1) * max(0.0, each - gemm)) / blocks for each, gemm in zip(times, gemms, strict=True)
+        )
+        return PassTimes(*(Seconds(ep=each) for each in exposed))
 
     def host_wait(self) -> PassTimes:
         return PassTimes(Seconds(host=0.0 if self.kernels.measured else HOST_WAIT_S))

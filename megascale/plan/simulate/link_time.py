@@ -230,7 +230,8 @@ class ExpertRoute:
         latency = node.latency if inside == p.ep else network.latency
         return cls(p.ep, inside, node.bandwidth * attained.link, outside, latency)
 
-    def seconds(self, sent: float) -> float:
-        """Time an all-to-all of `sent` bytes to the other ranks together."""
+    def seconds(self, sent: CommOp) -> float:
+        """Time an all-to-all, of the bytes that a rank sends to the others together, or an all-gather."""
         within, across = (self.inside - 1) / (self.ranks - 1), (self.ranks - self.inside) / (self.ranks - 1)
-        return sent * max(within / self.node, across / self.network) + self.latency
+        nbytes = sent.bytes * (self.ranks - 1) / self.ranks if sent.operation == "all_gather" else sent.bytes
+        return nbytes * max(within / self.node, across / self.network) + sent.calls * self.latency

@@ -94,6 +94,26 @@ def test_recomputation_chooses_the_same_experts(alone: Any, tmp_path: Path) -> N
     check("dp2 ep2", alone, tmp_path, train__recompute="full")
 
 
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "all-gather": {"moe__dispatcher": "all_gather"},
+    "blocks": {"moe__token_blocks": 4},
+    "all-gather of blocks": {"moe__dispatcher": "all_gather", "moe__token_blocks": 2},
+}
+QUICK_EXCHANGES = (("dp2 ep2", "all-gather of blocks"), ("tp2 sp dp2 ep4", "blocks"))
+
+
+@pytest.mark.parametrize(("name", "exchange"), QUICK_EXCHANGES)
+def test_exchanges_are_the_same_run(name: str, exchange: str, alone: Any, tmp_path: Path) -> None:
+    check(name, alone, tmp_path, train__recompute="full", **EXCHANGES[exchange])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_exchange_is_the_same_run(name: str, exchange: str, alone: Any, tmp_path: Path) -> None:
+    check(name, alone, tmp_path, **EXCHANGES[exchange])
+
+
 MUON = {"optimizer__name": "muon"}
 
 

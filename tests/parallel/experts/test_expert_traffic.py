@@ -19,9 +19,12 @@ from tests.worlds import run_world
 Counts = list[list[int]]
 """Rows of a rank by exchange, a layer of a micro-batch, and by expert."""
 
+Traffic = dict[str, tuple[int, int]]
+"""Calls and bytes by operation."""
 
-def recorded(rank: Rank, config: RunConfig) -> tuple[tuple[int, int], Counts]:
-    """Return (calls, bytes) of a step's exchanges over ep, and the counts of rows."""
+
+def recorded(rank: Rank, config: RunConfig) -> tuple[Traffic, Counts]:
+    """Return a step's exchanges over ep, and the counts of rows."""
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
@@ -31,42 +34,73 @@ def recorded(rank: Rank, config: RunConfig) -> tuple[tuple[int, int], Counts]:
     counts = [
         choice.counts.tolist() for each in batch.micro_batches for _, choice in sorted(each.expert_choices.items())
     ]
-    return traffic_of(run, step=1)["ep"]["all_to_all"], counts
+    return traffic_of(run, step=1)["ep"], counts
 
 
-def expected(config: RunConfig, ranks: list[Counts], rank: int) -> tuple[int, int]:
+def expected(config: RunConfig, ranks: list[Counts], rank: int) -> Traffic:
     """Count calls and bytes of a rank from the counts of all."""
-    m, group = config.model, topology_of(config.parallel).group(rank, "ep")
+    m, group, blocks = config.model, topology_of(config.parallel).group(rank, "ep"), config.moe.token_blocks
     (compute, wide), local, calls, nbytes = config.train.element_bytes, m.experts // len(group), 0, 0
     row, own = m.hidden_size * compute, slice(group.index(rank) * local, (group.index(rank) + 1) * local)
     for number, counts in enumerate(ranks[rank]):
         sent = sum(counts) - sum(counts[own])
         arrived = sum(sum(ranks[peer][number][own]) for peer in group if peer != rank)
         passes = 2 if config.train.recompute == "full" else 1
-        calls += 1 + 2 * passes + 2
-        nbytes += 8 * m.experts + (passes * sent + arrived) * (row + wide) + (passes * arrived + sent) * row
-    return calls, nbytes
+        calls += 1 + (2 * passes + 2) * blocks
+        nbytes += 8 * m.experts * blocks
+        nbytes += (passes * sent + arrived) * (row + wide) + (passes * arrived + sent) * row
+    return {"all_to_all": (calls, nbytes)}
+
+
+def gathered(config: RunConfig, exchanges: int) -> Traffic:
+    """Count calls and bytes of a rank that gathers tokens, for as many exchanges, whatever the loads are."""
+    m, n, blocks = config.model, config.parallel.ep, config.moe.token_blocks
+    compute, wide = config.train.element_bytes
+    tokens, passes = config.row_tokens // config.parallel.tp, 2 if config.train.recompute == "full" else 1
+    row, weights = m.hidden_size * compute, m.experts_per_token * wide
+    gathers = 8 * n * tokens * m.experts_per_token + n * tokens * (passes * (row + weights) + row)
+    sums = (n - 1) * tokens * (passes * row + row + weights)
+    return {
+        "all_gather": (exchanges * (1 + (passes + 1) * blocks), exchanges * gathers),
+        "all_to_all": (exchanges * (passes + 1) * blocks, exchanges * sums),
+    }
+
+
+FULL = {"parallel__dp": 2, "parallel__ep": 2, "train__precision": "bf16", "train__recompute": "full"}
 
 
 @pytest.mark.parametrize(
     ("model", "keys"),
     [
-        (MIXTRAL, {"parallel__dp": 2, "parallel__ep": 2, "train__precision": "bf16", "train__recompute": "full"}),
+        (MIXTRAL, FULL),
+        (MIXTRAL, FULL | {"moe__dispatcher": "all_gather", "moe__token_blocks": 2}),
+        pytest.param(MIXTRAL, FULL | {"moe__token_blocks": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            SHARED, {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__ep": 4,
+                     "moe__dispatcher": "all_gather"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             SHARED, {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__ep": 4},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["full recomputation", "sp"],
+    ids=["full recomputation", "gathered blocks", "blocks", "gathered sp", "sp"],
 )  # fmt: skip
 def test_exchanged_bytes_follow_from_counts(model: dict[str, Any], keys: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(settings(model, tmp_path, batch__global=4, **keys), tmp_path)
     traffic, counts = zip(*run_world(config.world_size, recorded, config), strict=True)
     slots = config.row_tokens // config.parallel.tp * config.model.experts_per_token
     assert all(sum(of_layer) == slots for of_rank in counts for of_layer in of_rank)
+    formula = dict.fromkeys(traffic[0], (0, 0))
+    for each in StageTraffic(config, 0).all():
+        if each.group == "ep":
+            calls, nbytes = formula[each.operation]
+            formula[each.operation] = calls + each.times * each.calls, nbytes + each.times * each.bytes
+    if config.moe.dispatcher == "all_gather":
+        assert all(each == gathered(config, len(counts[0])) for each in (*traffic, formula))
+        return
     for rank in range(config.world_size):
         assert traffic[rank] == expected(config, list(counts), rank)
-    formula = [each for each in StageTraffic(config, 0).all() if each.group == "ep"]
     equal = [[slots // config.model.experts] * config.model.experts] * len(counts[0])
-    total = sum(each.times for each in formula), sum(each.times * each.bytes for each in formula)
-    assert total == expected(config, [equal] * config.world_size, 0)
+    assert formula == expected(config, [equal] * config.world_size, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megascale.config.run import RunConfig
+from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.operate.diagnose.slow.findings import findings
@@ -18,9 +20,15 @@ from megascale.operate.store.query import open_store
 from megascale.operate.store.table_files import TableFile, write_rows
 from megascale.plan.account.step_totals import EXPERT_LOAD, vector_name
 from megascale.record.log_reader import LogReader
+from megascale.parallel.experts import expert_parallel
+from megascale.train.evaluate import evaluate
+from megascale.train.run import StepResult
 from megascale.train.step import train_step
 from tests.parallel.experts.test_expert_layouts import LAYOUTS, MIXTRAL, SHARED
 from tests.runs import build_run, config_of, curve_of, settings
+from tests.thread_world import run_threads
+from tests.train.test_skipped_steps import LENGTHS
+from tests.train.test_skipped_steps import configure as without_labels
 from tests.worlds import run_world
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]
@@ -77,11 +85,12 @@ def skewed(rank: Rank, of: RunConfig, kind: str) -> list[tuple[float, float, flo
     return steps
 
 
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("kind", ["one expert", "ties"])
-def test_ranks_without_tokens_take_part(kind: str, tmp_path: Path) -> None:
+def test_ranks_without_tokens_take_part(kind: str, dispatcher: str, tmp_path: Path) -> None:
     """All tokens choose expert 3, and equal scores the first experts: other ranks have no rows at all."""
     model = MIXTRAL | {"experts_per_token": 1, "balance_bias": True}
-    changes = {"moe__bias_rate": 0.0, "train__steps": 1 if kind == "ties" else 2}
+    changes = {"moe__dispatcher": dispatcher, "moe__bias_rate": 0.0, "train__steps": 1 if kind == "ties" else 2}
     (alone,) = run_world(1, skewed, config(model, tmp_path, **changes), kind)
     assert alone[0][2] == 8, "one of eight experts has all tokens"
     for steps in run_world(4, skewed, config(model, tmp_path, "dp4 ep4 zero2", **changes), kind):
@@ -132,6 +141,113 @@ def test_biases_have_the_same_bits_in_every_layout(tmp_path: Path) -> None:
 def test_a_run_in_bf16_has_the_same_bits_twice(tmp_path: Path) -> None:
     of = config(SHARED, tmp_path, "dp2 ep2", train__precision="bf16", train__steps=4)
     assert run_world(2, curve, of) == run_world(2, curve, of)
+
+
+Steps = list[tuple[list[float], ...]]
+"""The bias of the experts, their choices in the last step, and the weights, as a list of numbers each."""
+
+
+def states(run: Any, *, evaluates: bool = False) -> tuple[Steps, list[StepResult]]:
+    """Train. The state of the experts before the first step and after each, and the results of the steps."""
+    experts = run.stages[0].layers["1"].mlp._experts
+    found, results = [], []
+    for step in range(run.config.train.steps + 1):
+        if step:
+            results.append(train_step(run, run.train_loader.batch(run.progress.samples)))
+            run.buffers.finish_param_gather()
+        if evaluates:
+            evaluate(run)
+        parts = experts.bias, experts.losses.before, *(shard.master for shard in run.optimizer.shards)
+        found.append(tuple(part.flatten().tolist() for part in parts))
+    return found, results
+
+
+EXPERTS = {
+    "model__experts": 8, "model__bias": False, "model__balance_bias": True, "moe__bias_rate": 0.05,
+    "moe__balance": "step", "optimizer__warmup_steps": 0,
+}  # fmt: skip
+
+
+def test_a_skipped_step_leaves_the_state_of_experts(tmp_path: Path) -> None:
+    """No label of the second step counts: its gradient is 0 / 0, while its tokens choose experts."""
+    of = without_labels(tmp_path, LENGTHS, train__steps=3, parallel__dp=2, parallel__ep=2, **EXPERTS)
+    for found, results in run_threads(of, states):
+        assert [bool(result.totals["skipped"]) for result in results] == [False, True, False]
+        assert found[2] == found[1] and all(
+            new != old for step in (1, 3) for new, old in zip(found[step], found[step - 1], strict=True)
+        )
+
+
+def test_evaluation_counts_no_choices(tmp_path: Path) -> None:
+    keys = EXPERTS | {"train__eval_every": 5, "train__eval_steps": 1, "parallel__dp": 2, "parallel__ep": 2}
+    of = config_of(settings(MIXTRAL, tmp_path, train__steps=2, **keys), tmp_path)
+    plain, evaluated = (run_threads(of, partial(states, evaluates=each)) for each in (False, True))
+    assert [found for found, _ in plain] == [found for found, _ in evaluated]
+    assert plain[0][0][0] != plain[0][0][1], "steps change the state"
+
+
+@pytest.mark.parametrize(
+    "exchange", [{}, {"moe__dispatcher": "all_gather", "moe__token_blocks": 2}], ids=["", "gathered"]
+)
+def test_recomputation_counts_choices_once(exchange: dict[str, Any], tmp_path: Path) -> None:
+    keys = EXPERTS | {"moe__z_loss_weight": 0.01, "parallel__dp": 2, "parallel__ep": 2, "train__steps": 2} | exchange
+    trees = [settings(MIXTRAL, tmp_path, train__recompute=each, **keys) for each in ("none", "full")]
+    saved, recomputed = (run_threads(config_of(tree, tmp_path), states) for tree in trees)
+    for (found, results), (again, others) in zip(saved, recomputed, strict=True):
+        assert found == again and [result.totals for result in results] == [result.totals for result in others]
+
+
+def test_a_lost_choice_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in production: tokens times experts a token are the sum of a layer's counts."""
+    of = config_of(settings(MIXTRAL, tmp_path, train__steps=1, optimizer__warmup_steps=0), tmp_path)
+    count = expert_parallel._count
+
+    def lossy(chosen: torch.Tensor, size: int) -> torch.Tensor:
+        counts = count(chosen, size)
+        counts[0, chosen[0, 0]] -= 1
+        return counts
+
+    monkeypatch.setattr(expert_parallel, "_count", lossy)
+    with pytest.raises(MegascaleError, match="step 1 lacks choices of experts, or has too many"):
+        run_threads(of, partial(curve_of, steps=1))
+
+
+def test_a_stage_without_experts(tmp_path: Path) -> None:
+    """All layers of the first stage are dense, and its ranks have no choices to count."""
+    keys = EXPERTS | {"train__steps": 2, "model__dense_layers": 2}
+    layout = {"parallel__pp": 2, "parallel__dp": 2, "parallel__ep": 2}
+    trees = [settings(SHARED, tmp_path, **keys, **more) for more in ({}, layout)]
+    (expected,), found = (run_threads(config_of(tree, tmp_path), partial(curve_of, steps=2)) for tree in trees)
+    assert all(sum(each, ()) == pytest.approx(sum(expected, ()), rel=1e-10) for each in found)
+
+
+EXTREMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as many ranks as experts": ({"experts": 4}, {"parallel__dp": 4, "parallel__ep": 4}),
+    "sequences of one token": ({"seq_length": 1}, {"parallel__dp": 2, "parallel__ep": 2}),
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes_are_the_same_run(name: str, dispatcher: str, tmp_path: Path) -> None:
+    model, layout = EXTREMES[name]
+    common = {"train__steps": 2, "optimizer__warmup_steps": 0, "moe__balance": "sequence", "moe__balance_weight": 0.5}
+    trees = [settings(MIXTRAL | model, tmp_path, **common, **keys) for keys in ({}, layout)]
+    trees[1]["moe"]["dispatcher"] = dispatcher
+    (expected,), found = (run_threads(config_of(tree, tmp_path), partial(curve_of, steps=2)) for tree in trees)
+    assert all(sum(each, ()) == pytest.approx(sum(expected, ()), rel=1e-10) for each in found)
+
+
+def test_a_microbatch_without_labels_routes_its_tokens(tmp_path: Path) -> None:
+    """Two samples of four have no label that counts; a rank has one of them, or both."""
+    keys = {"train__steps": 2, "batch__global": 4, "moe__z_loss_weight": 0.1} | EXPERTS
+    layouts = {}, {"parallel__dp": 2, "parallel__ep": 2}, {"parallel__dp": 4, "parallel__ep": 4}
+    runs = [
+        run_threads(without_labels(tmp_path / str(number), LENGTHS, **keys, **layout), partial(curve_of, steps=2))
+        for number, layout in enumerate(layouts)
+    ]
+    for found in (*runs[1], *runs[2]):
+        assert sum(found, ()) == pytest.approx(sum(runs[0][0], ()), rel=1e-10)
 
 
 def curve(rank: Rank, of: RunConfig) -> list[tuple[float, float]]:

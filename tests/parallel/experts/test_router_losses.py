@@ -37,7 +37,7 @@ def gradient_and_losses(moe: MoeConfig, of: ModelConfig, logits: Tensor) -> tupl
     leaf, routing = logits.clone().requires_grad_(), Routing(of)
     scores = routing.scores(leaf)
     experts = routing.choose(scores.detach())
-    choice = ExpertChoice(experts, None, torch.zeros(EXPERTS))
+    choice = ExpertChoice(experts, (), torch.zeros(EXPERTS))
     weights = losses.add(routing.weights(scores, experts), leaf, scores, choice, 0)
     (gradient,) = torch.autograd.grad(weights, leaf, torch.zeros_like(weights))
     return gradient, {name: float(value) for name, value in choice.losses.items()}

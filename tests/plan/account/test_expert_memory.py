@@ -29,6 +29,10 @@ SP = {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "few ep4": (FEW, {"parallel__dp": 4, "parallel__ep": 4}),
     "many ep4 full": (MANY, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full"}),
+    "few ep4 gathered": (FEW, {"parallel__dp": 4, "parallel__ep": 4, "moe__dispatcher": "all_gather"}),
+    "many ep4 full gathered": (MANY, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full",
+                                      "moe__dispatcher": "all_gather"}),
+    "shared sp ep2 gathered": (SHARED, SP | {"parallel__ep": 2, "moe__dispatcher": "all_gather"}),
     "few": (FEW, {}),
     "few full": (FEW, {"train__recompute": "full"}),
     "few ep8 selective": (FEW, {"parallel__dp": 8, "parallel__ep": 8, "train__recompute": "selective",
@@ -37,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared ep8 zero2": (SHARED, {"parallel__dp": 8, "parallel__ep": 8, "parallel__zero": 2}),
     "shared sp ep2": (SHARED, SP | {"parallel__ep": 2}),
 }  # fmt: skip
-QUICK = ("few ep4", "many ep4 full")
+QUICK = ("few ep4", "many ep4 full", "few ep4 gathered")
 
 
 def of_case(name: str, folder: Path) -> RunConfig:
@@ -52,6 +56,15 @@ def of_case(name: str, folder: Path) -> RunConfig:
 def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
     peak, error = compare(of_case(name, tmp_path), 0)
     assert peak > 4e9 and -0.01 < error < 0.01
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", pytest.param("all_gather", marks=pytest.mark.slow)])
+def test_blocks_of_tokens_need_no_more(dispatcher: str, tmp_path: Path) -> None:
+    """The formula is that of a single block, and so a bound; communication is exact."""
+    layout = {"parallel__dp": 4, "parallel__ep": 4, "moe__token_blocks": 4, "moe__dispatcher": dispatcher}
+    changes = {"train__precision": "bf16", "batch__micro": 2, "batch__global": 16} | layout
+    peak, error = compare(config_of(settings(MANY, tmp_path, **changes), tmp_path), 0)
+    assert peak > 4e9 and 0 < error < 0.08
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

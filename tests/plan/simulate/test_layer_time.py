@@ -187,6 +187,24 @@ def test_an_uneven_load_takes_longer_in_gemms_and_exchanges() -> None:
     assert 1.3 * even.forward.gemm < uneven.forward.gemm < 1.6 * even.forward.gemm
 
 
+GATHERED = "moe.dispatcher=all_gather"
+
+
+def test_gathered_tokens_wait_for_no_fullest_rank() -> None:
+    """Their exchange is as long for any loads, and shorter than that of rows where a token has more experts than ep."""
+    keys = "parallel.ep=2", "model.experts_per_token=4"
+    even, uneven = experts_of(*keys, GATHERED), experts_of(*keys, GATHERED, imbalance=1.5)
+    assert even.forward.ep == uneven.forward.ep and even.forward.gemm < uneven.forward.gemm
+    assert even.forward.ep == pytest.approx(0.5 * experts_of(*keys).forward.ep, rel=0.05)
+
+
+def test_blocks_of_tokens_expose_the_exchange_of_one() -> None:
+    """And what the others take longer than as many blocks' GEMMs: here nothing."""
+    whole, blocks = experts_of("parallel.ep=2"), experts_of("parallel.ep=2", "moe.token_blocks=4")
+    assert whole.backward.ep < whole.backward.gemm and blocks.backward.gemm == whole.backward.gemm
+    assert whole.backward.ep / 4 < blocks.backward.ep < 0.3 * whole.backward.ep  # with a latency for each message
+
+
 def test_a_grouped_gemm_has_whole_tiles_of_rows() -> None:
     kernels = layers_of(config_of()).kernels
     assert kernels.grouped_gemm(4, 130, 4096, 2048) == kernels.grouped_gemm(4, 256, 4096, 2048)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config.parallel import ParallelConfig
+from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.plan.simulate.link_time import ExpertRoute, group_route, neighbour_route
 from megascale.plan.simulate.profiles import Attained, Device, Hardware, Network, Node
 
@@ -109,18 +110,23 @@ def test_an_all_reduce_takes_the_faster_of_ring_and_trees() -> None:
     assert two.collective("all_reduce", 3e9, 16) == pytest.approx(3e9 / 1e10 + 2 * 1e-5 + 2 * 7e-6)
 
 
-def experts_of(ep: int, world: int, tp: int = 1) -> ExpertRoute:
-    return ExpertRoute.of_layout(CLUSTER, ParallelConfig(ep=ep, tp=tp, dp=world // tp), world)
+def experts_of(ep: int, world: int) -> ExpertRoute:
+    return ExpertRoute.of_layout(CLUSTER, ParallelConfig(ep=ep, dp=world), world)
+
+
+def exchange_of(ep: int, sent: float, operation: str = "all_to_all", calls: int = 1) -> float:
+    return experts_of(ep, 64).seconds(CommOp("ep", operation, int(sent), "dispatch", calls))
 
 
 def test_an_exchange_of_tokens_in_a_node() -> None:
-    assert experts_of(4, 64).seconds(3e9) == pytest.approx(3e9 / 1.5e11 + 1e-6)
+    assert exchange_of(4, 3e9) == pytest.approx(3e9 / 1.5e11 + 1e-6)
+    assert exchange_of(4, 4e9, "all_gather", calls=5) == pytest.approx(3e9 / 1.5e11 + 5e-6)
 
 
 def test_an_exchange_of_tokens_between_nodes() -> None:
     """Of 16 ranks seven others are in the node and eight in another, where each rank has an eighth of the network."""
-    assert experts_of(16, 64).seconds(15e9) == pytest.approx(8e9 / (1e11 / 8) + 1e-5)
-    assert experts_of(64, 64).seconds(63e9) == pytest.approx(56e9 / (1e11 / 8 / 2) + 1e-5)  # above a switch of 4 nodes
+    assert exchange_of(16, 15e9) == pytest.approx(8e9 / (1e11 / 8) + 1e-5)
+    assert exchange_of(64, 63e9) == pytest.approx(56e9 / (1e11 / 8 / 2) + 1e-5)  # above a switch of 4 nodes
 
 
 def test_groups_that_cross_nodes_have_fewer_ranks_in_one() -> None:
@@ -131,5 +137,5 @@ def test_groups_that_cross_nodes_have_fewer_ranks_in_one() -> None:
 @given(st.sampled_from([2, 4, 8, 16, 32]), st.floats(1e3, 1e9))
 def test_more_ranks_take_longer_for_a_token(ep: int, rows: float) -> None:
     """A rank keeps its own share of the rows."""
-    times = [experts_of(n, 64).seconds(rows * (n - 1) / n) for n in (ep, 2 * ep)]
+    times = [exchange_of(n, rows * (n - 1) / n) for n in (ep, 2 * ep)]
     assert times[0] < times[1]

@@ -122,6 +122,21 @@ def test_a_rank_that_makes_other_calls_is_named(kind: str, jobs: Jobs, count: in
         assert f"rank {fault.rank} " in verdict.evidence[0]
 
 
+def test_an_exchange_of_tokens_that_a_rank_left_out_is_named() -> None:
+    """With the reduction in which the rank waits for the others."""
+    topology, work = Topology(dp=4, ep=4), Workload(experts=True, bucketed=True, micro_batches=2)
+    calls, rank = step_calls(topology, 2, work), 2
+    for at, call in enumerate(calls):
+        if call.key == "ep":
+            verdict = verdict_of(HangingWorld(topology, Fault("skip", rank, len(calls) + at), work))
+            assert (verdict.ranks, verdict.kind, verdict.confident) == ((rank,), "divergence", True), call
+            left_out, waits = verdict.evidence
+            assert left_out.startswith(
+                f"rank 2 left out all_to_all '{call.part}' of layer {call.layer} in group ep for"
+            )
+            assert waits.endswith("waiting in reduce_scatter 4 'chunk 0.0' of group dp")
+
+
 @COUNTS
 @pytest.mark.parametrize("kind", ["skip", "extra"])
 def test_a_host_that_is_ahead_of_its_device_is_named(kind: str, jobs: Jobs, count: int) -> None:
