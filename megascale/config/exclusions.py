@@ -112,7 +112,7 @@ NO_ROPE = _without_effect(
 NO_EXPERTS = _off(
     "model.experts", only(0), ModelConfig, "experts_per_token", "dense_layers", "shared_ffn_size",
     "shared_gate", "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize",
-    "router_scale", "balance_bias", hint="model.experts above 0, or remove the key",
+    "router_scale", "router_bias", "balance_bias", hint="model.experts above 0, or remove the key",
 )  # fmt: skip
 
 NO_BALANCED_EXPERTS = _without_effect(
@@ -135,7 +135,6 @@ NO_BALANCE_BIAS = _without_effect(
 EXPERTS = Exclusions("model.experts", unless(0), tuple(
     (key, passes, f"{message} (model.experts = {{given}})", hint)
     for key, passes, message, hint in (
-        ("model.bias", only(False), "experts have no biases", "bias = false"),
         ("model.block", only("serial", "sandwich", "post_norm"), "experts follow attention, in a branch of their own",
          "serial, sandwich or post_norm"),
         ("parallel.hybrid_dp", only(False), "ranks that exchange tokens run the same micro-batches", "false"),
@@ -143,6 +142,12 @@ EXPERTS = Exclusions("model.experts", unless(0), tuple(
     )
 ))  # fmt: skip
 """Keys without an implementation for experts."""
+
+ATTENTION_SINKS = Exclusions("model.attention_sinks", only(True), (
+    ("model.dropout", only(0), "attention with sinks has no dropout", "0"),
+    ("model.attention_softcap", only(None), "attention with sinks has no soft cap", "no soft cap"),
+    ("backends.attention", only(AUTO), "attention with sinks runs by backends.partial_attention", "auto"),
+))  # fmt: skip
 
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
     ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",

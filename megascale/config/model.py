@@ -77,12 +77,17 @@ class ModelConfig(Section):
     attention_softcap: Annotated[Positive | None, AUTO_AS_NONE] = Field(
         None, description="soft cap of attention scores, cap * tanh(scores / cap), as in Gemma 2"
     )
+    attention_sinks: bool = Field(
+        False,
+        description="a learned logit of each head beside the scores of a query's keys, which takes its share of the "
+        "softmax and has no value (gpt-oss)",
+    )
     qk_norm: Literal["none", "head", "full"] = Field(
         "none",
         description="norm of q and k, of the kind `norm`, before rope. head: over each head, with one gain for "
         "all heads; full: over all heads together",
     )
-    bias: bool = Field(True, description="biases in linear layers")
+    bias: bool = Field(True, description="biases in linear layers, those of experts too; the router's: router_bias")
     explicit_qkv_bias: Annotated[bool | None, AUTO_AS_NONE] = Field(
         None, alias="qkv_bias", description="biases in the q, k and v projections; default bias"
     )
@@ -129,6 +134,7 @@ class ModelConfig(Section):
     )
     router_normalize: bool = Field(True, description="weights of the chosen experts add up to 1")
     router_scale: Float32 = Field(1.0, gt=0, description="factor on the weights of the chosen experts")
+    router_bias: bool = Field(False, description="a learned bias of each expert's logit, in choice and weight")
     balance_bias: bool = Field(
         False,
         description="a bias of each expert, added to its score for the choice alone, that moves with its load after a "
@@ -252,13 +258,14 @@ SAME_MODEL_HINT = "[model] as there, or another name or checkpoint.resume for th
 EXPERT_KEYS = (
     "experts", "experts_per_token", "expert_ffn_size", "dense_layers", "shared_ffn_size", "shared_gate",
     "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize", "router_scale",
-    "balance_bias",
+    "router_bias", "balance_bias",
 )  # fmt: skip
 """The keys of `MODEL_KEYS` that describe experts."""
 
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
-    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", *EXPERT_KEYS,
+    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", "attention_sinks",
+    *EXPERT_KEYS,
 )  # fmt: skip
 """Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
@@ -273,7 +280,7 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
         there["qkv_bias"] = there["bias"]
     there["qk_norm"] = there["qk_norm"] or "none"
     there["expert_ffn_size"] = there["expert_ffn_size"] or there["ffn_size"]
-    for key in EXPERT_KEYS:  # manifests of dense models may have none of these
+    for key in ("attention_sinks", *EXPERT_KEYS):  # manifests of dense models may have none of these
         there[key] = ModelConfig.model_fields[key].default if there[key] is None else there[key]
     if there["position"] == "learned":
         there["positions"] = there["positions"] or saved.get("seq_length")

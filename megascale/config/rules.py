@@ -29,7 +29,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_ROPE, model_rules.rope, model_rules.rope_scaling,
     model_rules.qk_norm,
     model_rules.attention_window,
-    exclusions.NO_EXPERTS, exclusions.EXPERTS, model_rules.experts, parallel_rules.expert_parallel,
+    exclusions.NO_EXPERTS, exclusions.EXPERTS, exclusions.ATTENTION_SINKS, model_rules.experts, parallel_rules.expert_parallel,
     exclusions.NO_BALANCED_EXPERTS, exclusions.NO_BALANCE_LOSS, exclusions.NO_BALANCE_GROUP, exclusions.NO_BALANCE_BIAS,
     parallel_rules.balance_group,
     parallel_rules.tensor_parallel,

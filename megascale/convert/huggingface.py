@@ -33,7 +33,7 @@ from megascale.convert.tensor_map import (
     Place,
     Places,
     assemble,
-    matrix_indices,
+    indices,
     model_tensors,
     read_region,
     stack_biases,
@@ -68,7 +68,7 @@ class PretrainedWeights:
         self._family = FAMILIES[self.config["model_type"]]
         self._places = tensor_map(self._family, self.model)
         self.tensors = model_tensors(self.model)
-        self._shapes = {tensor.name: tensor.shape for tensor in self.tensors}
+        self._specs = {tensor.name: tensor for tensor in self.tensors}
         self._headers: dict[Path, dict[str, tuple[tuple[int, ...], str]]] = {}
 
     @cached_property
@@ -102,7 +102,8 @@ class PretrainedWeights:
         check_small_files(self.folder)
         unchecked = set(self.files)
         for ours, places in self._places.items():
-            unchecked -= self._check_places(places, self._shapes[ours][-2:])
+            spec = self._specs[ours]
+            unchecked -= self._check_places(places, spec.shape[len(spec.outer) :])
         head = self._family.outer[HEAD]
         if self.model.tie_embeddings and head in unchecked:
             self._check_tied(head)
@@ -177,14 +178,16 @@ class PretrainedWeights:
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
 
-            def read(name: str, box: tuple[slice, ...]) -> Tensor:
+            def read(name: str, box: tuple[slice | int, ...]) -> Tensor:
                 path = self.files[stored := self._stored_name(name)]
                 if path not in opened:
                     opened[path] = stack.enter_context(_open_safetensors(path))
-                tensor: Tensor = opened[path].get_slice(stored)[box]
+                whole = tuple(slice(each.start, each.stop) if isinstance(each, slice) else each for each in box)
+                steps = tuple(slice(None, None, each.step) for each in box if isinstance(each, slice))
+                tensor: Tensor = opened[path].get_slice(stored)[whole][steps]
                 return tensor
 
-            return read_region(self._places[name], self._shapes[name], read, part)
+            return read_region(self._places[name], self._specs[name], read, part)
 
     def _bytes(self, hf_name: str, rows: slice) -> Tensor:
         with _open_safetensors(self.files[hf_name]) as file:
@@ -270,8 +273,8 @@ def _files(
     parts_by_name: dict[str, TensorParts] = {}
     size: dict[str, int] = {}
     for tensor in model_tensors(model):
-        matrix = math.prod(tensor.shape[-2:]) * dtype.itemsize
-        for index, place in zip(matrix_indices(tensor.shape), places[tensor.name], strict=True):
+        matrix = math.prod(tensor.shape[len(tensor.outer) :]) * dtype.itemsize
+        for index, place in zip(indices(tensor), places[tensor.name], strict=True):
             parts_by_name.setdefault(place.name, []).append(_Part(tensor.name, index, place))
             size[place.name] = size.get(place.name, 0) + matrix
     group: list[tuple[str, TensorParts]] = []

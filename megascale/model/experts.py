@@ -17,19 +17,22 @@ from megascale.record.label import Label
 class Experts(nn.Module):
     """A token's MLP is the weighted sum of the experts that its router chooses, plus the shared expert's:
 
-    y = sum over chosen e of w_e down_e(w activate(up_e(x))) + shared(x)
+    y = sum over chosen e of D_e(w_e activate(up_e(x))) + w_e b_e + shared(x)
 
-    The weight multiplies the input of the down projection, which saves its output for backward otherwise.
+    The weight multiplies the input of the down projection D, which saves its output for backward otherwise, and its
+    bias b.
     """
 
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
         name, model = f"layers.{index}", context.model
-        self.router = context.parameters[f"{name}.router.weight"]
-        self.up = context.parameters[f"{name}.experts.{'gate_up' if model.gated else 'up'}.weight"]
-        self.down = context.parameters[f"{name}.experts.down.weight"]
+        up, parameters = "gate_up" if model.gated else "up", context.parameters
+        self.router = parameters[f"{name}.router.weight"]
+        self.up, self.down = (parameters[f"{name}.experts.{layer}.weight"] for layer in (up, "down"))
+        self.router_bias = parameters.get(f"{name}.router.bias")
+        self.up_bias, self.down_bias = (parameters.get(f"{name}.experts.{layer}.bias") for layer in (up, "down"))
         self.shared = MLP(context, index, "shared") if model.shared_ffn_size else None
-        self.shared_gate = context.parameters.get(f"{name}.shared_gate.weight")
+        self.shared_gate = parameters.get(f"{name}.shared_gate.weight")
         assert context.experts is not None, "a model with experts has their parallelism"
         self._experts = context.experts
         self._activate = context.operators.activate
@@ -46,12 +49,12 @@ class Experts(nn.Module):
         case: the gate's gradient needs the shared expert's.
         """
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
-        logits = router_logits(x, self.router)
+        logits = router_logits(x, self.router, self.router_bias)
         experts, weights, exchange = self._experts.route(logits, batch, self._index)
         label = Label.for_layer(self._index, "dispatch")
         rows, weights = dispatch(x, weights, exchange, label)
-        inner = self._activate(grouped_linear(rows, self.up, exchange.groups)) * weights.to(x.dtype)
-        rows = grouped_linear(inner, self.down, exchange.groups)
+        inner = self._activate(grouped_linear(rows, self.up, exchange.groups, self.up_bias)) * weights.to(x.dtype)
+        rows = grouped_linear(inner, self.down, exchange.groups, self.down_bias, weights)
         label = Label.for_layer(self._index, "combine")
         started, flight = start_combine(rows, exchange, label)
         shared = None if self.shared is None else self._shared(x_sbh, batch)  # overlaps the exchange

@@ -25,6 +25,10 @@ YARN = {
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}
 MIXTURE = GROUPED | {"num_experts": 6, "num_experts_per_tok": 3}
 GLM = GROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GPT_OSS = GROUPED | {
+    "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -79,6 +83,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         GLM
         | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 2},
+    ),
+    "gpt oss": ("GptOss", GPT_OSS | {"sliding_window": 5}),
+    "gpt oss of 8": (
+        "GptOss",
+        GPT_OSS
+        | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "num_local_experts": 8, "head_dim": 12},
     ),
     "phi 3 partial": ("Phi3", GROUPED | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
 }

@@ -20,7 +20,7 @@ from megascale.layout.windows import QUERY_BLOCK, count_scores
 class AttentionSpec(Part):
     """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions.
     `qk_norm`: the norms of q and k before it, over each "head", or over all heads ("full"), or "none". `softcap`: the
-    scores have a soft cap.
+    scores have a soft cap. `sinks`: beside the scores of a query's keys is a learned logit of its head.
     """
 
     heads: int
@@ -29,6 +29,7 @@ class AttentionSpec(Part):
     window: int | None
     qk_norm: str = "none"
     softcap: bool = False
+    sinks: bool = False
 
     feeds_rows: ClassVar[bool] = True
 
@@ -53,11 +54,12 @@ class AttentionSpec(Part):
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
-        """The gains of the norms of q and k: one for all heads, or sharded over tp with the heads."""
+        """The gains of the norms of q and k: one for all heads, or sharded over tp with the heads; and the sinks."""
         full, init = self.qk_norm == "full", gain_init(model)
         gains = [(f"{block}.{norm}.weight", width) for norm, width in self.qk_norms]
         sharding = {"tp": 0} if full else {}
-        return [
+        sinks = TensorSpec(f"{block}.attention.sinks", (self.heads,), {"tp": 0}, std=model.init_std)
+        return [vector_param(sinks.name, sinks, kind="bias")] * self.sinks + [
             vector_param(gain, TensorSpec(gain, (width,), sharding, init=init), tp_partial=not full)
             for gain, width in gains
         ]

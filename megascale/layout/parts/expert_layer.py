@@ -16,7 +16,7 @@ from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gr
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec, TensorSpec, expert_param, matrix_param
+from megascale.layout.tensors import ParamSpec, TensorSpec, expert_bias, expert_param, matrix_param, vector_param
 
 INDEX = 8  # bytes of the number of an expert or a row, and of a count of rows
 
@@ -38,7 +38,8 @@ class SharedExpert:
 @dataclass(frozen=True)
 class ExpertLayer(Part):
     """`experts` of inner `width`, of which a token has `chosen`. `inputs`: elements of the activation's input, twice
-    the width if gated. `normalized`: the weights of a token's experts add up to 1.
+    the width if gated. `normalized`: the weights of a token's experts add up to 1. `bias`: of the experts' layers;
+    `router_bias`: of the router's.
     """
 
     experts: int
@@ -48,6 +49,8 @@ class ExpertLayer(Part):
     inputs: int
     normalized: bool
     shared: SharedExpert | None = None
+    bias: bool = False
+    router_bias: bool = False
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -83,6 +86,12 @@ class ExpertLayer(Part):
             expert_param(f"{block}.experts.{up}.weight", inner, first, ratio),
             expert_param(f"{block}.experts.down.weight", (self.experts, self.hidden, self.width), last, ratio),
         ]
+        if self.router_bias:
+            bias = TensorSpec(f"{block}.router.bias", (self.experts,), init="zeros")
+            params.append(vector_param(bias.name, bias, kind="bias"))
+        if self.bias:
+            params.append(expert_bias(f"{block}.experts.{up}.bias", inner[:-1]))
+            params.append(expert_bias(f"{block}.experts.down.bias", (self.experts, self.hidden)))
         for part in self._dense:
             params += part.params(block, model)
         if self.shared is not None and self.shared.gated:
@@ -199,12 +208,14 @@ def expert_layer(model: ModelConfig) -> ExpertLayer:
     factor, width = 2 if model.gated else 1, model.expert_ffn_size
     shared = _shared_expert(model, factor, model.shared_ffn_size) if model.shared_ffn_size else None
     sizes = model.experts, model.experts_per_token, model.hidden_size, width, factor * width
-    return ExpertLayer(*sizes, model.router_normalize, shared)
+    return ExpertLayer(*sizes, model.router_normalize, shared, model.bias, model.router_bias)
 
 
 def _shared_expert(model: ModelConfig, factor: int, width: int) -> SharedExpert:
     name, parts = ("gate_up", ("gate", "up")) if model.gated else ("up", ("up",))
-    up = LinearSpec(f"shared.{name}", "shared up", model.hidden_size, tuple((part, width) for part in parts))
-    down = LinearSpec("shared.down", "shared down", width, (("down", model.hidden_size),))
+    up = LinearSpec(
+        f"shared.{name}", "shared up", model.hidden_size, tuple((part, width) for part in parts), bias=model.bias
+    )
+    down = LinearSpec("shared.down", "shared down", width, (("down", model.hidden_size),), bias=model.bias)
     activation = ActivationSpec(factor * width, width)
     return SharedExpert(ColumnParallel((up,)), activation, RowParallel((down,)), model.shared_gate)
