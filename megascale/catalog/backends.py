@@ -206,7 +206,10 @@ _CARDS = {
         _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu", "geglu")),
         _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), max_columns=LIGER_MAX_COLUMNS),
         _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation"),
-        _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu", "geglu", "clamped_swiglu")),
+        _card(
+            "torch", "torch's operators", "activation:TorchActivation",
+            multi_pass=("swiglu", "geglu", "clamped_swiglu"),
+        ),
     ],
     "cross_entropy": [
         _card(

@@ -68,7 +68,7 @@ ACTIVATIONS = Registry(
         _activation("swiglu", "SiLU(gate) * up (Shazeer 2020)", gated=True),
         _activation("geglu", "GELU(gate) * up, tanh approximation: Gemma", gated=True),
         _activation(
-            "clamped_swiglu", "gate * sigmoid(1.702 gate) * (up + 1), gate up to 7 and up within +-7: gpt-oss", gated=True
+            "clamped_swiglu", "gate * sigmoid(1.702 gate) * (up + 1), gate <= 7, |up| <= 7: gpt-oss", gated=True
         ),
     ],
     synonyms={

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region, slices
 from megascale.config.model import ModelConfig
+from megascale.convert import dequantize
 from megascale.convert.config_file import (
     CONFIG_FILE,
     DAMAGED_HINT,
+    QUANTIZATION_KEYS,
     UNQUANTIZED_HINT,
     check_small_files,
     read_json,
@@ -73,7 +75,12 @@ class PretrainedWeights:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The safetensors file of every tensor, by Hugging Face name."""
+        """The safetensors file of every tensor, by Hugging Face name; of a quantized one that of its elements."""
+        return {name: self._stored[elements] for name, elements in dequantize.unquantized(self._stored).items()}
+
+    @cached_property
+    def _stored(self) -> dict[str, Path]:
+        """The safetensors file of every stored tensor."""
         index, path = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
         if exists(index):
             weight_map = read_json(index).get("weight_map")
@@ -154,9 +161,15 @@ class PretrainedWeights:
         hint = f"set tie_word_embeddings to false to keep both, or remove {head} from the files"
         raise CheckpointError(what, hint=hint)
 
-    def _shape_and_dtype(self, hf_name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a tensor, by the header of its file, which is read once: it may list many experts."""
-        path = self.files[hf_name]
+    def _shape_and_dtype(self, hf_name: str) -> dequantize.Header:
+        """Shape and dtype of a tensor, bf16 of a quantized one."""
+        return dequantize.described(hf_name, self._stored, self._header)
+
+    def _header(self, hf_name: str) -> dequantize.Header:
+        """Shape and dtype of a stored tensor, by the header of its file, which is read once: it may list many
+        experts.
+        """
+        path = self._stored[hf_name]
         if path not in self._headers:
             with _open_safetensors(path) as file:
                 entries = dict(zip(names := file.keys(), map(file.get_slice, names), strict=True))
@@ -178,14 +191,17 @@ class PretrainedWeights:
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
 
-            def read(name: str, box: tuple[slice | int, ...]) -> Tensor:
-                path = self.files[stored := self._stored_name(name)]
+            def stored(elements: str, box: dequantize.Box) -> Tensor:
+                path = self._stored[elements]
                 if path not in opened:
                     opened[path] = stack.enter_context(_open_safetensors(path))
                 whole = tuple(slice(each.start, each.stop) if isinstance(each, slice) else each for each in box)
                 steps = tuple(slice(None, None, each.step) for each in box if isinstance(each, slice))
-                tensor: Tensor = opened[path].get_slice(stored)[whole][steps]
+                tensor: Tensor = opened[path].get_slice(elements)[whole][steps]
                 return tensor
+
+            def read(name: str, box: dequantize.Box) -> Tensor:
+                return dequantize.read(self._stored_name(name), box, self._stored, stored)
 
             return read_region(self._places[name], self._specs[name], read, part)
 
@@ -234,7 +250,8 @@ def export_model(
     """
     written = str(dtype).removeprefix("torch.")
     dtype_keys = dict.fromkeys({"torch_dtype", "dtype"} & source_keys.keys() or {"torch_dtype"}, written)
-    config = make_config(model, source_keys) | dtype_keys
+    kept = {key: value for key, value in source_keys.items() if key not in QUANTIZATION_KEYS}
+    config = make_config(model, kept) | dtype_keys
     groups = list(_files(tensor_map(FAMILIES[config["model_type"]], model), model, dtype))
     weights, total = dict[str, str](), 0
     for number, group in enumerate(groups, 1):

@@ -12,7 +12,7 @@ from megascale.layout.sequence_shard import TokenSpan
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
-from megascale.parallel.kv_exchange import OwnKV, Sinks, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import KVExchange, OwnKV, Sinks, VisibleScores, attend_to_all
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
@@ -133,15 +133,16 @@ class Attention(nn.Module):
             place = self._window, shard, boundaries, self._index
             return self._cp.attention(q, k, v, *place, self.sinks).flatten(2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        sinks = None if self.sinks is None else Sinks(self.sinks)
+        exchange: KVExchange | None = None
         if batch is not None and batch.keys is not None:
-            assert shard is not None and self._partial_attend is not None, "a chunk has a place in its sequence"
-            chunk = shard, boundaries, self._window, self._index
-            out_bhsd = batch.keys.attend(q, k, v, *chunk, self._partial_attend, sinks)
-        elif sinks is not None:
-            assert self._partial_attend is not None, "attention with sinks has the log-sum-exp of scores"
+            assert shard is not None, "a chunk has a place in its sequence"
+            exchange = batch.keys.exchange(shard, boundaries, self._window, self._index)
+        elif self.sinks is not None:
             whole = ((TokenSpan(0, q.shape[2]),),)
             exchange = OwnKV(VisibleScores(whole, 0, q.shape[2], self._window, boundaries))
+        if exchange is not None:
+            assert self._partial_attend is not None, "chunks and sinks need the log-sum-exp of scores"
+            sinks = None if self.sinks is None else Sinks(self.sinks)
             out_bhsd = attend_to_all(q, k, v, exchange, self._partial_attend, sinks)
         else:
             mask = AttentionMask(self._window, boundaries, keep, self._model.dropout)

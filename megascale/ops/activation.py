@@ -47,7 +47,7 @@ def geglu(gate_up: Tensor) -> Tensor:
 
 
 LIMIT, SLOPE = 7.0, 1.702
-"""Of `clamped_swiglu`: the bound of gate and up, and the slope of the sigmoid, which approximates GELU."""
+"""The bound of gate and up in `clamped_swiglu`, and the slope of its sigmoid, which approximates GELU."""
 
 
 def clamped_swiglu(gate_up: Tensor) -> Tensor:

@@ -228,15 +228,15 @@ class _AttentionInParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, lse, sinks = ctx.saved_tensors
-        grad_q, queries = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), AttentionResult(q, out, lse, grads[0])
+        queries, grad_sinks = AttentionResult(q, out, lse, grads[0]), None
+        if sinks is not None:
+            heads, total = slice(ctx.first, ctx.first + q.shape[1]), lse.new_zeros(len(sinks))
+            total[heads] = sinks_gradient(queries, sinks[heads])
+            grad_sinks = accumulate_grad(sinks, total)
+        grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
 
         def attend(block: Tensor, blocks: MaskBlocks, grad: Tensor) -> None:
             ctx.partial.add_backward(Gradients(grad_q, *grad), queries, block[0], block[1], blocks)
 
         grad_k, grad_v = ctx.exchange.backward(own, attend).to(own.dtype)
-        grad_sinks = None
-        if sinks is not None:
-            heads, total = slice(ctx.first, ctx.first + q.shape[1]), lse.new_zeros(len(sinks))
-            total[heads] = sinks_gradient(queries, sinks[heads])
-            grad_sinks = accumulate_grad(sinks, total)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, grad_sinks, None

@@ -84,8 +84,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         GLM
         | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 2},
     ),
-    "gpt oss": ("GptOss", GPT_OSS | {"sliding_window": 5}),
-    "gpt oss of 8": (
+    "gpt-oss": ("GptOss", GPT_OSS | {"sliding_window": 5}),
+    "gpt-oss of 8": (
         "GptOss",
         GPT_OSS
         | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2, "num_experts_per_tok": 2}
@@ -94,6 +94,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 3 partial": ("Phi3", GROUPED | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
 }
 """Class and configuration by name. Lists and names of keys are of transformers 5."""
+
+SIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss of 64": ("GptOss", GPT_OSS | {"intermediate_size": 64}),
+    "llama of 144": ("Llama", GROUPED | {"hidden_size": 144, "intermediate_size": 272}),
+}
+"""With widths of the groups and tiles of quantized weights."""
 
 MIXTURES = [name for name, (_, keys) in TINY.items() if "num_experts_per_tok" in keys]
 
@@ -110,7 +116,7 @@ def make_tiny(name: str, **other: Any) -> Any:
     """
     import transformers
 
-    kind, keys = TINY[name]
+    kind, keys = (TINY | SIZED)[name]
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     config = getattr(transformers, f"{kind}Config")(**keys | other, **plain)
     torch.manual_seed(0)

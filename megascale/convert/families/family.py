@@ -63,8 +63,9 @@ class Family:
     `[model]` keys of a config.json; `write`: to further keys of a config.json.
     `outer`: megascale tensor -> Hugging Face tensor. `layer`: module of `layer_prefix`.N in Hugging Face -> module of
     `layers.N`, or several (`Fused`). `experts`: stack of matrices of `layers.N` -> modules of each expert in Hugging
-    Face, in the order of the stack, with * for the expert's number, or the tensor that is a stack itself. `balance_bias`: the tensor of `layer_prefix`.N that
-    has the experts' biases. `ignored_suffixes`: of tensors in files that are no weights.
+    Face, in the order of the stack, with * for the expert's number, or the tensor that is a stack itself.
+    `balance_bias`: the tensor of `layer_prefix`.N that has the experts' biases. `ignored_suffixes`: of tensors in files
+    that are no weights.
     """
 
     name: str

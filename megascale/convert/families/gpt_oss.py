@@ -1,5 +1,5 @@
-"""gpt-oss: model_type gpt_oss, with sinks of attention, alternating windows, biases, and experts in stacks whose gate and up
-projections alternate. Published files have the experts in MXFP4 (`convert.quantized`).
+"""gpt-oss: model_type gpt_oss, with sinks of attention, alternating windows, biases, and experts in stacks whose gate
+and up projections alternate. Published files have the experts in MXFP4 (`convert.dequantize`).
 """
 
 from __future__ import annotations

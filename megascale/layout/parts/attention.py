@@ -109,7 +109,8 @@ class AttentionSpec(Part):
         qkv, result = sizes.sharded(self.qkv_width), sizes.sharded(self.out_width)
         heads, weights = self.heads // sizes.tp, 0
         normed, forming = self._norm_bytes(sizes)
-        in_pieces = sizes.key_parts == 1 and (sizes.documents or (self.window and not self.softcap))
+        whole = sizes.key_parts == 1 and not self.sinks
+        in_pieces = whole and (sizes.documents or (self.window and not self.softcap))
         apart = sizes.cp_heads > 1 or sizes.tensorwise or in_pieces  # the result is not the next layer's saved input
         tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if apart else 0)
         if sizes.model.dropout:
@@ -121,10 +122,10 @@ class AttentionSpec(Part):
             keys = min(longest, (self.window or longest) + QUERY_BLOCK)
             scores = QUERY_BLOCK * keys * sizes.batch * heads * sizes.wide
             forming = max(forming, 4 * scores + qkv // sizes.compute * sizes.wide)
-        elif self.window and sizes.key_parts == 1:
+        elif self.window and whole:
             masked = [length for length in sizes.documents or [s] if length > self.window]
             tensors += sum(count_scores(length, self.window) for length in masked) * sizes.compute
-        if sizes.cp_heads * sizes.key_parts > 1:
+        if sizes.cp_heads > 1 or not whole:
             return self._shared_memory(sizes, tensors - qkv, forming)
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
@@ -134,7 +135,8 @@ class AttentionSpec(Part):
     def _shared_memory(self, sizes: MicroBatchSizes, saved: int, forming: int) -> UnitBytes:
         """Account for attention of ranks that share sequences. `saved`: by attention without an exchange, besides q, k
         and v. Exchanges of heads need copies of what is sent and received, of which the received ones are saved. With
-        exchanged keys and values the own ones are copied, others visit, and sums are in the accumulation dtype.
+        exchanged keys and values the own ones are copied, others visit, and sums are in the accumulation dtype; with
+        sinks but for the visits.
         """
         qkv, result = sizes.sharded(self.qkv_width), sizes.sharded(self.out_width)
         pair = 2 * sizes.tokens * self.head_dim * sizes.compute  # bytes of k and v, of one head
@@ -143,13 +145,17 @@ class AttentionSpec(Part):
         received = qkv + repeated
         tensors, sent = received + saved, received if sizes.cp_heads > 1 else 0
         visiting, sums, wide = 0, 0, sizes.wide / sizes.compute
-        if sizes.key_parts > 1:
+        if self.sinks:
             tensors += pair
+            sums = int(wide * (result + pair)) + pair * sizes.narrow
+            forming = max(forming, int(2 * wide * result) * sizes.narrow)
+        if sizes.key_parts > 1:
+            tensors += pair * (not self.sinks)
             visiting = 2 * pair * (sizes.key_parts if sizes.gathers else 1)  # as they came and sorted, or now and next
             sums = int(wide * (result + pair * (2 * sizes.key_parts if sizes.gathers else 3)))
             sums -= visiting // 2 if sizes.gathers else 0
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
-        forward = tensors - saved + 2 * max(qkv, sent) + visiting + (int(wide * result) if visiting else 0)
+        forward = tensors - saved + 2 * max(qkv, sent) + visiting + (int(wide * result) if sums else 0)
         backward = recomputed + received + max(forming, visiting + sums, sent)
         return UnitBytes(saved, forward, backward, qkv - result)
 

@@ -67,7 +67,7 @@ class _RouterLogits(torch.autograd.Function):
         if not x.is_cpu and x.dtype != wide:  # one GEMM of the operands as they are
             logits = torch.mm(x, weight.t(), wide)
         else:
-            logits = x.to(wide) @ weight.to(wide).t()
+            logits = torch.mm(x.to(wide), weight.to(wide).t())
         return logits if bias is None else logits.add_(bias)
 
     @staticmethod

@@ -24,11 +24,16 @@ LARGE = LLAMA | {
 FEW = LARGE | {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 4096}
 MANY = LARGE | {"experts": 64, "experts_per_token": 8, "expert_ffn_size": 768}
 SHARED = MANY | {"shared_ffn_size": 3072, "shared_gate": True, "dense_layers": 1, "block": "post_norm"}
+GPT_OSS = MANY | {
+    "attention_sinks": True, "window": [128, 0], "bias": True, "activation": "clamped_swiglu", "router_bias": True,
+}  # fmt: skip
 
 SP = {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "few ep4": (FEW, {"parallel__dp": 4, "parallel__ep": 4}),
     "many ep4 full": (MANY, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full"}),
+    "gpt-oss ep4": (GPT_OSS, {"parallel__dp": 4, "parallel__ep": 4}),
+    "gpt-oss cp2 ring": (GPT_OSS, {"parallel__cp": 2, "parallel__ep": 2, "train__recompute": "full"}),
     "few": (FEW, {}),
     "few full": (FEW, {"train__recompute": "full"}),
     "few ep8 selective": (FEW, {"parallel__dp": 8, "parallel__ep": 8, "train__recompute": "selective",
