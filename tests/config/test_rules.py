@@ -126,7 +126,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         for changes, key, message in (
             ({"model__dropout": 0.1}, "model.dropout", "attention with sinks has no dropout"),
             ({"model__attention_softcap": 5.0}, "model.attention_softcap", "has no soft cap"),
-            ({"backends__attention": "flash"}, "backends.attention", "runs by backends.partial_attention"),
+            ({"backends__attention": "torch"}, "backends.attention", "runs by backends.partial_attention"),
         )
     ),
     *(
