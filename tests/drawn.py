@@ -61,7 +61,7 @@ def jobs(
     tree["model"] = draw(models(parallel, tree["train"]["precision"] == "fp8", widths))
     tree["model"] |= {"window": None, "vocab_size": 4000} if quick else {}
     if experts:
-        inner = [512, 1536] if large else [64, 192]
+        inner = [512, 1536] if large else [128, 256]
         tree["model"] |= draw(mixtures(parallel["tp"], tree["model"]["num_layers"], inner))
         most = math.gcd(tree["model"]["experts"], parallel["tp"] * parallel["dp"])
         parallel |= {"sp": parallel["tp"] > 1, "ep": draw(st.sampled_from(divisors(most)))}

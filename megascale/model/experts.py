@@ -37,6 +37,7 @@ class Experts(nn.Module):
         self._experts = context.experts
         self._activate = context.operators.activate
         self._index = index
+        self._up_gemms, self._down_gemms = (context.grouped_gemms(index) for _ in range(2))
 
     def forward(
         self,
@@ -53,8 +54,9 @@ class Experts(nn.Module):
         experts, weights, exchange = self._experts.route(logits, batch, self._index)
         label = Label.for_layer(self._index, "dispatch")
         rows, weights = dispatch(x, weights, exchange, label)
-        inner = self._activate(grouped_linear(rows, self.up, exchange.groups, self.up_bias)) * weights.to(x.dtype)
-        rows = grouped_linear(inner, self.down, exchange.groups, self.down_bias, weights)
+        inner = grouped_linear(rows, self.up, exchange.groups, self.up_bias, gemms=self._up_gemms)
+        inner = self._activate(inner) * weights.to(x.dtype)
+        rows = grouped_linear(inner, self.down, exchange.groups, self.down_bias, weights, self._down_gemms)
         label = Label.for_layer(self._index, "combine")
         started, flight = start_combine(rows, exchange, label)
         shared = None if self.shared is None else self._shared(x_sbh, batch)  # overlaps the exchange

@@ -16,7 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megascale.catalog.recipes import ROW
 from megascale.device import compute_capability
+from megascale.ops.fp8 import ScaledMatmul
+from megascale.ops.quantized import Quantized
 from megascale.ops.wgrad import Wgrad
 
 GROUPED_CAPABILITIES = (9, 0), (10, 0)  # compute capabilities of GPUs with torch's kernel
@@ -39,6 +42,27 @@ def grouped_gemm(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     for rows, matrix in zip(_slices(groups), weight, strict=True):
         if rows.start < rows.stop:
             torch.mm(x[rows], matrix.t(), out=out[rows])
+    return out
+
+
+def scaled_grouped_gemm(
+    x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype, matmul: ScaledMatmul
+) -> Tensor:
+    """Multiply the rows of x [r, k] by the matrix [n, k] of their expert, of `weight` [experts n, k], both quantized
+    with scales of rows or parts of rows: [r, n]. torch's grouped GEMM serves scales of rows on compute capability 9.0;
+    no test has run it.
+    """
+    experts = len(groups.counts)
+    n = weight.shape[0] // experts
+    if x.block == weight.block == ROW and not x.data.is_cpu and compute_capability(x.data.device) == (9, 0):
+        stack, scales = weight.data.view(experts, n, -1).transpose(-2, -1), weight.scale.view(experts, n)
+        return torch._scaled_grouped_mm(
+            x.data, stack, x.scale.view(-1), scales, groups.ends, out_dtype=dtype, use_fast_accum=weight.use_fast_accum
+        )
+    out = x.new_empty(x.shape[0], n, dtype=dtype)
+    for expert, rows in enumerate(_slices(groups)):
+        if rows.start < rows.stop:
+            out[rows] = matmul(x[rows], weight[expert * n : (expert + 1) * n], dtype)
     return out
 
 

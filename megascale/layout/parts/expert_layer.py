@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
 from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_std
-from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes, walk
+from megascale.layout.parts.microbatch_sizes import FP32, CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
 from megascale.layout.tensors import ParamSpec, TensorSpec, expert_bias, expert_param, matrix_param, vector_param
@@ -137,13 +137,18 @@ class ExpertLayer(Part):
         summed = _wide_stream(sizes) + sizes.stream
         back = max((copies - 1) * arrived + sent, 2 * sent) if copies else 0  # of results: as sent, and by slot
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
+        cast = (FP32 + 1) / sizes.compute if sizes.grain in ("row", "block") else 0  # of rows, for each of their bytes
         steps = [
             self._router_bytes(sizes),
             UnitBytes(0, sent + copies * arrived, (copies + 1) * sent + arrived * (copies > 0), own - arrived),
-            UnitBytes(arrived, inputs, arrived + up, arrived - inputs),  # `up`: wgrad of an expert
+            UnitBytes(
+                arrived, max(inputs, int(cast * arrived)), max(arrived + up, int(cast * inputs)), arrived - inputs
+            ),  # `up`: wgrad of an expert
             UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
             UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),  # times the weights of slots
-            UnitBytes(outputs, arrived, outputs + down, outputs - arrived),
+            UnitBytes(
+                outputs, max(arrived, int(cast * outputs)), max(outputs + down, int(cast * arrived)), outputs - arrived
+            ),
             UnitBytes(
                 0,
                 arrived + max(back, sent + summed),
@@ -193,7 +198,9 @@ class ExpertLayer(Part):
         total = times.local_linear(self.experts, self.hidden) + times.host_wait()
         total += times.passes((2 * self.chosen + 2) * times.stream, backward=1)
         total += times.passes(rows * (self.inputs + self.width))
-        total += times.grouped_linears([(self.inputs, self.hidden), (self.hidden, self.width)], local, rows / local)
+        total += times.grouped_linears(
+            [(self.inputs, self.hidden), (self.hidden, self.width)], local, rows / local, fp8
+        )
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)))
         return sum((part.seconds(times, fp8) for part in self._dense), start=total)
 

@@ -11,13 +11,31 @@ from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, g
 from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad
 
 
+class GroupedGemms:
+    """The GEMMs of experts with activations x [r, k] or their gradients [r, n], in the tensors' dtype; of `matrices`
+    [experts, n, k]. A subclass may quantize.
+    """
+
+    def forward(self, x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        """Compute x W_e^T [r, n]."""
+        return grouped_gemm(x, matrices, groups)
+
+    def dgrad(self, grad: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        """Compute grad W_e [r, k]."""
+        return grouped_gemm(grad, matrices.transpose(-2, -1), groups)
+
+
+HIGH_PRECISION_GROUPS = GroupedGemms()
+
+
 def grouped_linear(
-    x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None, factors: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None, factors: Tensor | None = None,
+    gemms: GroupedGemms = HIGH_PRECISION_GROUPS,
+) -> Tensor:  # fmt: skip
     """Compute y = x W_e^T for rows x [r, k] of each expert e, and `weight` [experts, ..., k], whose dimensions between
     are the n outputs: [r, n]; plus `bias` [experts, ...], times the rows' `factors` [r, 1]. Saved for backward: x.
     """
-    return _GroupedLinear.apply(x, weight, groups, bias, factors)
+    return _GroupedLinear.apply(x, weight, groups, bias, factors, gemms)
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -28,11 +46,12 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None, factors: Tensor | None
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None, factors: Tensor | None,
+        gemms: GroupedGemms,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, factors)
-        ctx.groups, matrices = groups, weight.view(len(weight), -1, x.shape[1])
-        out = grouped_gemm(x, matrices, groups)
+        ctx.groups, ctx.gemms, matrices = groups, gemms, weight.view(len(weight), -1, x.shape[1])
+        out = gemms.forward(x, matrices, groups)
         if bias is not None:
             add_biases_(out, bias.flatten(1), factors, groups)
         return out
@@ -41,12 +60,12 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, factors = ctx.saved_tensors
         grad, matrices = grads[0].contiguous(), weight.view(len(weight), -1, x.shape[1])
-        grad_x = grouped_gemm(grad, matrices.transpose(-2, -1), ctx.groups)
+        grad_x = ctx.gemms.dgrad(grad, matrices, ctx.groups)
         grad_bias = grad_factors = None
         if bias is not None:
             total, grad_factors = bias_gradients(grad, bias.flatten(1), factors, ctx.groups)
             grad_bias = accumulate_grad(bias, total.view_as(bias))
-        return grad_x, _accumulate(weight, grad, x, ctx.groups), None, grad_bias, grad_factors
+        return grad_x, _accumulate(weight, grad, x, ctx.groups), None, grad_bias, grad_factors, None
 
 
 def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor | None:
