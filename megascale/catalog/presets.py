@@ -21,6 +21,15 @@ _GLM4_MOE = _MODERN | {
     "vocab_size": 151_552, "seq_length": 131_072, "experts_per_token": 8, "router_score": "sigmoid",
     "balance_bias": True,
 }  # fmt: skip
+_GPT_OSS = _MODERN | {
+    "tie_embeddings": False, "bias": True, "router_bias": True, "activation": "clamped_swiglu", "head_dim": 64,
+    "attention_sinks": True, "window": [128, 0], "rope_theta": 150_000.0, "vocab_size": 201_088,
+    "seq_length": 131_072, "experts_per_token": 4,
+    "rope_scaling": {
+        "type": "yarn", "factor": 32.0, "original_seq_length": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False,
+    },
+}  # fmt: skip
 _GEMMA = {
     "block": "sandwich", "norm": "rmsnorm_1p", "norm_eps": 1e-6, "activation": "geglu", "position": "rope",
     "bias": False, "tie_embeddings": True, "head_dim": 256,
@@ -180,6 +189,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         dense_layers=3,
         router_scale=2.5,
     ),
+    # OpenAI 2025, table 1, and the files
+    "gpt-oss-20b": _sized(_GPT_OSS, 24, 2880, 64, 2880, experts=32),
+    "gpt-oss-120b": _sized(_GPT_OSS, 36, 2880, 64, 2880, experts=128),
     # Gemma team 2024, table 1; 27b scales scores by sqrt(hidden_size / num_heads)
     "gemma2-2b": _gemma(_GEMMA2, 26, 2304, 8, 9216),
     "gemma2-9b": _gemma(_GEMMA2, 42, 3584, 16, 14_336),

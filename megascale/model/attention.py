@@ -12,7 +12,7 @@ from megascale.layout.sequence_shard import TokenSpan
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
-from megascale.parallel.kv_exchange import KVExchange, OwnKV, Sinks, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import KVExchange, OwnKV, VisibleScores, attend_to_all
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
@@ -142,8 +142,7 @@ class Attention(nn.Module):
             exchange = OwnKV(VisibleScores(whole, 0, q.shape[2], self._window, boundaries))
         if exchange is not None:
             assert self._partial_attend is not None, "chunks and sinks need the log-sum-exp of scores"
-            sinks = None if self.sinks is None else Sinks(self.sinks)
-            out_bhsd = attend_to_all(q, k, v, exchange, self._partial_attend, sinks)
+            out_bhsd = attend_to_all(q, k, v, exchange, self._partial_attend, self.sinks)
         else:
             mask = AttentionMask(self._window, boundaries, keep, self._model.dropout)
             out_bhsd = self._attend(q, k, v, mask)

@@ -82,8 +82,7 @@ def bias_gradients(
     expert's rows, and of `factors`; in fp32 or wider.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
-    of_bias, of_factors = bias.new_zeros(bias.shape, dtype=wide), None if factors is None else factors.new_empty(0, 1)
-    found = []
+    of_bias, found = bias.new_zeros(bias.shape, dtype=wide), []
     for rows, vector, total in zip(_slices(groups), bias.to(wide), of_bias, strict=True):
         part = grad[rows].to(wide)
         if factors is None:
@@ -91,7 +90,7 @@ def bias_gradients(
         else:
             torch.mv(part.t(), factors[rows].to(wide).squeeze(1), out=total)
             found.append(part @ vector)
-    return of_bias, None if of_factors is None else torch.cat(found).unsqueeze(1).to(of_factors.dtype)
+    return of_bias, None if factors is None else torch.cat(found).unsqueeze(1).to(factors.dtype)
 
 
 def grouped_wgrad(total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:

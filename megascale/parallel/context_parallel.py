@@ -32,7 +32,6 @@ from megascale.parallel.kv_exchange import (
     KVExchange,
     OwnKV,
     RingKV,
-    Sinks,
     VisibleScores,
     attend_to_all,
 )
@@ -85,8 +84,7 @@ class ContextParallel:
                 exchange = AllGatherKV(self.keys, visible, layer)
             else:
                 exchange = RingKV(self.keys, visible, layer, shard.first, self.overlap)
-            own = None if sinks is None else Sinks(sinks, self.heads.index * q.shape[1])
-            out = attend_to_all(q, k, v, exchange, self.partial, own)
+            out = attend_to_all(q, k, v, exchange, self.partial, sinks, self.heads.index * q.shape[1])
         out_sbnd = out.permute(2, 0, 1, 3)
         if self.heads.size > 1:
             out_sbnd = _exchange_heads(out_sbnd, self.heads, Label.for_layer(layer, "attention"))

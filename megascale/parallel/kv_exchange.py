@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -190,20 +190,14 @@ class AllGatherKV(KVExchange):
 
 
 def attend_to_all(
-    q: Tensor, k: Tensor, v: Tensor, exchange: KVExchange, partial: PartialAttention, sinks: Sinks | None = None
-) -> Tensor:
-    """Attend with this rank's q [b, heads, n, d] to the keys and values of all ranks, and to `sinks`; k and v [b, kv
-    heads, n, d] are this rank's. The result is as q.
+    q: Tensor, k: Tensor, v: Tensor, exchange: KVExchange, partial: PartialAttention, sinks: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:  # fmt: skip
+    """Attend with this rank's q [b, heads, n, d] to the keys and values of all ranks; k and v [b, kv heads, n, d] are
+    this rank's. `sinks`: learned logits of a tensor-parallel rank's heads; `first`: the place of the first head of q
+    among them. The result is as q.
     """
-    logits, first = sinks or (None, 0)
-    return _AttentionInParts.apply(q, k, v, exchange, partial, logits, first)
-
-
-class Sinks(NamedTuple):
-    """Learned `logits` [all heads of this rank], of which attention takes those from `first` on."""
-
-    logits: Tensor
-    first: int = 0
+    return _AttentionInParts.apply(q, k, v, exchange, partial, sinks, first)
 
 
 class _AttentionInParts(torch.autograd.Function):

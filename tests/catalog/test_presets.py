@@ -28,6 +28,7 @@ PUBLISHED = {
     "gpt-neox-20b": 20.55e9, "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "qwen1.5-moe-a2.7b": 14.3e9,
     "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "olmoe-1b-7b": 6.92e9,
     "glm4.5-air": 110.47e9 - 3.62e9, "glm4.5": 358.34e9 - 5.54e9,  # multi-token prediction, with its own embedding
+    "gpt-oss-20b": 20.91e9, "gpt-oss-120b": 116.83e9,
 }  # fmt: skip
 
 
@@ -70,6 +71,7 @@ def test_active_parameters_of_mixtures() -> None:
         "mixtral-8x7b": 12.9e9, "mixtral-8x22b": 39e9, "qwen1.5-moe-a2.7b": 2.7e9, "qwen3-30b-a3b": 3.3e9,
         "qwen3-235b-a22b": 22e9, "olmoe-1b-7b": 1.3e9, "llama3-8b": 8.03e9,
         "glm4.5-air": 12e9 + 1.24e9, "glm4.5": 32e9 + 1.55e9,  # with embedding and head
+        "gpt-oss-20b": 3.61e9 + 0.58e9, "gpt-oss-120b": 5.13e9 + 0.58e9,  # with embedding
     }  # fmt: skip
     for name, count in published.items():
         active = active_parameter_count(ModelConfig.model_validate({"preset": name}))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megascale.core.rank import Rank
-from megascale.ops.grouped_gemm import RowGroups, grouped_gemm, grouped_wgrad
+from megascale.ops.grouped_gemm import RowGroups, grouped_gemm, grouped_wgrad, scaled_grouped_gemm
+from megascale.ops.recipe import build_recipe
 from megascale.ops.wgrad import torch_wgrad
 from megascale.train.step import train_step
 from tests.gpu.conftest import Figure
@@ -18,6 +19,7 @@ from tests.gpu.machine import curve_on, furthest, rehearsing, run_of, world_of
 from tests.parallel.experts.test_expert_layouts import LAYOUTS, MIXTRAL, SHARED
 from tests.runs import config_of, settings
 
+BIASED = MIXTRAL | {"bias": True, "router_bias": True, "activation": "clamped_swiglu"}
 EXPERTS, OUTPUTS, INPUTS = 8, 2048, 4096
 
 
@@ -53,6 +55,20 @@ def test_grouped_gemms_are_those_of_the_experts(counts: list[int]) -> None:
     expected = torch.ones(EXPERTS, 32, 64)
     grouped_wgrad(expected, grad.float().cpu(), x.float().cpu(), slow, torch_wgrad, add=True)
     torch.testing.assert_close(total.cpu(), expected, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.gpu(1, only=True)
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_grouped_gemms_in_fp8_are_those_of_the_experts(name: str) -> None:
+    """On compute capability 9.0 rowwise by torch's grouped GEMM."""
+    recipe, counts = build_recipe(name), [3, 0, 17, 1, 0, 40, 2, 1]
+    x, weight = torch.randn(64, 256).bfloat16(), torch.randn(EXPERTS * 128, 256).bfloat16()
+
+    def product(device: torch.device) -> torch.Tensor:
+        operands = recipe.input.encode(x.to(device)), recipe.weight.encode(weight.to(device))
+        return scaled_grouped_gemm(*operands, groups_of(counts, device), torch.bfloat16, recipe.gemm).float().cpu()
+
+    torch.testing.assert_close(product(torch.device("cuda")), product(torch.device("cpu")), rtol=0.02, atol=0.1)
 
 
 @pytest.mark.gpu(1, only=True)
@@ -92,7 +108,7 @@ def test_the_host_waits_once_a_layer(tmp_path: Path) -> None:
     "name",
     [pytest.param("dp2 ep2", marks=pytest.mark.gpu(2)), pytest.param("tp2 sp dp2 ep4", marks=pytest.mark.gpu(4))],
 )
-@pytest.mark.parametrize("model", [MIXTRAL, SHARED], ids=["mixtral", "shared"])
+@pytest.mark.parametrize("model", [MIXTRAL, SHARED, BIASED], ids=["mixtral", "shared", "biased"])
 def test_the_curve_is_that_of_one_gpu(model: dict, name: str, tmp_path: Path, figure: Figure) -> None:
     common = {"train__precision": "fp32", "optimizer__lr": 1e-3}
     layout = {f"parallel__{key}": value for key, value in LAYOUTS[name].items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megascale.layout.sequence_shard import TokenSpan
 from megascale.ops.partial_attention import TorchPartialAttention
-from megascale.parallel.kv_exchange import OwnKV, Sinks, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import OwnKV, VisibleScores, attend_to_all
 from tests.runs import LLAMA, config_of, curve_of, settings
 from tests.thread_world import run_threads
 
@@ -53,9 +53,9 @@ def test_layouts_are_the_same_run(name: str, tmp_path: Path) -> None:
         assert sum(curve, ()) == pytest.approx(sum(alone, ()), rel=1e-10)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int) -> Tensor:
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int) -> Tensor:
     """Attention with a column of sinks beside all scores."""
-    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     past = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
     scores = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill((past < 0) | (past >= window), -math.inf)
     column = sinks.view(-1, 1, 1).expand(*q.shape[:3], 1)
@@ -68,9 +68,9 @@ def test_gradients_are_those_of_a_column_of_scores() -> None:
     *leaves, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     exchange = OwnKV(VisibleScores(((TokenSpan(0, 9),),), 0, 9, 4, None))
-    ours = attend_to_all(*leaves[:3], exchange, TorchPartialAttention(), Sinks(leaves[3]))
+    ours = attend_to_all(*leaves[:3], exchange, TorchPartialAttention(), leaves[3])
     found = torch.autograd.grad(ours, leaves, grad)
-    theirs = written_out(*leaves, window=4)
+    theirs = attention_with_sinks(*leaves, window=4)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     for ours_of, theirs_of in zip(found, torch.autograd.grad(theirs, leaves, grad), strict=True):
         torch.testing.assert_close(ours_of, theirs_of, rtol=1e-12, atol=1e-13)
