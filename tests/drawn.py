@@ -63,7 +63,7 @@ def jobs(
     tree["model"] = draw(models(parallel, tree["train"]["precision"] == "fp8", widths))
     tree["model"] |= {"window": None, "vocab_size": 4000} if quick else {}
     if experts:
-        inner = [512, 1536] if large else [64, 192]
+        inner = [512, 1536] if large else [128, 256]
         tree["model"] |= draw(mixtures(parallel["tp"], tree["model"]["num_layers"], inner))
         most = math.gcd(tree["model"]["experts"], parallel["tp"] * parallel["dp"])
         parallel |= {"sp": parallel["tp"] > 1, "ep": draw(st.sampled_from(divisors(most)))}
@@ -155,10 +155,11 @@ def mixtures(draw: Draw, tp: int, layers: int, widths: list[int]) -> dict[str, A
     """Draw the keys of [model] for experts of one of `widths`."""
     shared = draw(st.sampled_from([0, 128 * tp]))
     return {
-        "experts": draw(st.sampled_from([4, 8])), "experts_per_token": draw(st.integers(1, 3)), "bias": False,
+        "experts": draw(st.sampled_from([4, 8])), "experts_per_token": draw(st.integers(1, 3)), "bias": draw(booleans),
         "block": draw(st.sampled_from(["serial", "sandwich", "post_norm"])), "shared_ffn_size": shared,
         "shared_gate": shared > 0 and draw(booleans), "dense_layers": draw(st.integers(0, min(1, layers - 1))),
         "expert_ffn_size": draw(st.sampled_from(widths)), "router_normalize": draw(booleans),
+        "router_bias": draw(booleans),
         "router_score": draw(st.sampled_from(ROUTER_SCORES.names())),
     }  # fmt: skip
 

@@ -28,7 +28,7 @@ MOST_WORDS = {
     "docs/data.md": 1600,
     "docs/data-order.md": 1200,
     "docs/checkpointing.md": 1200,
-    "docs/models.md": 650,
+    "docs/models.md": 680,
     "docs/fault-tolerance.md": 1400,
     "docs/node-checks.md": 800,
     "docs/watch.md": 900,

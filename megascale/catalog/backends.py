@@ -57,7 +57,8 @@ class Requirement:
         attends_in_parts: bool = False,
     ) -> Requirement:
         """Derive the demands from `[model]`, the optimizer's name, the FP8 recipe's name or None, and whether attention
-        stays within documents, and is to some of the keys at a time, which uses one more operation.
+        stays within documents, and is to some of the keys at a time, by another operation, which attention with sinks
+        is by, too.
         """
         granularity = RECIPES[recipe].facts["granularity"] if recipe else None
         names = {
@@ -66,7 +67,7 @@ class Requirement:
         }  # fmt: skip
         used = {
             "rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"],
-            "partial_attention": attends_in_parts,
+            "attention": not model.attention_sinks, "partial_attention": attends_in_parts or model.attention_sinks,
         }  # fmt: skip
         inner = max(model.ffn_size // tp, model.expert_ffn_size if model.experts else 0)
         return cls(
@@ -205,7 +206,10 @@ _CARDS = {
         _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu", "geglu")),
         _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), max_columns=LIGER_MAX_COLUMNS),
         _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation"),
-        _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu", "geglu")),
+        _card(
+            "torch", "torch's operators", "activation:TorchActivation",
+            multi_pass=("swiglu", "geglu", "clamped_swiglu"),
+        ),
     ],
     "cross_entropy": [
         _card(

@@ -67,10 +67,13 @@ ACTIVATIONS = Registry(
         _activation("gelu_tanh", "GELU, tanh approximation, as in GPT-2"),
         _activation("swiglu", "SiLU(gate) * up (Shazeer 2020)", gated=True),
         _activation("geglu", "GELU(gate) * up, tanh approximation: Gemma", gated=True),
+        _activation(
+            "clamped_swiglu", "gate * sigmoid(1.702 gate) * (up + 1), gate <= 7, |up| <= 7: gpt-oss", gated=True
+        ),
     ],
     synonyms={
         "silu": "swiglu", "swish": "swiglu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "",
-        "relu2": "", "squared_relu": "", "reglu": "", "quick_gelu": "",
+        "swigluoai": "clamped_swiglu", "relu2": "", "squared_relu": "", "reglu": "", "quick_gelu": "",
     },
 )  # fmt: skip
 

@@ -47,12 +47,21 @@ _DEEPSEEK3 = _LATENT | {
     "num_kv_heads": 128, "vocab_size": 129_280, "seq_length": 163_840, "rope_scaling": _yarn(40.0, 1.0),
     "experts": 256, "experts_per_token": 8, "expert_ffn_size": 2048, "shared_ffn_size": 2048, "dense_layers": 3,
     "router_score": "sigmoid", "balance_bias": True, "router_groups": 8, "router_top_groups": 4,
-    "router_group_value": "top2", "router_scale": 2.5,
+    "router_group_value": "top2", "router_scale": 2.5, "mtp_layers": 1,
 }  # fmt: skip
 _KIMI2 = _DEEPSEEK3 | {
     "num_kv_heads": 64, "vocab_size": 163_840, "seq_length": 131_072, "experts": 384, "dense_layers": 1,
-    "router_groups": 1, "router_top_groups": 1, "router_group_value": "max", "router_scale": 2.827,
+    "router_groups": 1, "router_top_groups": 1, "router_group_value": "max", "router_scale": 2.827, "mtp_layers": 0,
     "rope_theta": 50_000.0, "rope_scaling": _yarn(32.0, 1.0) | {"beta_fast": 1.0},
+}  # fmt: skip
+_GPT_OSS = _MODERN | {
+    "tie_embeddings": False, "bias": True, "router_bias": True, "activation": "clamped_swiglu", "head_dim": 64,
+    "attention_sinks": True, "window": [128, 0], "rope_theta": 150_000.0, "vocab_size": 201_088,
+    "seq_length": 131_072, "experts_per_token": 4,
+    "rope_scaling": {
+        "type": "yarn", "factor": 32.0, "original_seq_length": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False,
+    },
 }  # fmt: skip
 _GEMMA = {
     "block": "sandwich", "norm": "rmsnorm_1p", "norm_eps": 1e-6, "activation": "geglu", "position": "rope",
@@ -213,11 +222,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         dense_layers=3,
         router_scale=2.5,
     ),
-    # DeepSeek-AI 2024 (V2, and V3 without its layer of multi-token prediction), Kimi team 2025, and the files
+    # DeepSeek-AI 2024 (V2, V3), Kimi team 2025, and the files
     "deepseek-v2-lite": _sized(_DEEPSEEK2_LITE, 27, 2048, 16, 10_944),
     "deepseek-v2": _sized(_DEEPSEEK2_LARGE, 60, 5120, 128, 12_288),
     "deepseek-v3": _sized(_DEEPSEEK3, 61, 7168, 128, 18_432),
     "kimi-k2": _sized(_KIMI2, 61, 7168, 64, 18_432),
+    # OpenAI 2025, table 1, and the files
+    "gpt-oss-20b": _sized(_GPT_OSS, 24, 2880, 64, 2880, experts=32),
+    "gpt-oss-120b": _sized(_GPT_OSS, 36, 2880, 64, 2880, experts=128),
     # Gemma team 2024, table 1; 27b scales scores by sqrt(hidden_size / num_heads)
     "gemma2-2b": _gemma(_GEMMA2, 26, 2304, 8, 9216),
     "gemma2-9b": _gemma(_GEMMA2, 42, 3584, 16, 14_336),

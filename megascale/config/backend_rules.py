@@ -32,6 +32,7 @@ def fp8_shapes(
         )
     facts, head, tp = RECIPES[fp8.recipe].facts, model.head_dim, parallel.tp
     fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
+    expert_gemms = model.experts > 0 and facts["granularity"] != "tensor"
     if facts["granularity"] == "block" or model.kv_lora_rank:  # a block must not span k and v
         fused_columns, columns = model.num_kv_heads * head, "columns of k on a rank"
     latent = (
@@ -46,6 +47,7 @@ def fp8_shapes(
         ("model.num_kv_heads", fused_columns, tp, columns),
         ("model.ffn_size", model.ffn_size, tp, "columns of the MLP on a rank"),
         ("model.seq_length", model.seq_length * batch.micro, 1, "tokens in a micro-batch"),
+        *([("model.expert_ffn_size", model.expert_ffn_size, 1, "columns of an expert")] if expert_gemms else []),
     ):
         if size // ranks % facts["alignment"]:
             needs = f"the fp8 recipe {fp8.recipe} needs multiples of {facts['alignment']}"

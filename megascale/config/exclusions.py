@@ -112,7 +112,7 @@ NO_ROPE = _without_effect(
 NO_EXPERTS = _off(
     "model.experts", only(0), ModelConfig, "experts_per_token", "dense_layers", "shared_ffn_size",
     "shared_gate", "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize",
-    "router_scale", "balance_bias", hint="model.experts above 0, or remove the key",
+    "router_scale", "router_bias", "balance_bias", hint="model.experts above 0, or remove the key",
 )  # fmt: skip
 
 NO_BALANCED_EXPERTS = _without_effect(
@@ -138,7 +138,6 @@ NO_BALANCE_BIAS = _without_effect(
 EXPERTS = Exclusions("model.experts", unless(0), tuple(
     (key, passes, f"{message} (model.experts = {{given}})", hint)
     for key, passes, message, hint in (
-        ("model.bias", only(False), "experts have no biases", "bias = false"),
         ("model.block", only("serial", "sandwich", "post_norm"), "experts follow attention, in a branch of their own",
          "serial, sandwich or post_norm"),
         ("parallel.hybrid_dp", only(False), "ranks that exchange tokens run the same micro-batches", "false"),
@@ -163,6 +162,7 @@ LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(
         ("model.qk_norm", only("none"), "latent vectors are normalized, not q and k", "none"),
         ("model.window", only(None, 0), "latent attention has no windows", "remove the key"),
         ("model.attention_softcap", only(None), "latent attention has no soft cap", "remove the key"),
+        ("model.attention_sinks", only(False), "latent attention has no sinks", "false"),
     )
 ))  # fmt: skip
 """Keys without an implementation for latent attention."""
@@ -180,6 +180,12 @@ MTP = Exclusions("model.mtp_layers", unless(0), tuple(
     )
 ))  # fmt: skip
 """Keys without an implementation for multi-token prediction."""
+
+ATTENTION_SINKS = Exclusions("model.attention_sinks", only(True), (
+    ("model.dropout", only(0), "attention with sinks has no dropout", "0"),
+    ("model.attention_softcap", only(None), "attention with sinks has no soft cap", "no soft cap"),
+    ("backends.attention", only(AUTO), "attention with sinks runs by backends.partial_attention", "auto"),
+))  # fmt: skip
 
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
     ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",

@@ -101,12 +101,17 @@ class ModelConfig(Section):
     attention_softcap: Annotated[Positive | None, AUTO_AS_NONE] = Field(
         None, description="soft cap of attention scores, cap * tanh(scores / cap), as in Gemma 2"
     )
+    attention_sinks: bool = Field(
+        False,
+        description="a learned logit of each head beside the scores of a query's keys, which takes its share of the "
+        "softmax and has no value (gpt-oss)",
+    )
     qk_norm: Literal["none", "head", "full"] = Field(
         "none",
         description="norm of q and k, of the kind `norm`, before rope. head: over each head, with one gain for "
         "all heads; full: over all heads together",
     )
-    bias: bool = Field(True, description="biases in linear layers")
+    bias: bool = Field(True, description="biases in linear layers, those of experts too; the router's: router_bias")
     explicit_qkv_bias: Annotated[bool | None, AUTO_AS_NONE] = Field(
         None, alias="qkv_bias", description="biases in the q, k and v projections; default bias"
     )
@@ -153,6 +158,7 @@ class ModelConfig(Section):
     )
     router_normalize: bool = Field(True, description="weights of the chosen experts add up to 1")
     router_scale: Float32 = Field(1.0, gt=0, description="factor on the weights of the chosen experts")
+    router_bias: bool = Field(False, description="a learned bias of each expert's logit, in choice and weight")
     balance_bias: bool = Field(
         False,
         description="a bias of each expert, added to its score for the choice alone, that moves with its load after a "
@@ -311,7 +317,7 @@ SAME_MODEL_HINT = "[model] as there, or another name or checkpoint.resume for th
 EXPERT_KEYS = (
     "experts", "experts_per_token", "expert_ffn_size", "dense_layers", "shared_ffn_size", "shared_gate",
     "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize", "router_scale",
-    "balance_bias",
+    "router_bias", "balance_bias",
 )  # fmt: skip
 """The keys of `MODEL_KEYS` that describe experts."""
 
@@ -320,8 +326,8 @@ LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim")
 
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
-    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", "mtp_layers",
-    *EXPERT_KEYS, *LATENT_KEYS, "value_head_dim",
+    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", "attention_sinks",
+    "mtp_layers", *EXPERT_KEYS, *LATENT_KEYS, "value_head_dim",
 )  # fmt: skip
 """Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
@@ -337,7 +343,12 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
     there["qk_norm"] = there["qk_norm"] or "none"
     there["expert_ffn_size"] = there["expert_ffn_size"] or there["ffn_size"]
     there["value_head_dim"] = there["value_head_dim"] or there["head_dim"]
-    for key in (*EXPERT_KEYS, *LATENT_KEYS, "mtp_layers"):  # manifests of other models may have none of these
+    for key in (
+        "attention_sinks",
+        "mtp_layers",
+        *EXPERT_KEYS,
+        *LATENT_KEYS,
+    ):  # manifests of others may have none of these
         there[key] = ModelConfig.model_fields[key].default if there[key] is None else there[key]
     if there["position"] == "learned":
         there["positions"] = there["positions"] or saved.get("seq_length")

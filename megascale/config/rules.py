@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.qk_norm,
     exclusions.NO_LATENT, exclusions.LATENT, model_rules.latent_attention,
     model_rules.attention_window,
+    exclusions.ATTENTION_SINKS,
     exclusions.NO_EXPERTS, exclusions.EXPERTS, model_rules.experts, parallel_rules.expert_parallel,
     exclusions.NO_BALANCED_EXPERTS, exclusions.NO_BALANCE_LOSS, exclusions.NO_BALANCE_GROUP, exclusions.NO_BALANCE_BIAS,
     parallel_rules.balance_group, parallel_rules.token_blocks,

@@ -16,7 +16,7 @@ from megascale.checkpoint.companions import COMPANIONS, SOURCE_CONFIG, copy_comp
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.convert import tokenizer_files
-from megascale.convert.config_file import CONFIG_FILE
+from megascale.convert.config_file import CONFIG_FILE, QUANTIZED
 from megascale.convert.huggingface import PretrainedWeights, export_model
 from megascale.convert.saved_weights import SavedWeights, average_of_weights, saved_model
 from megascale.convert.tensor_map import model_tensors, stack_biases
@@ -139,4 +139,6 @@ def to_huggingface(
         wanted = tokenizer, eod, configured and str(configured)
         extra_keys, missing = tokenizer_files.add_tokenizer(source, folder, model, *wanted)
         export_model(model, read, folder, target, extra_keys)
+    if extra_keys.get(QUANTIZED):
+        missing.append(f"no {QUANTIZED} included: weights that were quantized are written in {target}")
     return missing

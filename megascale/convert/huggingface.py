@@ -19,9 +19,11 @@ from torch import Tensor
 
 from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region, slices
 from megascale.config.model import ModelConfig
+from megascale.convert import dequantize
 from megascale.convert.config_file import (
     CONFIG_FILE,
     DAMAGED_HINT,
+    QUANTIZATION_KEYS,
     UNQUANTIZED_HINT,
     check_small_files,
     read_json,
@@ -33,7 +35,7 @@ from megascale.convert.tensor_map import (
     Place,
     Places,
     assemble,
-    matrix_indices,
+    indices,
     model_tensors,
     read_region,
     stack_biases,
@@ -72,12 +74,17 @@ class PretrainedWeights:
             self.leave_out_depths(0)  # as transformers saves a model, with the key of config.json
         self._places = tensor_map(self._family, self.model)
         self.tensors = model_tensors(self.model)
-        self._shapes = {tensor.name: tensor.shape for tensor in self.tensors}
+        self._specs = {tensor.name: tensor for tensor in self.tensors}
         self._headers: dict[Path, dict[str, tuple[tuple[int, ...], str]]] = {}
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The safetensors file of every tensor, by Hugging Face name."""
+        """The safetensors file of every tensor, by Hugging Face name; of a quantized one that of its elements."""
+        return {name: self._stored[elements] for name, elements in dequantize.unquantized(self._stored).items()}
+
+    @cached_property
+    def _stored(self) -> dict[str, Path]:
+        """The safetensors file of every stored tensor."""
         index, path = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
         if exists(index):
             weight_map = read_json(index).get("weight_map")
@@ -106,7 +113,8 @@ class PretrainedWeights:
         check_small_files(self.folder)
         unchecked = set(self.files)
         for ours, places in self._places.items():
-            unchecked -= self._check_places(places, self._shapes[ours][-2:])
+            spec = self._specs[ours]
+            unchecked -= self._check_places(places, spec.shape[len(spec.outer) :])
         head = {self._family.outer[HEAD]: TOKEN_EMBEDDING} if self.model.tie_embeddings else {}
         for copy, ours in (head | stored_copies(self._family, self.model)).items():
             if copy in unchecked:
@@ -163,9 +171,15 @@ class PretrainedWeights:
         self.model = self.model.model_copy(update={"mtp_layers": self.model.mtp_layers - left_out})
         return left_out
 
-    def _shape_and_dtype(self, hf_name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a tensor, by the header of its file, which is read once: it may list many experts."""
-        path = self.files[hf_name]
+    def _shape_and_dtype(self, hf_name: str) -> dequantize.Header:
+        """Shape and dtype of a tensor, bf16 of a quantized one."""
+        return dequantize.described(hf_name, self._stored, self._header)
+
+    def _header(self, hf_name: str) -> dequantize.Header:
+        """Shape and dtype of a stored tensor, by the header of its file, which is read once: it may list many
+        experts.
+        """
+        path = self._stored[hf_name]
         if path not in self._headers:
             with _open_safetensors(path) as file:
                 entries = dict(zip(names := file.keys(), map(file.get_slice, names), strict=True))
@@ -187,14 +201,19 @@ class PretrainedWeights:
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
 
-            def read(name: str, box: tuple[slice, ...]) -> Tensor:
-                path = self.files[stored := self._stored_name(name)]
+            def stored(elements: str, box: dequantize.Box) -> Tensor:
+                path = self._stored[elements]
                 if path not in opened:
                     opened[path] = stack.enter_context(_open_safetensors(path))
-                tensor: Tensor = opened[path].get_slice(stored)[box]
+                whole = tuple(slice(each.start, each.stop) if isinstance(each, slice) else each for each in box)
+                steps = tuple(slice(None, None, each.step) for each in box if isinstance(each, slice))
+                tensor: Tensor = opened[path].get_slice(elements)[whole][steps]
                 return tensor
 
-            return read_region(self._places[name], self._shapes[name], read, part)
+            def read(name: str, box: dequantize.Box) -> Tensor:
+                return dequantize.read(self._stored_name(name), box, self._stored, stored)
+
+            return read_region(self._places[name], self._specs[name], read, part)
 
     def _bytes(self, hf_name: str, rows: slice) -> Tensor:
         with _open_safetensors(self.files[hf_name]) as file:
@@ -241,7 +260,8 @@ def export_model(
     """
     written = str(dtype).removeprefix("torch.")
     dtype_keys = dict.fromkeys({"torch_dtype", "dtype"} & source_keys.keys() or {"torch_dtype"}, written)
-    config = make_config(model, source_keys) | dtype_keys
+    kept = {key: value for key, value in source_keys.items() if key not in QUANTIZATION_KEYS}
+    config = make_config(model, kept) | dtype_keys
     groups = list(_files(FAMILIES[config["model_type"]], model, dtype))
     weights, total = dict[str, str](), 0
     for number, group in enumerate(groups, 1):
@@ -277,8 +297,8 @@ def _files(family: Family, model: ModelConfig, dtype: torch.dtype) -> Iterator[l
     """Group the Hugging Face tensors by file, each tensor with its parts."""
     places, parts_by_name, size = tensor_map(family, model), dict[str, TensorParts](), dict[str, int]()
     for tensor in model_tensors(model):
-        matrix = math.prod(tensor.shape[-2:]) * dtype.itemsize
-        for index, place in zip(matrix_indices(tensor.shape), places[tensor.name], strict=True):
+        matrix = math.prod(tensor.shape[len(tensor.outer) :]) * dtype.itemsize
+        for index, place in zip(indices(tensor), places[tensor.name], strict=True):
             parts_by_name.setdefault(place.name, []).append(_Part(tensor.name, index, place))
             size[place.name] = size.get(place.name, 0) + matrix
     for copy, ours in stored_copies(family, model).items():

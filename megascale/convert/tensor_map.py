@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
 from megascale.convert.families import prediction_layers
-from megascale.convert.families.family import Family, Fused
+from megascale.convert.families.family import Family, Fused, Stacked
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import TOKEN_EMBEDDING, TensorSpec
 from megascale.parallel.stateful import BALANCE_BIAS
@@ -24,6 +24,7 @@ class Place:
     """The place of a megascale vector or matrix of `rows` outputs in Hugging Face's tensor `name`, which has `groups`
     groups of `period` outputs: outputs `start` to `start + rows / groups` of each. `transposed`: stored [in, out], not
     [out, in]. `paired`: the first half of a group's rows are every second of its outputs, and then the others.
+    `stack`: the number of such tensors in a stack, of which this one is at `index`; 0: there is no stack.
     """
 
     name: str
@@ -32,16 +33,27 @@ class Place:
     start: int = 0
     groups: int = 1
     transposed: bool = False
+    stack: int = 0
+    index: int = 0
     paired: bool = False
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of Hugging Face's tensor that holds a megascale vector or matrix of `shape`."""
         stored = (self.groups * self.period, *shape[1:])
-        return stored[::-1] if self.transposed else stored
+        return ((self.stack,) if self.stack else ()) + (stored[::-1] if self.transposed else stored)
+
+    def box(self, rows: slice, *columns: slice) -> tuple[slice | int, ...]:
+        """The slices of Hugging Face's tensor that are `rows` of its outputs and `columns` of its inputs."""
+        box = (rows, *columns)
+        return ((self.index,) if self.stack else ()) + (box[::-1] if self.transposed else box)
 
     def pieces(self, first: int, stop: int) -> Iterator[slice]:
         """The outputs of Hugging Face's tensor that are the rows [first, stop) of megascale's, in order."""
         width = self.rows // self.groups
+        if width == 1:
+            ends = (row * self.period + self.start for row in (first, stop - 1))
+            yield slice(next(ends), next(ends) + 1, self.period)
+            return
         for group in range(first // width, -(-stop // width)):
             low, high = max(first - group * width, 0), min(stop - group * width, width)
             offset = group * self.period + self.start
@@ -55,12 +67,12 @@ class Place:
 
 
 Places = tuple[Place, ...]
-"""The place of a vector or matrix; of a stack [..., rows, columns] those of its matrices, the last index fastest."""
+"""The place of a vector or matrix; of a stack those of its matrices or vectors, the last index fastest."""
 
 
-def matrix_indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The indices of the matrices in a stack [..., rows, columns]; of a vector or matrix ()."""
-    return itertools.product(*map(range, shape[:-2]))
+def indices(tensor: TensorSpec) -> Iterator[tuple[int, ...]]:
+    """The indices of the matrices or vectors in a stack; of another tensor ()."""
+    return itertools.product(*map(range, tensor.outer))
 
 
 def model_tensors(model: ModelConfig) -> list[TensorSpec]:
@@ -85,7 +97,8 @@ def stack_biases(model: ModelConfig, read: Callable[[str], Tensor]) -> Tensor:
 
 def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
     """The places of all tensors of a model, by megascale name."""
-    shapes = {tensor.name: tensor.shape for tensor in model_tensors(model)}
+    tensors = {tensor.name: tensor for tensor in model_tensors(model)}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     places: dict[str, Places] = {
         ours: (Place(theirs, shapes[ours][0], shapes[ours][0]),)
         for ours, theirs in family.outer.items()
@@ -97,12 +110,18 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
             fused = content if isinstance(content, Fused) else Fused((content,))
             if fused.beside and f"layers.{index}.{fused.beside}.weight" not in shapes:
                 continue
-            for kind in ("weight", "bias"):
-                names = [f"layers.{index}.{part}.{kind}" for part in fused.parts]
+            for kind in (".weight", ".bias", ""):
+                names = [f"layers.{index}.{part}{kind}" for part in fused.parts]
                 if names[0] in shapes:
-                    places |= _fused_places(f"{prefix}.{module}.{kind}", names, shapes, fused, model)
+                    places |= _fused_places(f"{prefix}.{module}{kind}", names, shapes, fused, model)
         for part, modules in family.experts.items():
-            if (name := f"layers.{index}.{part}.weight") in shapes:
+            weight, bias = (f"layers.{index}.{part}.{kind}" for kind in ("weight", "bias"))
+            if isinstance(modules, Stacked):
+                stored_names = {weight: f"{prefix}.{modules.name}", bias: f"{prefix}.{modules.name}_bias"}
+                places |= {
+                    name: _stacked(stored_names[name], tensors[name]) for name in stored_names if name in tensors
+                }
+            elif (name := weight) in shapes:
                 experts, rows = shapes[name][0], shapes[name][-2]
                 stored = (module.replace("*", str(expert)) for expert in range(experts) for module in modules)
                 places[name] = tuple(Place(f"{prefix}.{module}.weight", rows, rows) for module in stored)
@@ -121,6 +140,18 @@ def stored_copies(family: Family, model: ModelConfig) -> dict[str, str]:
     }
 
 
+def _stacked(stored: str, tensor: TensorSpec) -> Places:
+    """The places of a stack of experts in the tensor `stored`, in which the outputs of an expert's matrices, or of its
+    biases, alternate.
+    """
+    outer, rows = tensor.outer, tensor.shape[len(tensor.outer)]
+    count = math.prod(outer[1:])
+    numbers = (divmod(number, count) for number in range(math.prod(outer)))
+    return tuple(
+        Place(stored, rows, count, start, rows, not tensor.vectors, outer[0], expert) for expert, start in numbers
+    )
+
+
 def _fused_places(
     stored: str, names: list[str], shapes: Mapping[str, tuple[int, ...]], fused: Fused, model: ModelConfig
 ) -> dict[str, Places]:
@@ -135,22 +166,20 @@ def _fused_places(
     }
 
 
-Read = Callable[[str, tuple[slice, ...]], Tensor]
-"""Reads slices of Hugging Face's tensor of a name."""
+Read = Callable[[str, tuple[slice | int, ...]], Tensor]
+"""Reads slices of Hugging Face's tensor of a name, which may have a step."""
 
 
-def read_region(places: Places, shape: Sequence[int], read: Read, part: Region | None) -> Tensor:
-    """Read a megascale tensor of `shape`, or its region `part`. One matrix of a stack is read at a time."""
-    offset, size = part or ((0,) * len(shape), tuple(shape))
-    if len(shape) <= 2:
+def read_region(places: Places, spec: TensorSpec, read: Read, part: Region | None) -> Tensor:
+    """Read a megascale tensor, or its region `part`. One matrix of a stack is read at a time."""
+    offset, size = part or ((0,) * len(spec.shape), spec.shape)
+    if not (outer := len(spec.outer)):
         return _read_matrix(places[0], offset, size, read)
-    inside = [range(start, start + count) for start, count in zip(offset[:-2], size[:-2], strict=True)]
+    inside = [range(start, start + count) for start, count in zip(offset[:outer], size[:outer], strict=True)]
     chosen = [
-        place
-        for place, index in zip(places, matrix_indices(shape), strict=True)
-        if all(map(range.__contains__, inside, index))
+        place for place, index in zip(places, indices(spec), strict=True) if all(map(range.__contains__, inside, index))
     ]
-    matrices = (_read_matrix(place, offset[-2:], size[-2:], read) for place in chosen)
+    matrices = (_read_matrix(place, offset[outer:], size[outer:], read) for place in chosen)
     first = next(matrices)
     stack = first.new_empty(len(chosen), *first.shape)
     for number, matrix in enumerate(itertools.chain([first], matrices)):
@@ -162,8 +191,7 @@ def _read_matrix(place: Place, offset: Sequence[int], size: Sequence[int], read:
     columns = tuple(slice(start, start + count) for start, count in zip(offset[1:], size[1:], strict=True))
     found = []
     for rows in place.pieces(offset[0], offset[0] + size[0]):
-        box: Any = (rows, *columns)
-        tensor = read(place.name, box[::-1] if place.transposed else box)
+        tensor = read(place.name, place.box(rows, *columns))
         found.append(tensor.t() if place.transposed else tensor)
     return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
 
@@ -171,6 +199,12 @@ def _read_matrix(place: Place, offset: Sequence[int], size: Sequence[int], read:
 def assemble(parts: Sequence[tuple[Place, Tensor]]) -> Tensor:
     """Hugging Face's tensor that holds `parts`, which are all of it."""
     (place, first), transposed = parts[0], parts[0][0].transposed
+    if place.stack:
+        stack = first.new_empty(place.stored_shape(first.shape))
+        for part, tensor in parts:
+            for rows in part.pieces(0, part.rows):
+                stack[part.box(rows, *[slice(None)] * (tensor.dim() - 1))] = tensor.t() if transposed else tensor
+        return stack
     if len(parts) == 1:
         return (first.t() if transposed else first).contiguous()
     stored = first.new_empty((place.groups, place.period, *first.shape[1:]))

@@ -57,9 +57,10 @@ def upcycled_reader(model: ModelConfig, read: Read) -> Read:
     params = {param.name: param for param in all_params(model)}
 
     def read_or_make(name: str) -> Tensor:
-        base, _, stack = name.removesuffix(".weight").partition(".experts.")
+        base, _, stack = name.partition(".experts.")
         if stack:
-            parts = [read(f"{base}.mlp.{part}.weight") for part in stack.split("_")]
+            layer, _, kind = stack.partition(".")
+            parts = [read(f"{base}.mlp.{part}.{kind}") for part in layer.split("_")]
             return torch.stack(parts).expand(params[name].parts[0].shape)
         if not name.endswith(".router.weight"):
             return read(name)

@@ -214,7 +214,8 @@ def attention(model: ModelConfig, layer: int) -> AttentionSpec:
     """The attention core of layer number `layer`."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
     softcap = model.attention_softcap is not None
-    return AttentionSpec(heads, kv_heads, model.head_dim, model.windows[layer], model.qk_norm, softcap)
+    window, sinks = model.windows[layer], model.attention_sinks
+    return AttentionSpec(heads, kv_heads, model.head_dim, window, model.qk_norm, softcap, sinks)
 
 
 def out(model: ModelConfig) -> LinearSpec:

@@ -36,6 +36,7 @@ class TensorSpec:
     axis of parallelism -> sharded dimension; the tensor is replicated over all other axes. `init`, `std`:
     initialization. `pad_multiple`: the multiple to which a rank pads its rows. `head_dim`: rows of an attention head,
     of which the tensor is a stack; None for other tensors. `width_ratio`: by which muP scales the learning rate.
+    `vectors`: a stack [..., size] of vectors, such as the biases of experts.
     """
 
     name: str
@@ -46,11 +47,17 @@ class TensorSpec:
     pad_multiple: int = 1
     head_dim: int | None = None
     width_ratio: float = 1.0
+    vectors: bool = False
 
     @property
     def is_stack(self) -> bool:
         """True for a stack of matrices, each of which optimizers treat as a matrix of its own."""
-        return len(self.shape) > 2
+        return len(self.shape) > 2 and not self.vectors
+
+    @property
+    def outer(self) -> tuple[int, ...]:
+        """The dimensions of a stack that count its matrices or vectors; () of another tensor."""
+        return self.shape[:-1] if self.vectors else self.shape[:-2]
 
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
         """Shape on one rank, with padding."""
@@ -121,6 +128,12 @@ def expert_param(name: str, shape: tuple[int, ...], std: float, width_ratio: flo
     """A stack of the experts' matrices, `shape` [experts, ..., rows, columns], with weight decay."""
     tensor = TensorSpec(name, shape, {"ep": 0}, std=std, width_ratio=width_ratio)
     return ParamSpec(name, (tensor,), is_matrix=True, weight_decay=True, fp8=False, reduce_axes=("edp",))
+
+
+def expert_bias(name: str, shape: tuple[int, ...]) -> ParamSpec:
+    """A stack of the experts' biases, `shape` [experts, ..., outputs], without weight decay."""
+    tensor = TensorSpec(name, shape, {"ep": 0}, init="zeros", vectors=True)
+    return ParamSpec(name, (tensor,), is_matrix=False, weight_decay=False, fp8=False, kind="bias", reduce_axes=("edp",))
 
 
 def vector_param(name: str, *parts: TensorSpec, tp_partial: bool = False, kind: Kind = "norm") -> ParamSpec:

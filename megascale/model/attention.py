@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import NORMS
+from megascale.layout.sequence_shard import TokenSpan
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
+from megascale.parallel.kv_exchange import KVExchange, OwnKV, VisibleScores, attend_to_all
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
@@ -35,6 +37,7 @@ class Attention(nn.Module):
         normed = model.qk_norm != "none"
         self.q_norm = Norm(context, f"{name}.q_norm") if normed else None
         self.k_norm = Norm(context, f"{name}.k_norm") if normed else None
+        self.sinks = context.parameters.get(f"{name}.sinks")
         self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
         self._recompute = context.recompute.attention
         self._place = name
@@ -92,8 +95,8 @@ class Attention(nn.Module):
             angles = self._angles(s, batch, parts[0])
         first = self._tp.index * self._heads
         keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
-        # not compiled: a graph would be compiled for the documents of every row, and broken by communication
-        if batch.boundaries is not None or batch.shard is not None:
+        # not compiled: a graph would be compiled for the documents of every row, and broken by communication or blocks
+        if batch.boundaries is not None or batch.shard is not None or self.sinks is not None:
             return self.rope_and_attend(parts, angles, keep, batch)
         return self._rope_and_attend(parts, angles, keep)
 
@@ -138,12 +141,19 @@ class Attention(nn.Module):
         q, k, v = parts[0].split(self._counts, dim=2) if len(parts) == 1 else parts
         boundaries, shard = (None, None) if batch is None else (batch.boundaries, batch.shard)
         if shard is not None and self._cp is not None:
-            return self._cut(self._cp.attention(q, k, v, self._window, shard, boundaries, self._index))
+            place = self._window, shard, boundaries, self._index
+            return self._cut(self._cp.attention(q, k, v, *place, self.sinks))
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        exchange: KVExchange | None = None
         if batch is not None and batch.keys is not None:
-            assert shard is not None and self._partial_attend is not None, "a chunk has a place in its sequence"
-            place = shard, boundaries, self._window, self._index
-            out_bhsd = batch.keys.attend(q, k, v, *place, self._partial_attend)
+            assert shard is not None, "a chunk has a place in its sequence"
+            exchange = batch.keys.exchange(shard, boundaries, self._window, self._index)
+        elif self.sinks is not None:
+            whole = ((TokenSpan(0, q.shape[2]),),)
+            exchange = OwnKV(VisibleScores(whole, 0, q.shape[2], self._window, boundaries))
+        if exchange is not None:
+            assert self._partial_attend is not None, "chunks and sinks need the log-sum-exp of scores"
+            out_bhsd = attend_to_all(q, k, v, exchange, self._partial_attend, self.sinks)
         else:
             mask = AttentionMask(self._window, boundaries, keep, self._model.dropout)
             out_bhsd = self._attend(q, k, v, mask)

@@ -20,23 +20,27 @@ from megascale.record.label import Label
 class Experts(nn.Module):
     """A token's MLP is the weighted sum of the experts that its router chooses, plus the shared expert's:
 
-    y = sum over chosen e of w_e down_e(w activate(up_e(x))) + shared(x)
+    y = sum over chosen e of D_e(w_e activate(up_e(x))) + w_e b_e + shared(x)
 
-    The weight multiplies the input of the down projection, which saves its output for backward otherwise.
+    The weight multiplies the input of the down projection D, which saves its output for backward otherwise, and its
+    bias b.
     """
 
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
         name, model = f"layers.{index}", context.model
-        self.router = context.parameters[f"{name}.router.weight"]
-        self.up = context.parameters[f"{name}.experts.{'gate_up' if model.gated else 'up'}.weight"]
-        self.down = context.parameters[f"{name}.experts.down.weight"]
+        up, parameters = "gate_up" if model.gated else "up", context.parameters
+        self.router = parameters[f"{name}.router.weight"]
+        self.up, self.down = (parameters[f"{name}.experts.{layer}.weight"] for layer in (up, "down"))
+        self.router_bias = parameters.get(f"{name}.router.bias")
+        self.up_bias, self.down_bias = (parameters.get(f"{name}.experts.{layer}.bias") for layer in (up, "down"))
         self.shared = MLP(context, index, "shared") if model.shared_ffn_size else None
-        self.shared_gate = context.parameters.get(f"{name}.shared_gate.weight")
+        self.shared_gate = parameters.get(f"{name}.shared_gate.weight")
         assert context.experts is not None, "a model with experts has their parallelism"
         self._experts = context.experts
         self._activate = context.operators.activate
         self._index = index
+        self._up_gemms, self._down_gemms = (context.grouped_gemms(index) for _ in range(2))
 
     def forward(
         self,
@@ -49,7 +53,7 @@ class Experts(nn.Module):
         case: the gate's gradient needs the shared expert's.
         """
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
-        logits = router_logits(x, self.router)
+        logits = router_logits(x, self.router, self.router_bias)
         weights, dispatchers = self._experts.route(logits, batch, self._index)
         blocks = self._dispatched(x, weights, dispatchers)
         leaving, out, arriving = list[Started](), list[Tensor](), next(blocks, None)
@@ -77,8 +81,10 @@ class Experts(nn.Module):
     def _computed(self, arriving: Started, label: Label) -> Started:
         """Compute the experts of a block, and start to send the results back."""
         dispatcher, (rows, weights) = arriving.flight.dispatcher, arriving.rows()
-        inner = self._activate(grouped_linear(rows, self.up, dispatcher.groups)) * weights.to(rows.dtype)
-        return start_combine(grouped_linear(inner, self.down, dispatcher.groups), dispatcher, label)
+        inner = self._activate(grouped_linear(rows, self.up, dispatcher.groups, self.up_bias, gemms=self._up_gemms))
+        inner, groups = inner * weights.to(rows.dtype), dispatcher.groups
+        rows = grouped_linear(inner, self.down, groups, self.down_bias, weights, self._down_gemms)
+        return start_combine(rows, dispatcher, label)
 
     def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         assert self.shared is not None

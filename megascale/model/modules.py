@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megascale.config.model import ModelConfig
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.model.layer_ops import LayerOps
+from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
@@ -28,8 +29,8 @@ Parameters = Mapping[str, nn.Parameter]
 @dataclass(frozen=True)
 class LayerContext:
     """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMMs
-    of a linear layer by its name, recomputation policy, the attention of ranks that share a sequence, the offload of
-    block inputs, and the parallelism of experts.
+    of a linear layer by its name and of experts by the number of their layer, recomputation policy, the attention of
+    ranks that share a sequence, the offload of block inputs, and the parallelism of experts.
     """
 
     model: ModelConfig
@@ -37,6 +38,7 @@ class LayerContext:
     tp: TensorParallel
     operators: LayerOps
     linear_gemms: Callable[[str], LinearGemms] = lambda layer: HIGH_PRECISION_GEMMS
+    grouped_gemms: Callable[[int], GroupedGemms] = lambda layer: HIGH_PRECISION_GROUPS
     recompute: RecomputePolicy = NO_RECOMPUTE
     cp: ContextParallel | None = None
     offload: ActivationOffload | None = None

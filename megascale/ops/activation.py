@@ -1,4 +1,6 @@
-"""Activation functions of the MLP: `gelu`, `gelu_tanh`, `swiglu`, `geglu`, and their backend `TorchActivation`."""
+"""Activation functions of the MLP: `gelu`, `gelu_tanh`, `swiglu`, `geglu`, `clamped_swiglu`, and their backend
+`TorchActivation`.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,41 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def geglu(gate_up: Tensor) -> Tensor:
     """Return gelu_tanh(gate) * up [..., f] for gate_up [..., 2 f], gate first, as in Gemma (Shazeer 2020)."""
     return _Gated.apply(gate_up, gelu_tanh, partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+
+
+LIMIT, SLOPE = 7.0, 1.702
+"""The bound of gate and up in `clamped_swiglu`, and the slope of its sigmoid, which approximates GELU."""
+
+
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1) [..., f] for gate_up [..., 2 f], gate first, with gate at most 7 and
+    up between -7 and 7, as in gpt-oss.
+    """
+    return _ClampedSwiGLU.apply(gate_up)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """With only the input saved for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        gate = gate.clamp(max=LIMIT)
+        return (gate * SLOPE).sigmoid_().mul_(gate).mul_(up.clamp(-LIMIT, LIMIT).add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, -1)
+        bounded = gate.clamp(max=LIMIT)
+        sigmoid = (bounded * SLOPE).sigmoid_()
+        torch.mul(grads[0], bounded, out=grad_up).mul_(sigmoid).masked_fill_(up.abs() > LIMIT, 0.0)
+        bounded.mul_(1 - sigmoid).mul_(SLOPE).add_(1).mul_(sigmoid).mul_(grads[0])
+        torch.mul(bounded, up.clamp(-LIMIT, LIMIT).add_(1), out=grad_gate).masked_fill_(gate > LIMIT, 0.0)
+        return out
 
 
 class _Gated(torch.autograd.Function):

@@ -26,7 +26,7 @@ from torch import Tensor
 from megascale.catalog.layers import ACTIVATIONS, NORMS
 from megascale.core.files import exists
 from megascale.device import Device
-from megascale.ops.activation import Activate
+from megascale.ops.activation import LIMIT, SLOPE, Activate
 from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, soft_cap, soft_cap_derivative
 from megascale.ops.library import triton_unsupported_reason
 from megascale.ops.norm import AddNormalize, Normalize, compose_add_norm, other_norm_requested, widened
@@ -191,8 +191,15 @@ def geglu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """Compute `ops.activation.clamped_swiglu`."""
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=LIMIT)
+    return gate * torch.sigmoid(SLOPE * gate) * (up.clamp(-LIMIT, LIMIT) + 1)
+
+
 _NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_1p": rms_norm_1p}
-_ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}
+_ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "clamped_swiglu": clamped_swiglu}
 
 
 class CompiledCrossEntropy:

@@ -5,6 +5,8 @@ For the keys of a part p, with scores s = scale q k^T over the visible keys:
     lse_p = log sum exp s      out_p = sum exp(s - lse_p) v
     lse = log sum_p exp lse_p      out = sum_p exp(lse_p - lse) out_p                (`Accumulator`)
 
+A sink, a learned logit of a head, is a part with its logit as lse_p and without values: out_p = 0.
+
 Backward is a sum over the parts as well: with the lse and out of all keys, a part's P = exp(s - lse) and
 dS = P (dO v^T - rowsum(dO out)) are those of the whole, and give its share of dq, and dk and dv of its keys (Dao et al.
 2022; Liu et al. 2023). A part is a list of blocks (`layout.mask_blocks`); no tensor has the size of the scores.
@@ -76,6 +78,21 @@ class Accumulator:
             after = torch.logaddexp(before, lse)
             total.mul_((before - after).exp_().unsqueeze(-1)).add_(out * (lse - after).exp_().unsqueeze(-1))
             self.out[rows, :, queries], self.lse[rows, :, queries] = total, after
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Add the logits `sinks` [heads], which have no value, to the sum over keys."""
+        after = torch.logaddexp(self.lse, sinks.to(self.lse.dtype).view(-1, 1))
+        self.out.mul_((self.lse - after).exp_().unsqueeze(-1))
+        self.lse = after
+
+
+def sinks_gradient(queries: AttentionResult, sinks: Tensor) -> Tensor:
+    """Return the gradient of the logits `sinks` [heads]: of queries [b, heads, n, d] after attention to all keys and to
+    the sinks, with P = exp(sink - lse), minus the sum of P rowsum(dO out).
+    """
+    out, grad = (t.to(queries.lse.dtype) for t in (queries.out, queries.grad_out))
+    shares = (sinks.to(queries.lse.dtype).view(-1, 1) - queries.lse).exp_()
+    return (shares * torch.linalg.vecdot(grad, out)).sum((0, 2)).neg_()
 
 
 class TorchFlash:

@@ -16,7 +16,6 @@ again, and their gradients with them in fp32 or wider, to end at the ranks that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,14 @@ from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, CoreAttention
 from megascale.ops.partial_attention import PartialAttention
-from megascale.parallel.kv_exchange import AllGatherKV, RingKV, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import (
+    AllGatherKV,
+    KVExchange,
+    OwnKV,
+    RingKV,
+    VisibleScores,
+    attend_to_all,
+)
 from megascale.record.label import Label
 
 
@@ -55,22 +61,30 @@ class ContextParallel:
         shard: SequenceShard,
         boundaries: Boundaries | None,
         layer: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with this rank's q [s / cp, b, heads, d] and k, v [s / cp, b, kv heads, d]; result as q."""
+        """Attend with this rank's q [s / cp, b, heads, d] and k, v [s / cp, b, kv heads, d], and to `sinks` [heads];
+        result as q.
+        """
         if self.heads.size > 1:
             label = Label.for_layer(layer, "heads")
             q_sbnd, k_sbnd, v_sbnd = _exchange_tokens(q_sbnd, k_sbnd, v_sbnd, self.heads, label)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q_sbnd, k_sbnd, v_sbnd))
-        if self.keys.size == 1:
+        if self.keys.size == 1 and sinks is None:
             out = self.attend(q, k, v, AttentionMask(window, boundaries))
         else:
             assert self.partial is not None, "ranks that exchange keys attend to some keys at a time"
             firsts = range(0, len(shard.parts), self.heads.size)
             parts = tuple(shard.joined(first, self.heads.size) for first in firsts)
             visible = VisibleScores(parts, shard.index // self.heads.size, shard.length, window, boundaries)
-            ring = partial(RingKV, first=shard.first, overlap=self.overlap)
-            exchange = (AllGatherKV if self.gathers else ring)(self.keys, visible, layer)
-            out = attend_to_all(q, k, v, exchange, self.partial)
+            exchange: KVExchange
+            if self.keys.size == 1:
+                exchange = OwnKV(visible)
+            elif self.gathers:
+                exchange = AllGatherKV(self.keys, visible, layer)
+            else:
+                exchange = RingKV(self.keys, visible, layer, shard.first, self.overlap)
+            out = attend_to_all(q, k, v, exchange, self.partial, sinks, self.heads.index * q.shape[1])
         out_sbnd = out.permute(2, 0, 1, 3)
         if self.heads.size > 1:
             out_sbnd = _exchange_heads(out_sbnd, self.heads, Label.for_layer(layer, "attention"))

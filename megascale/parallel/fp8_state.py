@@ -51,7 +51,7 @@ class Fp8State:
         kernels: Fp8Kernels = TORCH_KERNELS,
     ) -> None:
         self.recipe, self.fast_dgrad = build_recipe(fp8.recipe, kernels), fp8.fast_dgrad
-        self.weights = fp8_weights(model, layers)
+        self.layers, self.weights = layers, fp8_weights(model, layers)
         self.labels = {
             f"layers.{index}.{operand}": Label.for_layer(index, operand)
             for index in layers

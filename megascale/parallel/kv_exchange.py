@@ -3,7 +3,7 @@
     forward     own [2, b, kv heads, n, d], keys and values of this rank's tokens, visit every rank
     backward    they visit every rank again, and return with the gradient that each of the ranks has added
 
-`RingKV`, `AllGatherKV`: the two ways, as a `KVExchange`. `attend_to_all`: the operation.
+`RingKV`, `AllGatherKV`: the two ways, as a `KVExchange`; `OwnKV`: without an exchange. `attend_to_all`: the operation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from megascale.comm.work import COMPLETED, Work
 from megascale.layout.mask_blocks import MaskBlocks, mask_blocks
 from megascale.layout.sequence_shard import Spans, TokenSpan, count
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention
+from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention, sinks_gradient
+from megascale.parallel.grad_accumulation import accumulate_grad
 from megascale.record.label import Label
 
 
@@ -136,6 +137,21 @@ class RingKV(KVExchange):
         return COMPLETED
 
 
+class OwnKV(KVExchange):
+    """The rank's own keys and values are all there are."""
+
+    def __init__(self, visible: VisibleScores) -> None:
+        self._blocks = visible.to_all()
+
+    def forward(self, own: Tensor, attend: AttendForward) -> None:
+        attend(own, self._blocks)
+
+    def backward(self, own: Tensor, attend: AttendBackward) -> Tensor:
+        grad = torch.zeros(own.shape, dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
+        attend(own, self._blocks, grad)
+        return grad
+
+
 class AllGatherKV(KVExchange):
     """Keys and values of all ranks come at once, in forward and again in backward; gradients are reduce-scattered."""
 
@@ -173,11 +189,15 @@ class AllGatherKV(KVExchange):
         return ordered
 
 
-def attend_to_all(q: Tensor, k: Tensor, v: Tensor, exchange: KVExchange, partial: PartialAttention) -> Tensor:
+def attend_to_all(
+    q: Tensor, k: Tensor, v: Tensor, exchange: KVExchange, partial: PartialAttention, sinks: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:  # fmt: skip
     """Attend with this rank's q [b, heads, n, d] to the keys and values of all ranks; k and v [b, kv heads, n, d] are
-    this rank's. The result is as q.
+    this rank's. `sinks`: learned logits of a tensor-parallel rank's heads; `first`: the place of the first head of q
+    among them. The result is as q.
     """
-    return _AttentionInParts.apply(q, k, v, exchange, partial)
+    return _AttentionInParts.apply(q, k, v, exchange, partial, sinks, first)
 
 
 class _AttentionInParts(torch.autograd.Function):
@@ -186,21 +206,31 @@ class _AttentionInParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KVExchange, partial: PartialAttention) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KVExchange, partial: PartialAttention,
+        sinks: Tensor | None, first: int,
+    ) -> Tensor:  # fmt: skip
         own, total = torch.stack((k, v)), Accumulator(q)
         exchange.forward(own, lambda block, blocks: partial.add_forward(total, q, block[0], block[1], blocks))
+        if sinks is not None:
+            total.add_sinks(sinks[first : first + q.shape[1]])
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, own, out, total.lse)
-        ctx.exchange, ctx.partial = exchange, partial
+        ctx.save_for_backward(q, own, out, total.lse, sinks)
+        ctx.exchange, ctx.partial, ctx.first = exchange, partial, first
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, own, out, lse = ctx.saved_tensors
-        grad_q, queries = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), AttentionResult(q, out, lse, grads[0])
+        q, own, out, lse, sinks = ctx.saved_tensors
+        queries, grad_sinks = AttentionResult(q, out, lse, grads[0]), None
+        if sinks is not None:
+            heads, total = slice(ctx.first, ctx.first + q.shape[1]), lse.new_zeros(len(sinks))
+            total[heads] = sinks_gradient(queries, sinks[heads])
+            grad_sinks = accumulate_grad(sinks, total)
+        grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
 
         def attend(block: Tensor, blocks: MaskBlocks, grad: Tensor) -> None:
             ctx.partial.add_backward(Gradients(grad_q, *grad), queries, block[0], block[1], blocks)
 
         grad_k, grad_v = ctx.exchange.backward(own, attend).to(own.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, grad_sinks, None

@@ -16,8 +16,12 @@ from torch import Tensor
 
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.partial_attention import PartialAttention
-from megascale.parallel.kv_exchange import AttendBackward, AttendForward, KVExchange, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import (
+    AttendBackward,
+    AttendForward,
+    KVExchange,
+    VisibleScores,
+)
 
 Place = tuple[int, int]
 """Layer and chunk."""
@@ -30,13 +34,9 @@ class KVStore:
     blocks: dict[Place, Tensor] = field(default_factory=dict)
     grads: dict[Place, Tensor] = field(default_factory=dict)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, chunk: SequenceShard, boundaries: Boundaries | None,
-        window: int | None, layer: int, partial: PartialAttention,
-    ) -> Tensor:  # fmt: skip
-        """Attend with a chunk's q [b, heads, n, d] to its sequence up to there. k, v [b, kv heads, n, d]: its own."""
-        visible = VisibleScores(chunk.parts, chunk.index, chunk.length, window, boundaries)
-        return attend_to_all(q, k, v, StoredKV(self, visible, layer), partial)
+    def exchange(self, chunk: SequenceShard, boundaries: Boundaries | None, window: int | None, layer: int) -> StoredKV:
+        """The keys and values that a chunk attends to in a layer: those of its sequence up to there."""
+        return StoredKV(self, VisibleScores(chunk.parts, chunk.index, chunk.length, window, boundaries), layer)
 
     def clear(self) -> None:
         """Free the keys and values, after the last forward of an evaluation."""

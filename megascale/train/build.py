@@ -282,9 +282,12 @@ def build_stages(
     parameters and recomputation.
     """
     if fp8_state is not None:
+        from megascale.parallel.experts.fp8_gemms import build_grouped_gemms
         from megascale.parallel.fp8_linear import build_linear_gemms
 
-        context = replace(context, linear_gemms=partial(build_linear_gemms, state=fp8_state, tp=context.tp))
+        linear = partial(build_linear_gemms, state=fp8_state, tp=context.tp)
+        grouped = partial(build_grouped_gemms, state=fp8_state, recorder=context.tp.group.recorder)
+        context = replace(context, linear_gemms=linear, grouped_gemms=grouped)
     stages = []
     for chunk in range(len(buffers.chunks)):
         index, recompute = layout.index(pp_rank, chunk), recompute_policy(settings, chunk)

@@ -29,6 +29,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "olmoe-1b-7b": 6.92e9,
     "deepseek-v2-lite": 15.7e9, "deepseek-v2": 236e9, "deepseek-v3": 671e9, "kimi-k2": 1.026e12,
     "glm4.5-air": 110.47e9 - 1.24e9, "glm4.5": 358.34e9 - 1.55e9,  # multi-token prediction has copies of both ends
+    "gpt-oss-20b": 20.91e9, "gpt-oss-120b": 116.83e9,
 }  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def test_active_parameters_of_mixtures() -> None:
         "qwen3-235b-a22b": 22e9, "olmoe-1b-7b": 1.3e9, "llama3-8b": 8.03e9,
         "deepseek-v2-lite": 2.4e9 + 0.21e9, "deepseek-v2": 21e9, "deepseek-v3": 37e9, "kimi-k2": 32.6e9,
         "glm4.5-air": 12e9 + 1.24e9, "glm4.5": 32e9 + 1.55e9,  # with embedding and head
+        "gpt-oss-20b": 3.61e9 + 0.58e9, "gpt-oss-120b": 5.13e9 + 0.58e9,  # with embedding
     }  # fmt: skip
     for name, count in published.items():
         active = active_parameter_count(ModelConfig.model_validate({"preset": name, "mtp_layers": 0}))

@@ -22,7 +22,8 @@ from tests.runs import LLAMA, MLA, build_run, config_of, curve_of, gather_weight
 from tests.worlds import run_world
 
 MODEL = LLAMA | {
-    "experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "shared_ffn_size": 16, "balance_bias": True
+    "experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "shared_ffn_size": 16, "balance_bias": True,
+    "bias": True, "router_bias": True,
 }  # fmt: skip
 MOE = {
     "moe__balance": "step", "moe__balance_weight": 0.5, "moe__bias_rate": 0.05, "train__weight_average": "ema",

@@ -174,6 +174,7 @@ def test_no_two_rows_have_a_name() -> None:
     ("--optimizer.beta1 0.8 --optimizer.beta2 0.98", {"optimizer.betas": [0.8, 0.98]}),
     ("--model.flavor 8B --training.global_batch_size -1 --validation.steps -1", {}),
     ("--training.global_batch_size 64", {"batch.global": 64}),
+    ("--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable", {"model.attention_sinks": True}),
 ])  # fmt: skip
 def test_values_of_flags_together(words: str, settings: dict[str, Any]) -> None:
     assert repr(written(words)) == repr(settings)

@@ -65,7 +65,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_heads = 4", "num_heads = -4", "run.toml:5  model.num_heads: -4: should be greater than 0  -> a whole number above 0, to 67108864"),
     ("hidden_size = 32", "hidden_size = 0x" + "f" * 6000, "run.toml:4  model.hidden_size: a number of thousands of digits: should be less than or equal to 67108864  -> a whole number above 0, to 67108864"),
     ("hidden_size = 32", "hidden_size = 67108864", "run.toml:2  model.ffn_size: 268435456: should be less than or equal to 67108864  -> it follows hidden_size: change that, or write ffn_size"),
-    ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu, geglu  -> did you mean 'gelu'?"),
+    ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu, geglu, clamped_swiglu  -> did you mean 'gelu'?"),
     ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be text  -> one of them; the default is \"gelu\""),
     ("num_heads = 4", 'num_heads = 4\nposition = "alibi"', "run.toml:6  model.position: 'alibi': should be 'learned' or 'rope'  -> \"learned\" or \"rope\"; the default is \"learned\""),
     ("num_heads = 4", 'num_heads = 4\nrope_scaling = {type = "ntk", factor = 2.0}', "run.toml:6  model.rope_scaling: {'type': 'ntk', 'factor': 2.0}: type should be one of linear, dynamic, llama3, yarn  -> {type = \"linear\", factor = ...} or {type = \"dynamic\", factor = ...} or {type = \"llama3\", factor = ..., low_freq_factor = ..., high_freq_factor = ..., original_seq_length = ...} or {type = \"yarn\", factor = ..., original_seq_length = ...}"),

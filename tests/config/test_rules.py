@@ -145,9 +145,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     *(
+        ("ATTENTION_SINKS", {"model__attention_sinks": True} | changes, {key: message})
+        for changes, key, message in (
+            ({"model__dropout": 0.1}, "model.dropout", "attention with sinks has no dropout"),
+            ({"model__attention_softcap": 5.0}, "model.attention_softcap", "has no soft cap"),
+            ({"backends__attention": "torch"}, "backends.attention", "runs by backends.partial_attention"),
+        )
+    ),
+    *(
         ("EXPERTS", MOE | changes, {key: message})
         for changes, key, message in (
-            ({"model__bias": True}, "model.bias", "experts have no biases"),
             ({"model__block": "parallel"}, "model.block", "experts follow attention"),
             (HYBRID, "parallel.hybrid_dp", "run the same micro-batches"),
             ({"train__mlp_tiles": 2}, "train.mlp_tiles", "experts have no tiles"),

@@ -260,6 +260,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
         "use_cache": True, "v_head_dim": 128, "vocab_size": 163840,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+        "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+    },
     "SmolLM2-135M": {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 0, "eos_token_id": 0,
         "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
@@ -288,7 +303,7 @@ PRESETS = {
     "OLMo-2-1124-7B": "olmo2-7b", "pythia-160m": "pythia-160m", "Mixtral-8x7B-v0.1": "mixtral-8x7b",
     "Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b", "Qwen3-30B-A3B-Base": "qwen3-30b-a3b", "OLMoE-1B-7B-0924": "olmoe-1b-7b",
     "GLM-4.5-Air-Base": "glm4.5-air", "DeepSeek-V2": "deepseek-v2", "DeepSeek-V3-Base": "deepseek-v3",
-    "Kimi-K2-Base": "kimi-k2",
+    "Kimi-K2-Base": "kimi-k2", "gpt-oss-20b": "gpt-oss-20b",
 }  # fmt: skip
 
 
@@ -352,7 +367,7 @@ UNKNOWN = {"gpt2", "gpt_neox", "kimi_k2"}  # without key-value heads, or without
 LATENT = ("deepseek_v2", "deepseek_v3")  # as many key-value heads as heads, or none of their models
 
 
-REFUSE_NULL = ("mistral", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+REFUSE_NULL = ("mistral", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss")
 """Families whose classes in transformers accept no null for key-value heads, or compute nothing with it."""
 
 

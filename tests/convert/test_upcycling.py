@@ -19,7 +19,7 @@ from megascale.convert.tensor_map import model_tensors
 from megascale.core.storage import Location
 from tests.convert.tiny import save_tiny
 from tests.oracles.ours import Arrays, Result, compute, parameters_of
-from tests.runs import GPT, LLAMA, build_run, config_of, settings
+from tests.runs import LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
 
@@ -82,6 +82,24 @@ def test_a_checkpoint_becomes_experts_and_a_fresh_router(tmp_path: Path) -> None
     assert PretrainedWeights(tmp_path / "theirs").config["model_type"] == "qwen3_moe"
 
 
+def test_biases_are_copied(tmp_path: Path) -> None:
+    """The first forward is the dense model's, though a weight of an expert multiplies its bias."""
+    save_tiny("smollm", tmp_path / "hf")
+    from_huggingface(tmp_path / "hf", tmp_path / "plain")
+    section, weights = weights_of(tmp_path / "plain")
+    model = ModelConfig.model_validate(section | {"bias": True})
+    biases = {tensor.name: torch.randn(tensor.shape) for tensor in model_tensors(model) if tensor.name not in weights}
+    assert len(biases) == 4 * 7
+    dumped = {"model": model.model_dump(mode="json", by_alias=True)}
+    (tmp_path / "dense").mkdir()
+    offline.write_weights(tmp_path / "dense", (weights | biases).items(), dumped)
+    assert main(["ckpt", "convert", str(tmp_path / "dense"), str(tmp_path / "ours"), "--experts", "4", "2"]) == 0
+    dense, mixture = (forward(tmp_path / folder, tmp_path / f"run {folder}") for folder in ("dense", "ours"))
+    assert mixture.loss == pytest.approx(dense.loss, rel=1e-13)
+    total = mixture.gradients["layers.1.experts.down.bias"].sum(0)
+    assert abs(total - dense.gradients["layers.1.mlp.down.bias"]).max() < 1e-11 * abs(total).max()
+
+
 def fresh_routers(rank: Any, config: Any) -> Arrays:
     run = build_run(rank, config)
     return {
@@ -96,7 +114,6 @@ def fresh_routers(rank: Any, config: Any) -> Arrays:
     [
         (LLAMA | {"experts": 2}, (4, 2), "the model has 2 experts  -> a dense model for --experts"),
         (LLAMA, (2, 3), "model.experts_per_token: 3 experts a token, of 2 to choose from  -> at most 2"),
-        (GPT, (4, 2), "model.bias: experts have no biases (model.experts = 4)"),
         (LLAMA | {"block": "parallel"}, (4, 2), "model.block: experts follow attention"),
     ],
 )

@@ -30,6 +30,10 @@ LATENT = SIZES | {
     "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "n_shared_experts": 1,
 }  # fmt: skip
+GPT_OSS = GROUPED | {
+    "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -104,9 +108,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1}
         | {"norm_topk_prob": False, "n_shared_experts": 2, "v_head_dim": 12, "rms_norm_eps": 1e-2},
     ),
+    "gpt-oss": ("GptOss", GPT_OSS | {"sliding_window": 5}),
+    "gpt-oss of 8": (
+        "GptOss",
+        GPT_OSS
+        | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "num_local_experts": 8, "head_dim": 12},
+    ),
     "phi 3 partial": ("Phi3", GROUPED | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
 }
 """Class and configuration by name. Lists and names of keys are of transformers 5."""
+
+SIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss of 64": ("GptOss", GPT_OSS | {"intermediate_size": 64}),
+    "llama of 144": ("Llama", GROUPED | {"hidden_size": 144, "intermediate_size": 272}),
+}
+"""With widths of the groups and tiles of quantized weights."""
 
 MIXTURES = [name for name, (_, keys) in TINY.items() if "num_experts_per_tok" in keys]
 
@@ -123,7 +140,7 @@ def make_tiny(name: str, **other: Any) -> Any:
     """
     import transformers
 
-    kind, keys = TINY[name]
+    kind, keys = (TINY | SIZED)[name]
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     config = getattr(transformers, f"{kind}Config")(**keys | other, **plain)
     torch.manual_seed(0)

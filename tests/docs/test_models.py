@@ -19,12 +19,12 @@ from tests.docs.test_documents import bash_lines
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SHAPE_OF = {"llama": "llama3", "smollm": "gpt_neox", "mistral": "llama2", "qwen": "qwen", "gemma": "gemma",
             "olmo": "gpt_neox", "pythia": "gpt_neox", "phi": "llama2", "mixtral": "llama2",
-            "olmoe": "gpt_neox", "glm": "qwen", "deepseek": "llama3"}  # fmt: skip
+            "olmoe": "gpt_neox", "glm": "qwen", "deepseek": "llama3", "gpt-oss": "llama3"}  # fmt: skip
 """Tokenizer of a family, by the first word of its name."""
 
 FAMILIES = (
     "llama 3", "smollm", "mistral nemo", "qwen 2.5", "qwen 3", "gemma 2", "gemma 3", "olmo 2", "pythia", "phi 3",
-    "mixtral", "qwen 2 mixture", "qwen 3 mixture", "olmoe", "glm 4 mixture", "deepseek 3",
+    "mixtral", "qwen 2 mixture", "qwen 3 mixture", "olmoe", "glm 4 mixture", "deepseek 3", "gpt-oss",
 )  # fmt: skip
 SMALLER = ("train.steps=2", "optimizer.warmup_steps=1", "batch.global=2", "model.seq_length=16", "train.precision=fp32")
 

@@ -11,7 +11,8 @@ import torch
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.ops.grouped_gemm import RowGroups, grouped_gemm, grouped_wgrad
+from megascale.ops.grouped_gemm import RowGroups, grouped_gemm, grouped_wgrad, scaled_grouped_gemm
+from megascale.ops.recipe import build_recipe
 from megascale.ops.wgrad import torch_wgrad
 from megascale.train.step import train_step
 from tests.gpu.conftest import Figure
@@ -21,6 +22,9 @@ from tests.runs import MLA, config_of, settings
 from tests.train.test_prediction_steps import EXPERTS as DEEPER
 
 LATENT = MIXTRAL | MLA
+
+BIASED = MIXTRAL | {"bias": True, "router_bias": True, "activation": "clamped_swiglu"}
+MODELS = ["mixtral", "shared", "biased", "latent attention", "multi-token prediction"]
 
 EXPERTS, OUTPUTS, INPUTS = 8, 2048, 4096
 
@@ -57,6 +61,20 @@ def test_grouped_gemms_are_those_of_the_experts(counts: list[int]) -> None:
     expected = torch.ones(EXPERTS, 32, 64)
     grouped_wgrad(expected, grad.float().cpu(), x.float().cpu(), slow, torch_wgrad, add=True)
     torch.testing.assert_close(total.cpu(), expected, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.gpu(1, only=True)
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_grouped_gemms_in_fp8_are_those_of_the_experts(name: str) -> None:
+    """On compute capability 9.0 rowwise by torch's grouped GEMM."""
+    recipe, counts = build_recipe(name), [3, 0, 17, 1, 0, 40, 2, 1]
+    x, weight = torch.randn(64, 256).bfloat16(), torch.randn(EXPERTS * 128, 256).bfloat16()
+
+    def product(device: torch.device) -> torch.Tensor:
+        operands = recipe.input.encode(x.to(device)), recipe.weight.encode(weight.to(device))
+        return scaled_grouped_gemm(*operands, groups_of(counts, device), torch.bfloat16, recipe.gemm).float().cpu()
+
+    torch.testing.assert_close(product(torch.device("cuda")), product(torch.device("cpu")), rtol=0.02, atol=0.1)
 
 
 @pytest.mark.gpu(1, only=True)
@@ -125,9 +143,7 @@ def test_exchanges_give_the_same_curve(exchange: str, tmp_path: Path, figure: Fi
         pytest.param("tp2 sp dp2 ep4", marks=pytest.mark.gpu(4)),
     ],
 )
-@pytest.mark.parametrize(
-    "model", [MIXTRAL, SHARED, LATENT, DEEPER], ids=["mixtral", "shared", "latent attention", "multi-token prediction"]
-)
+@pytest.mark.parametrize("model", [MIXTRAL, SHARED, BIASED, LATENT, DEEPER], ids=MODELS)
 def test_the_curve_is_that_of_one_gpu(model: dict, name: str, tmp_path: Path, figure: Figure) -> None:
     common = {"train__precision": "fp32", "optimizer__lr": 1e-3}
     layout = {f"parallel__{key}": value for key, value in LAYOUTS[name].items()}

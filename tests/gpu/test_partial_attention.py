@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from megascale.layout.mask_blocks import mask_blocks
-from megascale.layout.sequence_shard import shard_sequence
+from megascale.layout.sequence_shard import TokenSpan, shard_sequence
 from megascale.ops.core_attention import AttentionMask, torch_attend
 from megascale.ops.partial_attention import Accumulator, PartialAttention
 from megascale.ops.select import build_op
+from megascale.parallel.kv_exchange import OwnKV, VisibleScores, attend_to_all
 from tests.ops.settings import GPU, setting
+from tests.parallel.test_attention_sinks import attention_with_sinks
 
 pytestmark = pytest.mark.gpu(1, only=True)
 
@@ -31,6 +33,23 @@ def test_the_kernel_merges_as_torchs_operators(run: bool) -> None:
         theirs.add_at(*at, out, lse)
     torch.testing.assert_close(ours.out, theirs.out, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.lse, theirs.lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_take_their_part(window: int | None) -> None:
+    """As a column beside all scores, forward and backward."""
+    attend: PartialAttention = build_op("partial_attention", setting(torch.bfloat16, GPU, head_dim=64))
+    shapes = ((1, 8, 512, 64), (1, 2, 512, 64), (1, 2, 512, 64), (8,), (1, 8, 512, 64))
+    *leaves, grad = (torch.randn(shape, device="cuda").bfloat16() for shape in shapes)
+    ours = [leaf.requires_grad_() for leaf in leaves]
+    exchange = OwnKV(VisibleScores(((TokenSpan(0, 512),),), 0, 512, window, None))
+    out = attend_to_all(*ours[:3], exchange, attend, ours[3])
+    exact = [leaf.detach().double().cpu().requires_grad_() for leaf in leaves]
+    expected = attention_with_sinks(*exact, window or 512)
+    found_all = (out, *torch.autograd.grad(out, ours, grad))
+    expected_all = (expected, *torch.autograd.grad(expected, exact, grad.double().cpu()))
+    for found, wanted in zip(found_all, expected_all, strict=True):
+        assert float((found.double().cpu() - wanted).norm() / wanted.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("keys", [1, 2, 4])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.ops.activation import geglu, gelu, gelu_tanh, swiglu
+from megascale.ops.activation import clamped_swiglu, geglu, gelu, gelu_tanh, swiglu
 
 BF16 = 2.0**-8
 """Largest relative error of rounding to bf16."""
@@ -34,11 +34,18 @@ def geglu_formula(gate_up: Tensor) -> Tensor:
     return gelu_tanh_formula(gate) * up
 
 
+def clamped_swiglu_formula(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+
+
 ACTIVATIONS = {
     "gelu": (gelu, gelu_formula),
     "gelu_tanh": (gelu_tanh, gelu_tanh_formula),
     "swiglu": (swiglu, swiglu_formula),
     "geglu": (geglu, geglu_formula),
+    "clamped_swiglu": (lambda x: clamped_swiglu(4 * x), lambda x: clamped_swiglu_formula(4 * x)),
 }
 activations = pytest.mark.parametrize(("activation", "formula"), ACTIVATIONS.values(), ids=list(ACTIVATIONS))
 Activation = Callable[[Tensor], Tensor]
@@ -77,7 +84,7 @@ def test_bf16_equals_the_formula_up_to_rounding(activation: Activation, formula:
         assert float((ours.double() - expected).abs().max()) < 3 * BF16 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "clamped_swiglu"])
 def test_gated_activations_accept_a_non_contiguous_gradient(name: str) -> None:
     activation, formula = ACTIVATIONS[name]
     x = numbers(3, 4, 16).requires_grad_()

@@ -23,6 +23,7 @@ CASES = [
     ("norm", "rmsnorm"), ("norm", "rmsnorm_1p"), ("norm", "layernorm"),
     ("add_norm", "rmsnorm"), ("add_norm", "rmsnorm_1p"), ("add_norm", "layernorm"),
     ("activation", "gelu"), ("activation", "gelu_tanh"), ("activation", "swiglu"), ("activation", "geglu"),
+    ("activation", "clamped_swiglu"),
 ]  # fmt: skip
 KEYS = {"norm": "norm", "add_norm": "norm", "activation": "activation"}
 """Keys of `[model]` with the variant of an operation."""

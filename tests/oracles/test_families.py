@@ -45,7 +45,7 @@ def ours_from(given: PretrainedWeights, theirs: dict[str, torch.Tensor]) -> Arra
     for parameter in given.tensors:
         if places[parameter.name][0].name in left:
             continue
-        tensor = read_region(places[parameter.name], parameter.shape, lambda name, box: theirs[name][box], None)
+        tensor = read_region(places[parameter.name], parameter, lambda name, box: theirs[name][box], None)
         found[parameter.name] = tensor.double().numpy()
     return found
 

@@ -50,6 +50,11 @@ def test_documents_in_packs_and_rings_do_not_change_a_run(tmp_path: Path) -> Non
     check("llama", POOLS["dp4"], {"batch__global": 4}, tmp_path)
 
 
+def test_sinks_of_attention_in_packs_and_rings(tmp_path: Path) -> None:
+    sinks = {"model__attention_sinks": True, "model__init_std": 0.3}
+    check("llama", POOLS["dp4"], {"batch__global": 4} | sinks, tmp_path)
+
+
 def test_rings_meet_in_pipelines(tmp_path: Path) -> None:
     """Pipelines with micro-batches of different lengths and numbers."""
     check("gpt", layout(dp=2, pp=2) | {"data__max_tokens_per_rank": 12}, {"batch__global": 4}, tmp_path)

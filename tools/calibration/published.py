@@ -58,9 +58,10 @@ class DeduplicatedRoute(ExpertRoute):
     rank_share: float = 1.0
     node_share: float = 1.0
 
-    def seconds(self, sent: float) -> float:
+    def seconds(self, sent: CommOp) -> float:
         across = (self.ranks - self.inside) / (self.ranks - 1)
-        return sent * max(self.rank_share / self.node, across * self.node_share / self.network) + self.latency
+        slower = max(self.rank_share / self.node, across * self.node_share / self.network)
+        return sent.bytes * slower + sent.calls * self.latency
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ class PublishedLayers(LayerTimes):
 
     system: System = System()
 
-    def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float) -> PassTimes:
+    def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float, fp8: bool) -> PassTimes:
         (up, hidden), (_, width) = shapes
         n, recipe = self.system.shards, RECIPES[self.config.fp8.recipe].facts
         rows, up, width = rows * n, up // n, width // n
         if not self.config.train.quantizes:
-            return super().grouped_linears([(up, hidden), (hidden, width)], experts, rows)
+            return super().grouped_linears([(up, hidden), (hidden, width)], experts, rows, fp8)
         total, grain = PassTimes(), recipe["granularity"]
         cast = CASTS[recipe["scaling"] if grain == "tensor" else grain]
         own = 0 if self.system.fused else cast  # of what lies between the two GEMMs
         for outputs, inputs, quantized in ((up, hidden, (cast, own)), (hidden, width, (own, cast))):
-            forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain)
+            forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain, grain)
             dgrad, _ = self.kernels.grouped_gemm(experts, rows, inputs, outputs, grain)
             moved = quantized[0] * inputs, quantized[1] * outputs
             casts = [self.kernels.elementwise(experts * rows * size) for size in moved]
@@ -89,9 +90,9 @@ class PublishedLayers(LayerTimes):
             )
         return total + self.passes(experts * rows * (up + width)) * (-1 if self.system.fused else 0)
 
-    def exchanges(self, sent: Sequence[Iterable[CommOp]]) -> PassTimes:
+    def exchanges(self, sent: Sequence[Iterable[CommOp]], beside: PassTimes) -> PassTimes:
         passes, shards, ep = [list(each) for each in sent], self.system.shards, self.sizes.ep
-        total = super().exchanges(passes)
+        total = super().exchanges(passes, beside)
         if shards > 1:
             rows = [sum(op.bytes for op in each) * ep / (ep - 1) * shards for each in passes]
             gathered = (self.exchange.route.collective("all_gather", size, shards) for size in rows)

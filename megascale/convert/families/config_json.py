@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families import deepseek, gemma, gpt2, gpt_neox, llama, mixtures, qwen
+from megascale.convert.families import deepseek, gemma, gpt2, gpt_neox, gpt_oss, llama, mixtures, qwen
 from megascale.convert.families.family import ConfigKeys, Family, SizeError
 from megascale.convert.families.rotary_keys import ROPE_KEYS
 from megascale.convert.families.window_keys import WINDOW_KEYS
@@ -18,7 +18,7 @@ FAMILIES = {
     for family in (
         gpt2.FAMILY, llama.FAMILY, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3, llama.OLMO2,
         gpt_neox.FAMILY, llama.PHI3, mixtures.MIXTRAL, mixtures.QWEN2_MOE, mixtures.QWEN3_MOE, mixtures.OLMOE,
-        mixtures.GLM4_MOE, deepseek.V2, deepseek.V3, deepseek.KIMI_K2,
+        mixtures.GLM4_MOE, gpt_oss.FAMILY, deepseek.V2, deepseek.V3, deepseek.KIMI_K2,
     )
 }  # fmt: skip
 """Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""

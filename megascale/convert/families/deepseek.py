@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from megascale.config.model import ModelConfig
+from megascale.convert.families import prediction_layers
 from megascale.convert.families.family import ConfigKeys, Family, Fused, Key, Same, require
 from megascale.convert.families.llama import LLAMA, OUTER, ROTARY_BUFFERS, SIZES, kv_heads
 from megascale.convert.families.mixtures import EXPERTS, GLM4_MOE, ROUTER
@@ -59,7 +60,6 @@ def _write(model: ModelConfig) -> ConfigKeys:
     return {
         "q_lora_rank": model.q_lora_rank or None,
         "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
-        "num_nextn_predict_layers": 0,
     }
 
 
@@ -111,7 +111,7 @@ V3 = Family(
         "router_scale": Key("routed_scaling_factor", 2.5, size=True),
         "router_groups": Key("n_group", 8, size=True),
         "router_top_groups": Key("topk_group", 4, size=True),
-    },
+    } | prediction_layers.KEYS,
     OUTER, "model.layers", DEEPSEEK_LAYER,
     REQUIRED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     (partial(_read, shared=1, width=2048), _read_group_value), (write_rope, _write), ROTARY_BUFFERS, EXPERTS,

@@ -49,6 +49,15 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """A tensor of Hugging Face with the matrices [in, out] of all experts, of module `name`, whose biases are in a
+    tensor of the name with `_bias`. Where an expert has several matrices, their outputs alternate.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Family:
     """A Hugging Face architecture. `name`: its `model_type`.
 
@@ -57,8 +66,9 @@ class Family:
     `[model]` keys of a config.json; `write`: to further keys of a config.json.
     `outer`: megascale tensor -> Hugging Face tensor. `layer`: module of `layer_prefix`.N in Hugging Face -> module of
     `layers.N`, or several (`Fused`). `experts`: stack of matrices of `layers.N` -> modules of each expert in Hugging
-    Face, in the order of the stack, with * for the expert's number. `balance_bias`: the tensor of `layer_prefix`.N that
-    has the experts' biases. `ignored_suffixes`: of tensors in files that are no weights.
+    Face, in the order of the stack, with * for the expert's number, or the tensor that is a stack itself.
+    `balance_bias`: the tensor of `layer_prefix`.N that has the experts' biases. `ignored_suffixes`: of tensors in files
+    that are no weights.
     """
 
     name: str
@@ -72,7 +82,7 @@ class Family:
     read: Sequence[Callable[[ConfigKeys], ConfigKeys]] = ()
     write: Sequence[Callable[[ModelConfig], ConfigKeys]] = ()
     ignored_suffixes: tuple[str, ...] = ()
-    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    experts: Mapping[str, tuple[str, ...] | Stacked] = field(default_factory=dict)
     balance_bias: str = ""
 
     def model_keys(self, config: ConfigKeys) -> ConfigKeys:

@@ -20,7 +20,7 @@ from megascale.layout.windows import QUERY_BLOCK, count_scores
 class AttentionSpec(Part):
     """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions.
     `qk_norm`: the norms of q and k before it, over each "head", or over all heads ("full"), or "none". `softcap`: the
-    scores have a soft cap.
+    scores have a soft cap. `sinks`: beside the scores of a query's keys is a learned logit of its head.
     """
 
     heads: int
@@ -29,6 +29,7 @@ class AttentionSpec(Part):
     window: int | None
     qk_norm: str = "none"
     softcap: bool = False
+    sinks: bool = False
 
     feeds_rows: ClassVar[bool] = True
 
@@ -53,11 +54,12 @@ class AttentionSpec(Part):
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
-        """The gains of the norms of q and k: one for all heads, or sharded over tp with the heads."""
+        """The gains of the norms of q and k: one for all heads, or sharded over tp with the heads; and the sinks."""
         full, init = self.qk_norm == "full", gain_init(model)
         gains = [(f"{block}.{norm}.weight", width) for norm, width in self.qk_norms]
         sharding = {"tp": 0} if full else {}
-        return [
+        sinks = TensorSpec(f"{block}.attention.sinks", (self.heads,), {"tp": 0}, std=model.init_std)
+        return [vector_param(sinks.name, sinks, kind="bias")] * self.sinks + [
             vector_param(gain, TensorSpec(gain, (width,), sharding, init=init), tp_partial=not full)
             for gain, width in gains
         ]
@@ -107,6 +109,7 @@ class AttentionSpec(Part):
         qkv, result = sizes.sharded(self.qkv_width), sizes.sharded(self.out_width)
         heads, weights = self.heads // sizes.tp, 0
         normed, forming = self._norm_bytes(sizes)
+        whole = sizes.key_parts == 1 and not self.sinks
         tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if self.result_apart(sizes) else 0)
         if sizes.model.dropout:
             weights = sizes.batch * heads * s * s * sizes.compute
@@ -117,10 +120,10 @@ class AttentionSpec(Part):
             keys = min(longest, (self.window or longest) + QUERY_BLOCK)
             scores = QUERY_BLOCK * keys * sizes.batch * heads * sizes.wide
             forming = max(forming, 4 * scores + qkv // sizes.compute * sizes.wide)
-        elif self.window and sizes.key_parts == 1:
+        elif self.window and whole:
             masked = [length for length in sizes.documents or [s] if length > self.window]
             tensors += sum(count_scores(length, self.window) for length in masked) * sizes.compute
-        if sizes.cp_heads * sizes.key_parts > 1:
+        if sizes.cp_heads > 1 or not whole:
             return self._shared_memory(sizes, tensors - qkv, forming)
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
@@ -129,13 +132,15 @@ class AttentionSpec(Part):
 
     def result_apart(self, sizes: MicroBatchSizes) -> bool:
         """True if the kernels' result is not the next layer's saved input."""
-        in_pieces = sizes.key_parts == 1 and (sizes.documents or (self.window and not self.softcap))
+        whole = sizes.key_parts == 1 and not self.sinks
+        in_pieces = whole and (sizes.documents or (self.window and not self.softcap))
         return bool(sizes.cp_heads > 1 or sizes.tensorwise or in_pieces)
 
     def _shared_memory(self, sizes: MicroBatchSizes, saved: int, forming: int) -> UnitBytes:
         """Account for attention of ranks that share sequences. `saved`: by attention without an exchange, besides q, k
         and v. Exchanges of heads need copies of what is sent and received, of which the received ones are saved. With
-        exchanged keys and values the own ones are copied, others visit, and sums are in the accumulation dtype.
+        exchanged keys and values the own ones are copied, others visit, and sums are in the accumulation dtype; with
+        sinks but for the visits.
         """
         qkv, result = sizes.sharded(self.qkv_width), sizes.sharded(self.out_width)
         pair = 2 * sizes.tokens * self.head_dim * sizes.compute  # bytes of k and v, of one head
@@ -144,13 +149,17 @@ class AttentionSpec(Part):
         received = qkv + repeated
         tensors, sent = received + saved, received if sizes.cp_heads > 1 else 0
         visiting, sums, wide = 0, 0, sizes.wide / sizes.compute
-        if sizes.key_parts > 1:
+        if self.sinks:
             tensors += pair
+            sums = int(wide * (result + pair)) + pair * sizes.narrow
+            forming = max(forming, int(2 * wide * result) * sizes.narrow)
+        if sizes.key_parts > 1:
+            tensors += pair * (not self.sinks)
             visiting = 2 * pair * (sizes.key_parts if sizes.gathers else 1)  # as they came and sorted, or now and next
             sums = int(wide * (result + pair * (2 * sizes.key_parts if sizes.gathers else 3)))
             sums -= visiting // 2 if sizes.gathers else 0
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
-        forward = tensors - saved + 2 * max(qkv, sent) + visiting + (int(wide * result) if visiting else 0)
+        forward = tensors - saved + 2 * max(qkv, sent) + visiting + (int(wide * result) if sums else 0)
         backward = recomputed + received + max(forming, visiting + sums, sent)
         return UnitBytes(saved, forward, backward, qkv - result)
 

@@ -55,5 +55,5 @@ class DepthInput(Part):
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         lookup, norms, copies = 2 * times.stream, 4 * times.stream, 4 * times.stream
-        sums = times.linears((), fp8=False, enters=False)  # of the embedding over tp
+        sums = times.linears((), fp8=False, enters=False, width=self.hidden)  # of the embedding over tp
         return times.local_linear(self.hidden, 2 * self.hidden) + sums + times.passes(lookup + norms + copies)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
 from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_std
-from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes, walk
+from megascale.layout.parts.microbatch_sizes import FP32, CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec, TensorSpec, expert_param, matrix_param
+from megascale.layout.tensors import ParamSpec, TensorSpec, expert_bias, expert_param, matrix_param, vector_param
 
 INDEX = 8  # bytes of the number of an expert or a row, and of a count of rows
 
@@ -40,7 +40,8 @@ class SharedExpert:
 @dataclass(frozen=True)
 class ExpertLayer(Part):
     """`experts` of inner `width`, of which a token has `chosen`. `inputs`: elements of the activation's input, twice
-    the width if gated. `normalized`: the weights of a token's experts add up to 1.
+    the width if gated. `normalized`: the weights of a token's experts add up to 1. `bias`: of the experts' layers;
+    `router_bias`: of the router's.
     """
 
     experts: int
@@ -50,6 +51,8 @@ class ExpertLayer(Part):
     inputs: int
     normalized: bool
     shared: SharedExpert | None = None
+    bias: bool = False
+    router_bias: bool = False
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -85,6 +88,12 @@ class ExpertLayer(Part):
             expert_param(f"{block}.experts.{up}.weight", inner, first, ratio),
             expert_param(f"{block}.experts.down.weight", (self.experts, self.hidden, self.width), last, ratio),
         ]
+        if self.router_bias:
+            bias = TensorSpec(f"{block}.router.bias", (self.experts,), init="zeros")
+            params.append(vector_param(bias.name, bias, kind="bias"))
+        if self.bias:
+            params.append(expert_bias(f"{block}.experts.{up}.bias", inner[:-1]))
+            params.append(expert_bias(f"{block}.experts.down.bias", (self.experts, self.hidden)))
         for part in self._dense:
             params += part.params(block, model)
         if self.shared is not None and self.shared.gated:
@@ -136,13 +145,18 @@ class ExpertLayer(Part):
         gate = 2 * outputs if self.inputs > self.width else 0
         up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
+        cast = (FP32 + 1) / sizes.compute if sizes.grain in ("row", "block") else 0  # of rows, for each of their bytes
         steps = [
             self._router_bytes(sizes),
             UnitBytes(0, *ways.dispatch, own - arrived),
-            UnitBytes(arrived, inputs, arrived + up, arrived - inputs),  # `up`: wgrad of an expert
+            UnitBytes(
+                arrived, max(inputs, int(cast * arrived)), max(arrived + up, int(cast * inputs)), arrived - inputs
+            ),  # `up`: wgrad of an expert
             UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
             UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),  # times the weights of slots
-            UnitBytes(outputs, arrived, outputs + down, outputs - arrived),
+            UnitBytes(
+                outputs, max(arrived, int(cast * outputs)), max(outputs + down, int(cast * arrived)), outputs - arrived
+            ),
             UnitBytes(0, *ways.combine, arrived - result),
             *self._shared_bytes(sizes, at, *ways.flying),
         ]
@@ -212,7 +226,8 @@ class ExpertLayer(Part):
         moved = 2 * self.chosen + (3 * sizes.ep + 1 if sizes.gathers_tokens else 2)
         total += times.passes(moved * times.stream, backward=1)
         total += times.passes(rows * (self.inputs + self.width))
-        gemms = times.grouped_linears([(self.inputs, self.hidden), (self.hidden, self.width)], local, rows / local)
+        shapes = (self.inputs, self.hidden), (self.hidden, self.width)
+        gemms = times.grouped_linears(shapes, local, rows / local, fp8)
         total += gemms
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)), gemms)
         return sum((part.seconds(times, fp8) for part in self._dense), start=total)
@@ -238,12 +253,14 @@ def expert_layer(model: ModelConfig) -> ExpertLayer:
     factor, width = 2 if model.gated else 1, model.expert_ffn_size
     shared = _shared_expert(model, factor, model.shared_ffn_size) if model.shared_ffn_size else None
     sizes = model.experts, model.experts_per_token, model.hidden_size, width, factor * width
-    return ExpertLayer(*sizes, model.router_normalize, shared)
+    return ExpertLayer(*sizes, model.router_normalize, shared, model.bias, model.router_bias)
 
 
 def _shared_expert(model: ModelConfig, factor: int, width: int) -> SharedExpert:
     name, parts = ("gate_up", ("gate", "up")) if model.gated else ("up", ("up",))
-    up = LinearSpec(f"shared.{name}", "shared up", model.hidden_size, tuple((part, width) for part in parts))
-    down = LinearSpec("shared.down", "shared down", width, (("down", model.hidden_size),))
+    up = LinearSpec(
+        f"shared.{name}", "shared up", model.hidden_size, tuple((part, width) for part in parts), bias=model.bias
+    )
+    down = LinearSpec("shared.down", "shared down", width, (("down", model.hidden_size),), bias=model.bias)
     activation = ActivationSpec(factor * width, width)
     return SharedExpert(ColumnParallel((up,)), activation, RowParallel((down,)), model.shared_gate)

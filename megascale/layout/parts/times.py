@@ -95,8 +95,10 @@ class OperationTimes(Protocol):
     def local_linear(self, outputs: int, inputs: int) -> PassTimes:
         """Time a linear layer of this rank's tokens of the residual stream, without communication."""
 
-    def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float) -> PassTimes:
-        """Time linear layers [outputs, inputs] of each of `experts` for `rows` rows each."""
+    def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float, fp8: bool) -> PassTimes:
+        """Time linear layers [outputs, inputs] of each of `experts` for `rows` rows each. `fp8`: where the recipe
+        has GEMMs of experts.
+        """
 
     def exchanges(self, sent: Sequence[Iterable[CommOp]], beside: PassTimes) -> PassTimes:
         """Time the exposed exchanges over ep in forward and in backward, which overlap with GEMMs `beside` in blocks of

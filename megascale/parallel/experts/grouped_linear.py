@@ -7,35 +7,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.grouped_gemm import RowGroups, grouped_gemm, grouped_wgrad
+from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, grouped_gemm, grouped_wgrad
 from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-    """Compute y = x W_e^T for rows x [r, k] of each expert e, and `weight` [experts, ..., k], whose dimensions between
-    are the n outputs: [r, n]. Saved for backward: x.
+class GroupedGemms:
+    """The GEMMs of experts with activations x [r, k] or their gradients [r, n], in the tensors' dtype; of `matrices`
+    [experts, n, k]. A subclass may quantize.
     """
-    return _GroupedLinear.apply(x, weight, groups)
+
+    def forward(self, x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        """Compute x W_e^T [r, n]."""
+        return grouped_gemm(x, matrices, groups)
+
+    def dgrad(self, grad: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        """Compute grad W_e [r, k]."""
+        return grouped_gemm(grad, matrices.transpose(-2, -1), groups)
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute logits x W^T [t, experts] of tokens x [t, h], accumulated in fp32, or in fp64 of fp64."""
-    return _RouterLogits.apply(x, weight)
+HIGH_PRECISION_GROUPS = GroupedGemms()
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None, factors: Tensor | None = None,
+    gemms: GroupedGemms = HIGH_PRECISION_GROUPS,
+) -> Tensor:  # fmt: skip
+    """Compute y = x W_e^T for rows x [r, k] of each expert e, and `weight` [experts, ..., k], whose dimensions between
+    are the n outputs: [r, n]; plus `bias` [experts, ...], times the rows' `factors` [r, 1]. Saved for backward: x.
+    """
+    return _GroupedLinear.apply(x, weight, groups, bias, factors, gemms)
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute logits x W^T + b [t, experts] of tokens x [t, h], accumulated in fp32, or in fp64 of fp64."""
+    return _RouterLogits.apply(x, weight, bias)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.groups, matrices = groups, weight.view(len(weight), -1, x.shape[1])
-        return grouped_gemm(x, matrices, groups)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None, factors: Tensor | None,
+        gemms: GroupedGemms,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, factors)
+        ctx.groups, ctx.gemms, matrices = groups, gemms, weight.view(len(weight), -1, x.shape[1])
+        out = gemms.forward(x, matrices, groups)
+        if bias is not None:
+            add_biases_(out, bias.flatten(1), factors, groups)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, bias, factors = ctx.saved_tensors
         grad, matrices = grads[0].contiguous(), weight.view(len(weight), -1, x.shape[1])
-        grad_x = grouped_gemm(grad, matrices.transpose(-2, -1), ctx.groups)
-        return grad_x, _accumulate(weight, grad, x, ctx.groups), None
+        grad_x = ctx.gemms.dgrad(grad, matrices, ctx.groups)
+        grad_bias = grad_factors = None
+        if bias is not None:
+            total, grad_factors = bias_gradients(grad, bias.flatten(1), factors, ctx.groups)
+            grad_bias = accumulate_grad(bias, total.view_as(bias))
+        return grad_x, _accumulate(weight, grad, x, ctx.groups), None, grad_bias, grad_factors, None
 
 
 def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor | None:
@@ -50,16 +80,19 @@ def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> T
 
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
         wide = torch.promote_types(x.dtype, torch.float32)
         if not x.is_cpu and x.dtype != wide:  # one GEMM of the operands as they are
-            return torch.mm(x, weight.t(), wide)
-        return x.to(wide) @ weight.to(wide).t()
+            logits = torch.mm(x, weight.t(), wide)
+        else:
+            logits = torch.mm(x.to(wide), weight.to(wide).t())
+        return logits if bias is None else logits.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, bias = ctx.saved_tensors
         grad = grads[0]
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        return grad_x, accumulate_grad(weight, grad.t() @ x.to(grad.dtype))
+        grad_bias = None if bias is None else accumulate_grad(bias, grad.sum(0))
+        return grad_x, accumulate_grad(weight, grad.t() @ x.to(grad.dtype)), grad_bias

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, fp8_weight_numel
 from megascale.layout.buckets import SHARDED
@@ -57,7 +58,10 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     layout, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     blocks, numbers = distinct_blocks(config.model)
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
-    cast = sum(fp8_weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
+    quantized = [blocks[numbers[layer]] for layer in layers if layer in fp8]
+    cast = sum(map(fp8_weight_numel, quantized)) // config.parallel.tp
+    if RECIPES[config.fp8.recipe].facts["granularity"] != "tensor":
+        cast += sum(part.expert_numel for block in quantized for part in block) // config.parallel.ep
     cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
     chunks = bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
     elements, shard = stage_elements(chunks, topology_of(config.parallel))

@@ -133,13 +133,16 @@ class LayerTimes:
     def local_linear(self, outputs: int, inputs: int) -> PassTimes:
         return self._gemms(outputs, inputs, fp8=False, tokens=self.stream // self.config.model.hidden_size)
 
-    def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float) -> PassTimes:
-        total = PassTimes()
+    def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float, fp8: bool) -> PassTimes:
+        grain = RECIPES[self.config.fp8.recipe].facts["granularity"] if fp8 else None
+        grain, total = None if grain == "tensor" else grain, PassTimes()
+        cast = CASTS[grain] * experts * rows if grain else 0
         for outputs, inputs in shapes:
-            forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs)
-            dgrad, _ = self.kernels.grouped_gemm(experts, rows, inputs, outputs)
-            added = self._added(experts * outputs * inputs)
-            total += PassTimes(Seconds(gemm=forward), Seconds(gemm=dgrad + wgrad, elementwise=added))
+            forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain)
+            dgrad, _ = self.kernels.grouped_gemm(experts, rows, inputs, outputs, grain)
+            before, after = (self.kernels.elementwise(cast * width) for width in (inputs, outputs))
+            added = self._added(experts * outputs * inputs) + after
+            total += PassTimes(Seconds(forward, elementwise=before), Seconds(dgrad + wgrad, elementwise=added))
         return total
 
     def exchanges(self, sent: Sequence[Iterable[CommOp]], beside: PassTimes) -> PassTimes:

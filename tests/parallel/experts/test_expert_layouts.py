@@ -28,6 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "step": (MIXTRAL, {"moe__balance": "step", "moe__balance_weight": 0.5}),
     "capacity": (MIXTRAL, {"moe__capacity_factor": 0.75}),
     "bias": (SHARED | {"balance_bias": True}, {"moe__bias_rate": 0.05}),
+    "biases": (SHARED | {"bias": True, "router_bias": True, "activation": "clamped_swiglu"}, {}),
 }
 """Models and settings; the first is that of all meshes."""
 

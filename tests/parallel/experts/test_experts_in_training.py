@@ -18,9 +18,9 @@ from megascale.operate.diagnose.slow.findings import findings
 from megascale.operate.store.node_rows import RankRows, Texts, take_rows
 from megascale.operate.store.query import open_store
 from megascale.operate.store.table_files import TableFile, write_rows
+from megascale.parallel.experts import expert_parallel
 from megascale.plan.account.step_totals import EXPERT_LOAD, vector_name
 from megascale.record.log_reader import LogReader
-from megascale.parallel.experts import expert_parallel
 from megascale.train.evaluate import evaluate
 from megascale.train.run import StepResult
 from megascale.train.step import train_step

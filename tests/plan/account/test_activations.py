@@ -30,6 +30,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"train__precision": "bf16", "model__block": "parallel"},
     {"train__precision": "fp64", "model__dropout": 0.1},
     {"train__precision": "bf16", "model__window": [5, 0]},
+    {"train__precision": "bf16", "model__attention_sinks": True, "model__window": [5, 0]},
+    {"train__precision": "fp32", "model__attention_sinks": True, "batch__micro": 2},
     {"train__precision": "fp32", "model__block": "sandwich", "model__norm": "rmsnorm_1p", "model__dropout": 0.1},
     {"train__precision": "bf16", "model__block": "post_norm", "model__logit_softcap": 30.0},
     {"train__precision": "bf16", "model__block": "parallel_two_norms", "model__embedding_scale": 4.0},

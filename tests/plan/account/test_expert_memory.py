@@ -24,7 +24,11 @@ LARGE = LLAMA | {
 FEW = LARGE | {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 4096}
 MANY = LARGE | {"experts": 64, "experts_per_token": 8, "expert_ffn_size": 768}
 SHARED = MANY | {"shared_ffn_size": 3072, "shared_gate": True, "dense_layers": 1, "block": "post_norm"}
+GPT_OSS = MANY | {
+    "attention_sinks": True, "window": [128, 0], "bias": True, "activation": "clamped_swiglu", "router_bias": True,
+}  # fmt: skip
 
+FP8 = {"train__precision": "fp8", "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
 SP = {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "few ep4": (FEW, {"parallel__dp": 4, "parallel__ep": 4}),
@@ -33,6 +37,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "many ep4 full gathered": (MANY, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full",
                                       "moe__dispatcher": "all_gather"}),
     "shared sp ep2 gathered": (SHARED, SP | {"parallel__ep": 2, "moe__dispatcher": "all_gather"}),
+    "gpt-oss ep4": (GPT_OSS, {"parallel__dp": 4, "parallel__ep": 4}),
+    "gpt-oss cp2 ring": (GPT_OSS, {"parallel__cp": 2, "parallel__ep": 2, "train__recompute": "full"}),
+    "few ep4 rowwise": (FEW, {"parallel__dp": 4, "parallel__ep": 4} | FP8 | {"fp8__recipe": "rowwise"}),
+    "many blockwise": (MANY, FP8 | {"fp8__recipe": "blockwise"}),
     "few": (FEW, {}),
     "few full": (FEW, {"train__recompute": "full"}),
     "few ep8 selective": (FEW, {"parallel__dp": 8, "parallel__ep": 8, "train__recompute": "selective",

@@ -178,6 +178,11 @@ MEGASCALE_352B = QWEN3 | {
     "num_layers": 60, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "qk_norm": "none", "ffn_size": 14_336,
     "vocab_size": 65_536, "seq_length": 8192, "experts": 32, "experts_per_token": 3, "shared_ffn_size": 14_336,
 }  # fmt: skip
+GPT_OSS_120B = QWEN3 | {
+    "num_layers": 36, "hidden_size": 2880, "num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "qk_norm": "none",
+    "ffn_size": 2880, "vocab_size": 201_088, "experts_per_token": 4, "attention_sinks": True, "window": [128, 0],
+    "bias": True, "activation": "clamped_swiglu", "router_bias": True,
+}  # fmt: skip
 MIXTRAL = QWEN3 | {
     "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "qk_norm": "none", "ffn_size": 14_336,
     "vocab_size": 32_000, "experts": 8, "experts_per_token": 2,
@@ -188,9 +193,9 @@ MIXTRAL = QWEN3 | {
     ("model", "ours", "published"),
     [
         (QWEN3_235B, 148.33, (147.96, 148.14)), (QWEN3_30B, 23.08, (23.10, 23.00)),
-        (MEGASCALE_352B, 282.51, (282.3, 282.6)),
+        (MEGASCALE_352B, 282.51, (282.3, 282.6)), (GPT_OSS_120B, 32.71, (32.61, 32.58)),
     ],
-    ids=["Qwen3-235B", "Qwen3-30B", "MegaScale-MoE 352B"],
+    ids=["Qwen3-235B", "Qwen3-30B", "MegaScale-MoE 352B", "gpt-oss-120B"],
 )  # fmt: skip
 def test_experts_count_as_published(model: dict[str, object], ours: float, published: tuple[float, float]) -> None:
     """GFLOPs of a token that pairs of tokens/s and FLOP/s give (NVIDIA 2026, arXiv 2603.07685, table 11, and

@@ -1,0 +1,68 @@
+"""FP8 GEMMs of experts: forward and dgrad, in recipes whose scales are of a row or of a part of it, so that no layout
+changes them: other rows have no part in a row's scale, and a weight's scales are its expert's.
+
+wgrad is in the compute dtype. Its scales would be of an expert's rows together, which are of other tokens elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megascale.device import profiler_range
+from megascale.ops.grouped_gemm import RowGroups, scaled_grouped_gemm
+from megascale.ops.quantized import Quantized
+from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
+from megascale.parallel.fp8_state import Fp8State
+from megascale.parallel.linear_gemms import OperandName
+from megascale.record.recorder import Recorder
+
+
+@dataclass
+class Fp8GroupedGemms(GroupedGemms):
+    """The FP8 GEMMs of the experts of one layer, with the `state` of the whole model. `_weights`: all W [experts n, k]
+    for forward and all W^T [experts k, n] for dgrad, cast at the state's `weight_version` `_version`.
+    """
+
+    state: Fp8State
+    recorder: Recorder
+    _version: int = -1
+    _weights: tuple[Quantized, ...] = ()
+
+    def forward(self, x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        return self._gemm("input", x, self._quantized(matrices)[0], groups)
+
+    def dgrad(self, grad: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        return self._gemm("gradient", grad, self._quantized(matrices)[1], groups)
+
+    def _gemm(self, operand: OperandName, x: Tensor, weight: Quantized, groups: RowGroups) -> Tensor:
+        if not len(x):
+            return x.new_empty(0, weight.shape[0] // len(groups.counts))
+        recipe = self.state.recipe
+        with profiler_range("quantize"):
+            rows = recipe.quantizer(operand).encode(x)
+        return scaled_grouped_gemm(rows, weight, groups, x.dtype, recipe.gemm)
+
+    def _quantized(self, matrices: Tensor) -> tuple[Quantized, ...]:
+        if self._version != self.state.weight_version:
+            turned = (matrix.t().contiguous() for matrix in matrices)
+            with self.recorder.memory_kind("parameters"), profiler_range("quantize"):
+                forward, dgrad = self._stack(iter(matrices)), self._stack(turned)
+            self._version = self.state.weight_version
+            self._weights = replace(forward, use_fast_accum=True), replace(dgrad, use_fast_accum=self.state.fast_dgrad)
+        return self._weights
+
+    def _stack(self, matrices: Iterator[Tensor]) -> Quantized:
+        """Quantize one matrix at a time, whose temporary memory is many times the result's."""
+        parts = [*map(self.state.recipe.weight.encode, matrices)]
+        return parts[0].gathered(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
+
+
+def build_grouped_gemms(layer: int, state: Fp8State, recorder: Recorder) -> GroupedGemms:
+    """Return the GEMMs of a layer's experts: in FP8 in an FP8 layer, with a recipe whose scales allow it."""
+    if layer not in state.layers or state.recipe.input.block.rows is None:
+        return HIGH_PRECISION_GROUPS
+    return Fp8GroupedGemms(state, recorder)

@@ -1,0 +1,86 @@
+"""FP8 GEMMs of experts: a row's result is its own in any company, and layouts train equally."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.config.run import RunConfig
+from megascale.ops.grouped_gemm import RowGroups
+from megascale.parallel.experts.fp8_gemms import Fp8GroupedGemms
+from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS
+from tests.marks import only_quick
+from tests.runs import LLAMA, build_run, config_of, curve_of, settings
+from tests.thread_world import run_threads
+from tests.worlds import run_world
+
+MODEL = LLAMA | {
+    "hidden_size": 128, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128, "experts": 4, "experts_per_token": 2,
+    "expert_ffn_size": 128,
+}  # fmt: skip
+RECIPES = ("rowwise", "blockwise")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 ep2": {"parallel__dp": 2, "parallel__ep": 2},
+    "dp2 ep1": {"parallel__dp": 2},
+    "dp4 ep2 zero2": {"parallel__dp": 4, "parallel__ep": 2, "parallel__zero": 2},
+}
+
+
+def configured(folder: Path, recipe: str, **more: Any) -> RunConfig:
+    more = {"train__precision": "fp8", "batch__global": 4, "train__steps": 4, "optimizer__lr": 1e-3} | more
+    return config_of(settings(MODEL, folder, fp8__recipe=recipe, **more), folder)
+
+
+def gemms_of(rank: Any, config: RunConfig) -> list[tuple[bool, bool]]:
+    """For each layer: its experts have GEMMs of their own for up and down, and run in FP8."""
+    experts = [layer.mlp for layer in build_run(rank, config).stages[0].layers.values()]
+    return [(each._up_gemms is not each._down_gemms, isinstance(each._up_gemms, Fp8GroupedGemms)) for each in experts]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "tensorwise"])
+def test_recipes_with_scales_of_rows_serve_experts(recipe: str, tmp_path: Path) -> None:
+    """But for the first and the last layer."""
+    (found,) = run_world(1, gemms_of, configured(tmp_path, recipe))
+    assert found == [(served := recipe in RECIPES and 0 < layer < 3, served) for layer in range(4)]
+
+
+def rows_of_experts(run: Any) -> None:
+    """Rows have the same results, bit by bit, alone with their expert and among others, near those in fp32."""
+    run.fp8_state.begin_step(collect_stats=False)
+    gemms = run.stages[0].layers["1"].mlp._up_gemms
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((40, 128), (4, 256, 128)))
+    counts = 13, 0, 26, 1
+    together = gemms.forward(x, weight, groups_of(counts))
+    few = gemms.forward(x[20:33], weight, groups_of((0, 0, 13, 0)))
+    assert torch.equal(together[20:33], few)
+    exact = HIGH_PRECISION_GROUPS.forward(x.float(), weight.float(), groups_of(counts))
+    error = (together.float() - exact).norm() / exact.norm()
+    assert 0.005 < float(error) < 0.06
+    grad = gemms.dgrad(together, weight, groups_of(counts))
+    exact = HIGH_PRECISION_GROUPS.dgrad(together.float(), weight.float(), groups_of(counts))
+    assert 0.005 < float((grad.float() - exact).norm() / exact.norm()) < 0.06
+    assert gemms.forward(x[:0], weight, groups_of((0, 0, 0, 0))).shape == (0, 256)
+
+
+def groups_of(counts: tuple[int, ...]) -> RowGroups:
+    return RowGroups(counts, torch.tensor(counts).cumsum(0).int())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_row_has_its_own_result(recipe: str, tmp_path: Path) -> None:
+    run_threads(configured(tmp_path, recipe), rows_of_experts)
+
+
+@pytest.mark.parametrize("recipe", only_quick(RECIPES, "rowwise"))
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "dp2 ep2"))
+def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None:
+    """As close as dense layers in FP8."""
+    (alone,) = run_threads(configured(tmp_path, recipe), lambda run: curve_of(run, 4))
+    for curve in run_threads(configured(tmp_path, recipe, **LAYOUTS[layout]), lambda run: curve_of(run, 4)):
+        for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
+            assert loss == pytest.approx(expected, rel=2e-3)
+            assert norm == pytest.approx(expected_norm, rel=5e-2)
