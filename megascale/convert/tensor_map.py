@@ -33,9 +33,9 @@ class Place:
     start: int = 0
     groups: int = 1
     transposed: bool = False
+    paired: bool = False
     stack: int = 0
     index: int = 0
-    paired: bool = False
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of Hugging Face's tensor that holds a megascale vector or matrix of `shape`."""
@@ -148,7 +148,8 @@ def _stacked(stored: str, tensor: TensorSpec) -> Places:
     count = math.prod(outer[1:])
     numbers = (divmod(number, count) for number in range(math.prod(outer)))
     return tuple(
-        Place(stored, rows, count, start, rows, not tensor.vectors, outer[0], expert) for expert, start in numbers
+        Place(stored, rows, count, start, rows, not tensor.vectors, stack=outer[0], index=expert)
+        for expert, start in numbers
     )
 
 

@@ -27,7 +27,7 @@ PUBLISHED = {
     "pythia-1.4b": 1.4146e9, "pythia-2.8b": 2.7752e9, "pythia-6.9b": 6.8573e9, "pythia-12b": 11.846e9,
     "gpt-neox-20b": 20.55e9, "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "qwen1.5-moe-a2.7b": 14.3e9,
     "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "olmoe-1b-7b": 6.92e9,
-    "deepseek-v2-lite": 15.7e9, "deepseek-v2": 236e9, "deepseek-v3": 671e9, "kimi-k2": 1.026e12,
+    "deepseek-v2-lite": 15.7e9, "deepseek-v2": 236e9, "kimi-k2": 1.026e12, "deepseek-v3": 684.53e9 - 1.85e9,
     "glm4.5-air": 110.47e9 - 1.24e9, "glm4.5": 358.34e9 - 1.55e9,  # multi-token prediction has copies of both ends
     "gpt-oss-20b": 20.91e9, "gpt-oss-120b": 116.83e9,
 }  # fmt: skip
