@@ -184,7 +184,7 @@ def _rest(places: Places, sample: StepCube, levels: StepLevels, rest: Costs, noi
         went_on = {stretch: cost_s} | went_on
     if went_on:
         (first, *_), newest = went_on, next(reversed(went_on))
-        kind, stages, evidence = _what_grew(sample, (first.first, newest.last), newest, _mean_cost(went_on))
+        kind, stages, evidence = _what_grew(sample, levels, (first.first, newest.last), newest, _mean_cost(went_on))
         mine = np.isin(places.coords["pp"], stages)
         ranks, nodes = places.rank[mine], np.unique(places.node[mine])
         who = SlowCulprit.of_ranks(ranks, places.nodes[nodes[0]] if len(nodes) == 1 < len(ranks) else "")
@@ -199,15 +199,19 @@ def _rest(places: Places, sample: StepCube, levels: StepLevels, rest: Costs, noi
 
 
 def _what_grew(
-    sample: StepCube, ends: tuple[int, int], newest: Stretch, cost_s: float
+    sample: StepCube, levels: StepLevels, ends: tuple[int, int], newest: Stretch, cost_s: float
 ) -> tuple[FindingKind, list[int], tuple[str, ...]]:
     """Return what grew most in some steps beside the usual ones, on which stages, and the evidence. No stage is named
     for a growth that explains little of `cost_s`, nor are most of them.
 
-    Stages are compared with their own past: ranks of one stage have peers, which did not differ.
+    Stages are compared with their own past, for mean work: ranks of one stage have peers, which did not differ.
     """
-    now, before = sample.within(ends), sample.within(newest.usual)
-    parts: dict[FindingKind, np.ndarray] = {"job": sample.compute, "data": sample.data, "host": sample.other}
+    like = sample.take(np.isin(sample.steps, levels.steps))
+    work = levels.work[np.searchsorted(levels.steps, like.steps)]
+    now, before = like.within(ends), like.within(newest.usual)
+    parts: dict[FindingKind, np.ndarray] = {
+        "job": like.compute / work, "data": like.data / work, "host": like.other / work,
+    }  # fmt: skip
     stage = sample.places.coords["pp"]
     stages, growths = np.unique(stage), dict[FindingKind, np.ndarray]()
     for kind, values in parts.items() if now.any() and before.any() else ():

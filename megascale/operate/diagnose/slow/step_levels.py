@@ -69,11 +69,14 @@ class StepLevels:
 
     def noise_s(self, steps: Integers, explained: Floats) -> float:
         """Return the deviation of the mean of BLOCK like steps of a level: by single steps, or by the medians of
-        blocks, where that is larger. `explained`: seconds of `steps` that a cause explains, and are no noise.
+        blocks, where that is larger. `explained`: seconds of `steps` that a cause explains by the model, and are no
+        noise, scaled to what the steps of a level differ by: the model is only as exact as MIN_EXPLAINED.
         """
-        seconds = self.seconds.copy()
-        mine = np.isin(self.steps, steps)
-        seconds[mine] -= explained[np.searchsorted(steps, self.steps[mine])] / self.work[mine]
+        costs, mine = np.zeros(len(self.steps)), np.isin(self.steps, steps)
+        costs[mine] = explained[np.searchsorted(steps, self.steps[mine])] / self.work[mine]
+        differ = np.concatenate([costs[level] - costs[level].mean() for level in self.levels])
+        scale = float(self.seconds @ differ) / max(float(differ @ differ), 1e-12)
+        seconds = self.seconds - min(max(0.0, scale), 1 / MIN_EXPLAINED) * costs
         apart = np.concatenate([seconds[level] - np.median(seconds[level]) for level in self.levels])
         of_steps = MAD_TO_DEVIATION * float(np.median(np.abs(apart))) / np.sqrt(BLOCK)
         blocks = (np.array_split(seconds[level], max(1, (level.stop - level.start) // BLOCK)) for level in self.levels)

@@ -58,6 +58,14 @@ def test_a_job_that_was_slow_for_a_while_is_no_finding(until: int, kinds: list[s
     assert [one.kind for one in found] == kinds
 
 
+def test_a_job_that_became_slower_while_its_work_fell() -> None:
+    """A step of mean work computes longer, though no step does."""
+    layout = replace(LAYOUTS[3], steps=24)
+    work = np.repeat([1.3, 1.1], 12) * np.random.default_rng(1).uniform(0.8, 1.2, 24)
+    (finding,) = findings_of(Fleet(layout, 7, FleetFault("job", factor=1.15, since=12), work=work))
+    assert (finding.kind, finding.since, finding.until) == ("job", 13, None)
+
+
 def test_time_on_the_host_that_costs_nothing_is_no_finding() -> None:
     """A replica that is faster than the others has a rank with time outside of actions."""
     fleet = Fleet(LAYOUTS[0], 6, FleetFault("slow", nodes=(1, 3, 5, 7), factor=1.2))

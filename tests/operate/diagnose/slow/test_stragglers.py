@@ -52,6 +52,19 @@ def test_uneven_work_names_nobody() -> None:
     assert not slow(cube_of(Fleet(WIDE, 4, work=work)))
 
 
+@pytest.mark.parametrize("share", [0.4, 1.0, 2.0])
+def test_what_the_model_explains_too_little_or_too_much_of_is_no_noise(share: float) -> None:
+    """Stalls that the run's second half has more of; the model says a `share` of what they cost."""
+    cube = cube_of(Fleet(FleetLayout(Topology(dp=4), steps=25), 4))
+    stalls = 0.5 * cube.step_s * np.isin(np.arange(25), [3, 13, 15, 17, 19, 21, 23])
+    levels = step_levels(cube, cube)
+    stalled = replace(levels, seconds=levels.seconds + stalls[1:])
+    healthy_s, all_s, rest_s = (each.noise_s(cube.steps, explained) for each, explained in (
+        (levels, 0 * stalls), (stalled, 0 * stalls), (stalled, share * stalls)))  # fmt: skip
+    assert all_s > 10 * healthy_s
+    assert rest_s < 1.5 * healthy_s
+
+
 def test_pauses_cost_what_they_cost() -> None:
     """The modelled cost beside that of the same job without pauses."""
     layout = FleetLayout(Topology(tp=2, pp=4, dp=8), steps=100)
