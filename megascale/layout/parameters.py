@@ -49,7 +49,10 @@ def stage_params(model: ModelConfig, layers: range, first: bool, last: bool) -> 
         params += head_params(model) if index == model.num_layers else []
         params += layer_params(model, index)
     params += head_params(model) if last and model.num_layers not in layers else []
-    return list({parameter.name: parameter for parameter in params}.values())
+    unique = dict[str, ParamSpec]()
+    for parameter in params:
+        unique.setdefault(parameter.name, parameter)
+    return list(unique.values())
 
 
 def all_params(model: ModelConfig) -> list[ParamSpec]:

@@ -15,13 +15,15 @@ from torch.nn.functional import cross_entropy
 from megascale.checkpoint import folders
 from megascale.cli.initial_model import compare_initial_model
 from megascale.convert.conversion import from_huggingface, to_huggingface
+from megascale.convert.families.config_json import FAMILIES, read_model
 from megascale.convert.huggingface import WEIGHTS_FILE, PretrainedWeights
 from megascale.convert.saved_weights import read_model_section
+from megascale.convert.tensor_map import stored_copies, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from tests.convert.test_families import weights_in
-from tests.convert.tiny import as_saved, save_tiny
+from tests.convert.tiny import LATENT, as_saved, save_tiny
 from tests.runs import build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -149,3 +151,15 @@ def test_a_run_may_leave_the_layer_out(published: Path, tmp_path: Path) -> None:
     to_huggingface(folders.find_checkpoint(Location(str(config.folder))), tmp_path / "again")
     assert not any(name.startswith(LAYER) for name in weights_in(tmp_path / "again"))
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_layers_of_deepseek_have_the_names_of_its_files() -> None:
+    keys = LATENT | {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    model = read_model(keys | {"model_type": "deepseek_v3"}, "config.json")
+    family = FAMILIES["deepseek_v3"]
+    names = {place.name for places in tensor_map(family, model).values() for place in places}
+    beside = {"enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.kv_b_proj", "mlp.gate", "input_layernorm"}
+    assert {f"{LAYER}.{module}.weight" for module in beside} <= names
+    assert stored_copies(family, model).keys() == {
+        f"{LAYER}.{name}.weight" for name in ("embed_tokens", "shared_head.head")
+    }
