@@ -45,7 +45,7 @@ def load_rank_config(options: argparse.Namespace, rank: Rank | None) -> RunConfi
     if rank is None:
         config = load_config(options.config, options.overrides)
         check_fault_ranks(config)
-        return config
+        return load_config(options.config, options.overrides, world_size=config.world_size)
     try:
         return load_config(options.config, options.overrides, world_size=rank.world_size)
     except ConfigError as error:

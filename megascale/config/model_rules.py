@@ -89,6 +89,13 @@ def latent_attention(model: ModelConfig) -> Iterator[Finding]:
         yield Finding("model.value_head_dim", message, f"at most {model.qk_head_dim}")
 
 
+def multi_token_prediction(model: ModelConfig) -> Iterator[Finding]:
+    """Check that the last depth of multi-token prediction has a target in a sequence."""
+    if model.mtp_layers and model.mtp_layers >= model.seq_length:
+        message = f"a sequence of {model.seq_length} has no target of depth {model.mtp_layers}"
+        yield Finding("model.mtp_layers", message, f"at most {model.seq_length - 1}")
+
+
 def attention_window(model: ModelConfig) -> Iterator[Finding]:
     """Check that a list of windows is no longer than the layers."""
     if isinstance(model.window, list) and len(model.window) > model.num_layers:

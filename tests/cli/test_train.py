@@ -46,6 +46,14 @@ def test_a_dataset_that_was_cut_short_is_a_fault_of_the_data(tmp_path: Path) -> 
         start_rank(config, tmp_path)
 
 
+def test_the_launcher_refuses_what_its_smallest_layout_does_not_allow(tmp_path: Path) -> None:
+    """Before it starts ranks: two, for the experts."""
+    experts = {"experts": 4, "bias": False}
+    config = job_config(tmp_path, GPT | experts, parallel__ep=2, moe__balance="group", moe__balance_group=3)
+    with pytest.raises(ConfigError, match="groups of 3 do not divide the"):
+        train.run(argparse.Namespace(config=str(config), overrides=[]))
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "status"),
     [(TOKEN, "CheckpointError", Exit.CHECKPOINT), ("metrics.jsonl", "PathError", Exit.CONFIG)],

@@ -336,6 +336,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),
     ("tensor_parallel", {"parallel__tp": 2, "model__ffn_size": 33}, {"parallel.tp": "33 columns of the MLP cannot"}),
     (
+        "multi_token_prediction",
+        {"model__position": "rope", "model__seq_length": 4, "model__mtp_layers": 4},
+        {"model.mtp_layers": "a sequence of 4 has no target of depth 4"},
+    ),
+    (
         "tensor_parallel",
         {"parallel__tp": 2, "parallel__sp": True, "model__seq_length": 15},
         {"model.seq_length": "a sequence of 15 cannot be split over tp = 2"},
@@ -964,6 +969,13 @@ def test_only_the_named_rule_finds_its_cases(folder: Path, monkeypatch: pytest.M
                 load_config(str(path))
             except ConfigError as error:
                 assert not {problem.key for problem in error.problems} & findings.keys()
+
+
+def test_no_mlp_is_split_where_all_layers_have_experts(tmp_path: Path) -> None:
+    layout = {"parallel__tp": 2, "parallel__sp": True, "model__ffn_size": 33, "model__expert_ffn_size": 32}
+    config_of(settings(GPT, tmp_path, **MOE, **layout), tmp_path)
+    with pytest.raises(ConfigError, match="33 columns of the MLP"):
+        config_of(settings(GPT, tmp_path, **MOE, **layout, model__dense_layers=1), tmp_path)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -89,6 +89,8 @@ class Plan:
             lines.append(f"no published step tells the error of plans for {config.world_size} x {hardware.name}")
         elif not measured(hardware, stack):
             lines.append(f"{stack.name} was never measured on {hardware.name}: the error may be larger than expected")
+        if config.model.experts and self.expected_error is not None:
+            lines.append("the expected error is of dense models: docs/results/planner.md has those of experts")
         if config.train.precision == "bf16" and not hardware.device.multiplies("bf16"):
             lines.append(f"{hardware.name} multiplies no bf16: planned as fp16")
         if config.model.dropout:
