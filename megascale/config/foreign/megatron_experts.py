@@ -64,5 +64,5 @@ EXPERTS = (
            "not supported: a router chooses by its scores; `megascale plan` counts equal loads", 0),
     absent("--moe-apply-probs-on-input", "not supported: weights multiply the input of the down projection", 0),
     absent("--moe-router-padding-for-fp8, --moe-router-padding-for-quantization",
-           "nothing to write: FP8 of experts takes any number of rows", 0),
+           "nothing to write: no rows are padded", 0),
 )  # fmt: skip
