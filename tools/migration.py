@@ -12,9 +12,9 @@ from megascale.config.loading import sections
 from results import pipes
 
 GROUPS = {
-    "Model": megatron.MODEL, "Parallelism and batch": megatron.PARALLEL, "Training": megatron.TRAIN,
-    "Optimizer": megatron.OPTIMIZER, "Data": megatron.DATA, "Checkpoints": megatron.CHECKPOINT,
-    "Logs, profiles and faults": megatron.OBSERVE,
+    "Model": megatron.MODEL, "Mixture of experts": megatron.EXPERTS, "Parallelism and batch": megatron.PARALLEL,
+    "Training": megatron.TRAIN, "Optimizer": megatron.OPTIMIZER, "Data": megatron.DATA,
+    "Checkpoints": megatron.CHECKPOINT, "Logs, profiles and faults": megatron.OBSERVE,
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def settings() -> Iterator[str]:
             notes = [_note(setting), *(f"torchtitan: {note}" for one in same if (note := _note(one)))]
             rows.append([_names(setting), ", ".join(map(_names, same)), _key(setting), "; ".join(filter(None, notes))])
         yield from (f"### {heading}", "", *pipes(["Megatron-LM", "torchtitan", "write", "note"], *rows), "")
-    rows = [[_names(one), _key(one), _note(one)] for alone in theirs.values() for one in alone]
+    rows = [[_names(one), _key(one), _note(one)] for one in TORCHTITAN if one in theirs.get(one.key, [])]
     yield from ("### torchtitan alone", "", *pipes(["torchtitan", "write", "note"], *rows))
 
 
@@ -61,10 +61,11 @@ def _key(setting: Setting) -> str:
 
 
 def _note(setting: Setting) -> str:
-    """Return the note, with the words whose spelling here is another."""
+    """Return the note, with the words whose spelling here is another, and the notes on single words."""
     other = {word: value for word, value in setting.meanings.items() if word != value}
     words = ", ".join(f"`{word}` is `{json.dumps(value)}`" for word, value in other.items())
-    return "; ".join(filter(None, [words, setting.note]))
+    single = (f"`{word}`: {note}" for word, note in setting.notes.items())
+    return "; ".join(filter(None, [words, setting.note, *single]))
 
 
 def _names(setting: Setting) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,19 @@ def test_a_different_default_differs() -> None:
             assert setting.theirs != default_of(setting.key), setting.names
 
 
+def test_the_page_has_one_row_of_every_setting() -> None:
+    """Every name stands in one row, and its key in the column `write`."""
+    from tools.migration import settings
+
+    found = []
+    for line in settings():
+        if line.startswith("| `"):
+            *names, key, _ = re.split(r"(?<!\\)\|", line)[1:-1]
+            found += [(name, key.strip(" `").partition(" = ")[0]) for name in re.findall(r"`([^`]+)`", "".join(names))]
+    rows = [*SYSTEMS["Megatron-LM"], *SYSTEMS["torchtitan"]]
+    assert sorted(found) == sorted((name, one.key) for one in rows for name in one.names)
+
+
 def test_names_are_found_in_every_spelling() -> None:
     for name in ("--tensor-model-parallel-size", "tensor_model_parallel_size", "tensor-model-parallel-size",
                  "parallel.tensor_model_parallel_size", "--Tensor-Model-Parallel-Size"):  # fmt: skip
@@ -178,6 +192,30 @@ def test_no_two_rows_have_a_name() -> None:
 ])  # fmt: skip
 def test_values_of_flags_together(words: str, settings: dict[str, Any]) -> None:
     assert repr(written(words)) == repr(settings)
+
+
+@pytest.mark.parametrize(("words", "hint"), [
+    ("--expert-tensor-parallel-size 1", "nothing to write: an expert is whole"),
+    ("--expert-tensor-parallel-size 2", "not supported: an expert is whole on a rank, of parallel.ep"),
+    ("--moe-layer-freq 1", "nothing to write: all layers have experts"),
+    ("--moe-layer-freq ([0]*3+[1]*58)", "write model.dense_layers=3 (the first layers without experts, "
+     "N of `([0]*N+[1]*M)`)"),
+    ("--moe-layer-freq 2", "not supported: only model.dense_layers first layers lack experts"),
+    ("--moe-router-load-balancing-type none", "write moe.balance=none"),
+    ("--moe-router-load-balancing-type seq_aux_loss", "write moe.balance=sequence"),
+    ("--moe-router-load-balancing-type aux_loss", "write moe.balance=group (with moe.balance_group = batch.micro)"),
+    ("--moe-router-load-balancing-type sinkhorn",
+     "not supported: write another moe.balance, or model.balance_bias = true"),
+    ("--moe-router-load-balancing-type aux_loss seq_aux_loss",
+     "write moe.balance=... (one loss: several are not supported)"),
+    ("--moe-layer-recompute", "write train.recompute=full (of whole blocks, with attention)"),
+    ("--moe-upcycling-granularity 2",
+     "not in training: `megascale ckpt convert --experts N K` makes a checkpoint of experts"),
+    ("--delay-wgrad-compute", "not supported: backward is not split into dgrad and wgrad"),
+])  # fmt: skip
+def test_flags_of_experts(words: str, hint: str) -> None:
+    ((_, found),) = translate_all(read_flags(words.split()))
+    assert found is not None and found.hint(command_line=True) == hint
 
 
 def hints(tmp_path: Path, text: str, *overrides: str) -> list[str]:

@@ -165,6 +165,7 @@ TRAIN = (
     absent("--accumulate-allreduce-grads-in-fp32, --calculate-per-token-loss", _ALWAYS, 0),
     words("--recompute-granularity", "train.recompute", {"selective": "selective", "full": "full"}),
     switch("--recompute-activations", "train.recompute", "selective"),
+    switch("--moe-layer-recompute", "train.recompute", "full", "of whole blocks, with attention"),
     computed("--recompute-modules", "train.recompute_ops",
              lambda values, _: [_MODULES[module] for module in values], "core_attn is attention, layernorm is norm",
              takes=MANY),
@@ -194,6 +195,7 @@ TRAIN = (
     absent("--exit-signal-handler, --check-for-nan-in-loss-and-grad", _ALWAYS, 0),
     absent("--no-check-for-nan-in-loss-and-grad", "not supported: loss and gradients must be finite", 0),
     absent("--rerun-mode", "not supported: write train.check_replicas_every, which finds silent errors"),
+    absent("--delay-wgrad-compute", "not supported: backward is not split into dgrad and wgrad", 0),
     absent("--deterministic-mode", "nothing to write: a resume in the same layout repeats every bit", 0),
 )  # fmt: skip
 

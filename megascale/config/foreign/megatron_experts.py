@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from megascale.config.foreign.setting import Advice, absent, computed, same, switch, words
+import re
+
+from megascale.config.foreign.setting import MANY, Advice, Context, Values, absent, computed, same, switch, words
 
 _ALWAYS = "nothing to write: always so"
+_NO_DEEPEP = "not supported: the exchange is NCCL's, see moe.dispatcher"
+_UPCYCLING = "not in training: `megascale ckpt convert --experts N K` makes a checkpoint of experts"
+
+
+def _dense_layers(values: Values, context: Context) -> int | Advice:
+    if values[0] == 1:
+        return Advice("nothing to write: all layers have experts")
+    dense = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(values[0]).replace(" ", ""))
+    return int(dense[1]) if dense else Advice("not supported: only model.dense_layers first layers lack experts")
+
 
 EXPERTS = (
     same("--num-experts", "model.experts"),
     same("--moe-router-topk", "model.experts_per_token"),
     same("--moe-ffn-hidden-size", "model.expert_ffn_size"),
-    absent("--moe-layer-freq", "write model.dense_layers, the first layers without experts"),
+    computed("--moe-layer-freq", "model.dense_layers", _dense_layers,
+             "the first layers without experts, N of `([0]*N+[1]*M)`"),
     same("--moe-shared-expert-intermediate-size", "model.shared_ffn_size"),
     switch("--moe-shared-expert-gate", "model.shared_gate", True),
     words("--moe-router-score-function", "model.router_score",
@@ -21,14 +34,18 @@ EXPERTS = (
     same("--moe-router-topk-scaling-factor", "model.router_scale"),
     switch("--moe-router-enable-expert-bias", "model.balance_bias", True),
     same("--moe-router-bias-update-rate", "moe.bias_rate"),
-    words("--moe-router-load-balancing-type", "moe.balance", {"none": "none", "seq_aux_loss": "sequence"},
-          "aux_loss: write group and moe.balance_group = batch.micro; global_aux_loss: step is the nearest",
-          "aux_loss"),
+    words("--moe-router-load-balancing-type", "moe.balance",
+          {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"},
+          "one loss: several are not supported", "aux_loss", MANY,
+          aux_loss="with moe.balance_group = batch.micro",
+          global_aux_loss="the nearest, by the loads of the step before",
+          sinkhorn="not supported: write another moe.balance, or model.balance_bias = true"),
     computed("--moe-aux-loss-coeff", "moe.balance_weight",
-             lambda values, _: float(values[0]) or Advice('nothing to write: moe.balance is "none"')),
+             lambda values, _: float(values[0]) or Advice('nothing to write: moe.balance is "none"'), takes=MANY),
     same("--moe-z-loss-coeff", "moe.z_loss_weight"),
     same("--expert-model-parallel-size", "parallel.ep"),
-    absent("--expert-tensor-parallel-size", "not supported: an expert is whole on a rank, of parallel.ep"),
+    absent("--expert-tensor-parallel-size", "not supported: an expert is whole on a rank, of parallel.ep",
+           one="nothing to write: an expert is whole"),
     same("--moe-expert-capacity-factor", "moe.capacity_factor", "of a sequence, theirs is of a rank's tokens"),
     absent("--moe-token-drop-policy", "nothing to write: the largest weights stay"),
     absent("--moe-pad-expert-input-to-capacity", "not supported: rows are as many as chosen", 0),
@@ -38,5 +55,14 @@ EXPERTS = (
     absent("--moe-router-dtype", "nothing to write: logits are in fp32"),
     absent("--moe-input-jitter-eps", "not supported"),
     absent("--moe-grouped-gemm, --moe-per-layer-logging", _ALWAYS, 0),
-    absent("--moe-permute-fusion, --moe-router-fusion", "not supported", 0),
+    absent("--moe-permute-fusion, --moe-router-fusion", "nothing to write: a switch for speed alone", 0),
+    absent("--moe-use-upcycling", _UPCYCLING, 0),
+    absent("--moe-upcycling-granularity", _UPCYCLING),
+    absent("--moe-enable-deepep", _NO_DEEPEP, 0),
+    absent("--moe-flex-dispatcher-backend, --moe-deepep-num-sms, --moe-hybridep-num-sms", _NO_DEEPEP),
+    absent("--moe-router-force-load-balancing",
+           "not supported: a router chooses by its scores; `megascale plan` counts equal loads", 0),
+    absent("--moe-apply-probs-on-input", "not supported: weights multiply the input of the down projection", 0),
+    absent("--moe-router-padding-for-fp8, --moe-router-padding-for-quantization",
+           "nothing to write: no rows are padded", 0),
 )  # fmt: skip

@@ -33,7 +33,8 @@ def plain(name: str) -> str:
 class Setting:
     """A setting of another system under its `names`. `key`: the key here, empty if there is none. `takes`: number of
     values on a command line. `note`: what differs, or what to write in its place. `theirs`: its default, where that
-    differs from the key's. `meanings`: its words in lower case, with the values here.
+    differs from the key's. `meanings`: its words in lower case, with the values here. `notes`: by word, in place of
+    `note`.
     """
 
     names: tuple[str, ...]
@@ -43,6 +44,11 @@ class Setting:
     note: str = ""
     theirs: str = ""
     meanings: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def note_of(self, values: Values) -> str:
+        """Return the note on a single word, if it has one."""
+        return self.notes.get(str(values[0]).lower(), "") if len(values) == 1 else ""
 
 
 def first(values: Values, context: Context) -> Any:
@@ -68,13 +74,16 @@ def switch(names: str, key: str, value: Any, note: str = "", theirs: str = "") -
     return Setting(tuple(names.split(", ")), key, convert, 0, note, theirs)
 
 
-def words(names: str, key: str, meanings: Mapping[str, Any], note: str = "", theirs: str = "") -> Setting:
-    """Make a setting with other words for the same values; `meanings` in lower case."""
+def words(
+    names: str, key: str, meanings: Mapping[str, Any], note: str = "", theirs: str = "", takes: int = 1, **notes: str
+) -> Setting:
+    """Make a setting with other words for the same values; `meanings` in lower case. `notes`: by word."""
 
     def convert(values: Values, context: Context) -> Any:
-        return meanings[str(values[0]).lower()]
+        (word,) = values
+        return meanings[str(word).lower()]
 
-    return Setting(tuple(names.split(", ")), key, convert, 1, note, theirs, meanings)
+    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, meanings, notes)
 
 
 def scaled(names: str, key: str, factor: float, note: str = "", theirs: str = "") -> Setting:
@@ -89,9 +98,9 @@ def computed(
     return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs)
 
 
-def absent(names: str, note: str, takes: int = 1) -> Setting:
-    """Make a setting without a key here. `note`: what to write or do in its place."""
-    return Setting(tuple(names.split(", ")), "", first, takes, note)
+def absent(names: str, note: str, takes: int = 1, one: str = "") -> Setting:
+    """Make a setting without a key here. `note`: what to write or do in its place; `one`: for its value 1."""
+    return Setting(tuple(names.split(", ")), "", first, takes, note, notes={"1": one} if one else {})
 
 
 def every(values: Values, context: Context) -> list[Any]:

@@ -74,7 +74,7 @@ def translate(name: str, values: Values = (), context: Context | None = None) ->
     if (found := find(name)) is None:
         return None
     system, setting = found
-    value = None
+    value, own = None, setting.note_of(values)
     if setting.key and (values or not setting.takes):
         try:
             value = setting.convert(values, {plain(name).rpartition(".")[2]: values} | dict(context or {}))
@@ -82,12 +82,14 @@ def translate(name: str, values: Values = (), context: Context | None = None) ->
             value = None
     if isinstance(value, Advice):
         return Translation(system, "", None, value)
+    if value is None and own:
+        return Translation(system, "", None, own)
     if isinstance(value, complex):
         value = None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         value = int(value)
     converted = value is not None and setting.meanings and "not supported" in setting.note
-    return Translation(system, setting.key, value, "" if converted else setting.note)
+    return Translation(system, setting.key, value, own or ("" if converted else setting.note))
 
 
 def translate_all(given: Mapping[str, Values]) -> Iterator[tuple[str, Translation | None]]:
