@@ -7,6 +7,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Sequence
+
 from megascale.record import layout
 from megascale.record.layout import WORD
 from megascale.record.rank_state import RankRuns

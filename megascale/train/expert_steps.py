@@ -18,7 +18,6 @@ from megascale.core.errors import MegascaleError
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.experts.capacity import Capacity
 from megascale.parallel.experts.router_losses import Columns, RouterLosses
-from megascale.parallel.microbatch import StepBatch
 from megascale.parallel.stateful import BALANCE_BIAS, GlobalTensor
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
 from megascale.train.run import Hook, Run, StepResult
@@ -67,19 +66,12 @@ def expert_capacity(moe: MoeConfig, model: ModelConfig, mesh: Mesh, micro: int) 
 
 
 class ExpertSteps(Hook):
-    """Counts the labels of a step for the routers' losses, and the choices of its tokens for bias and metrics."""
+    """Counts the choices of a step's tokens, for bias and metrics."""
 
-    def __init__(self, state: ExpertState, losses: RouterLosses | None) -> None:
-        self._state, self._losses = state, losses
+    def __init__(self, state: ExpertState) -> None:
+        self._state = state
         self._choices: Tensor | None = None
         self._loads: Callable[[], list[float]] | None = None
-
-    def batch_read(self, run: Run, batch: StepBatch) -> None:
-        if self._losses is not None:
-            totals = StepTotals(run.mesh, run.device.torch_device, batch)
-            totals.add_per_microbatch(tokens=batch.loss_tokens)
-            self._losses.loss_tokens = totals.reduce("labels of the step")["tokens"]
-            self._losses.samples = batch_sizes(run.config.batch).at(run.progress.samples)
 
     def add_totals(self, run: Run, totals: StepTotals) -> None:
         """Sum the choices [layers, experts] over the job; a token has one in each slot, whatever the layout."""
