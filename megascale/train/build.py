@@ -236,16 +236,11 @@ def build_step_hooks(
     expert_state: ExpertState | None,
 ) -> Hooks:  # fmt: skip
     """Return the hooks of the features that are part of a step: totals over the batch, or state that follows."""
-    hooks = Hooks(batch_totals(config.batch, config.data, noise_scale))
+    hooks = Hooks(batch_totals(config, noise_scale, None if experts is None else experts.losses))
     if fp8_state is not None:
         from megascale.train.fp8_casts import Fp8Steps
 
         hooks.add(Fp8Steps(fp8_state))
-    losses = None if experts is None else experts.losses
-    if losses is not None or config.model.mtp_layers:
-        from megascale.train.label_counts import LabelCounts
-
-        hooks.add(LabelCounts(losses))
     if expert_state is not None:
         from megascale.train.expert_steps import ExpertSteps
 
