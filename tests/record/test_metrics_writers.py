@@ -34,6 +34,7 @@ RECORD = StepMetrics(
     communication={"tp": {"calls": 8.0, "bytes": 4096.0, "exposed_s": 0.25}},
     fp8={"layers.1.mlp.down.input": {"amax": 3.5, "saturated": 0.125, "underflow": 0.25}},
     experts={"layers.1": {"load": 1.5}, "router": {"balance": 1.01}},
+    mtp={"1": {"loss": 2.5}},
 )
 
 
@@ -148,7 +149,8 @@ def test_tensorboard_reads_every_value(tmp_path: Path) -> None:
     values_of = vars(RECORD) | {f"communication/tp/{name}": v for name, v in RECORD.communication["tp"].items()}
     values_of |= {f"fp8/{name}/{k}": v for name, part in RECORD.fp8.items() for k, v in part.items()}
     values_of |= {f"experts/{name}/{k}": v for name, part in RECORD.experts.items() for k, v in part.items()}
-    del values_of["communication"], values_of["fp8"], values_of["experts"]
+    values_of |= {f"mtp/{name}/{k}": v for name, part in RECORD.mtp.items() for k, v in part.items()}
+    del values_of["communication"], values_of["fp8"], values_of["experts"], values_of["mtp"]
     for tag, values in found.items():
         expected = values_of[tag.removeprefix("train/")]
         assert [number for number, _ in values] == [2, 4]
