@@ -12,7 +12,7 @@ from megascale.layout.sequence_shard import TokenSpan
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
-from megascale.parallel.kv_exchange import KVExchange, OwnKV, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import KVExchange, RingKV, VisibleScores, attend_to_all
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
@@ -150,7 +150,7 @@ class Attention(nn.Module):
             exchange = batch.keys.exchange(shard, boundaries, self._window, self._index)
         elif self.sinks is not None:
             whole = ((TokenSpan(0, q.shape[2]),),)
-            exchange = OwnKV(VisibleScores(whole, 0, q.shape[2], self._window, boundaries))
+            exchange = RingKV(None, VisibleScores(whole, 0, q.shape[2], self._window, boundaries), self._index)
         if exchange is not None:
             assert self._partial_attend is not None, "chunks and sinks need the log-sum-exp of scores"
             out_bhsd = attend_to_all(q, k, v, exchange, self._partial_attend, self.sinks)

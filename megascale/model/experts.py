@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megascale.comm.collectives import labelled_pieces
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext
-from megascale.parallel.experts.dispatcher import Dispatcher, Started, start_combine, start_dispatch
+from megascale.parallel.experts.dispatcher import Dispatcher, InFlight, start_combine, start_dispatch
 from megascale.parallel.experts.grouped_linear import grouped_linear, router_logits
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation
@@ -56,20 +56,20 @@ class Experts(nn.Module):
         logits = router_logits(x, self.router, self.router_bias)
         weights, dispatchers = self._experts.route(logits, batch, self._index)
         blocks = self._dispatched(x, weights, dispatchers)
-        leaving, out, arriving = list[Started](), list[Tensor](), next(blocks, None)
+        in_flight, out, arriving = list[InFlight](), list[Tensor](), next(blocks, None)
         while arriving is not None:  # backward runs in the reverse order, with the same overlap
-            out += [leaving.pop(0).tokens()] if len(leaving) == 2 else []
+            out += [in_flight.pop(0).tokens()] if len(in_flight) == 2 else []
             following = next(blocks, None)
-            leaving.append(self._computed(*arriving))
+            in_flight.append(self._computed(*arriving))
             arriving = following
         shared = None if self.shared is None else self._shared(x_sbh, batch)  # overlaps the exchange
-        out += [each.tokens() for each in leaving]
+        out += [each.tokens() for each in in_flight]
         routed = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x_sbh)
         return routed if shared is None else routed + shared
 
     def _dispatched(
         self, x: Tensor, weights: Tensor, dispatchers: tuple[Dispatcher, ...]
-    ) -> Iterator[tuple[Started, Label]]:
+    ) -> Iterator[tuple[InFlight, Label]]:
         """Start to send block after block of the tokens, and return the label of its way back."""
         count = len(dispatchers)
         parts = [(x,), (weights,)] if count == 1 else [each.split(len(each) // count) for each in (x, weights)]
@@ -78,12 +78,13 @@ class Experts(nn.Module):
         for tokens, slots, dispatcher, label, back in zip(*parts, dispatchers, *labels, strict=True):
             yield start_dispatch(tokens, slots, dispatcher, label), back
 
-    def _computed(self, arriving: Started, label: Label) -> Started:
+    def _computed(self, arriving: InFlight, label: Label) -> InFlight:
         """Compute the experts of a block, and start to send the results back."""
-        dispatcher, (rows, weights) = arriving.flight.dispatcher, arriving.rows()
+        dispatcher, (rows, weights) = arriving.exchange.dispatcher, arriving.rows()
         inner = self._activate(grouped_linear(rows, self.up, dispatcher.groups, self.up_bias, gemms=self._up_gemms))
         inner, groups = inner * weights.to(rows.dtype), dispatcher.groups
-        rows = grouped_linear(inner, self.down, groups, self.down_bias, weights, self._down_gemms)
+        factors = None if self.down_bias is None else weights
+        rows = grouped_linear(inner, self.down, groups, self.down_bias, factors, self._down_gemms)
         return start_combine(rows, dispatcher, label)
 
     def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:

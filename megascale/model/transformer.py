@@ -108,7 +108,8 @@ class Stage(nn.Module):
             return StageOutput(x_sbh)
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
         losses = [Loss(self.head(x_sbh, batch))]
-        for depth, (targets, index) in enumerate(zip(batch.depths, self.predictions, strict=False), start=1):
+        deeper = zip(batch.depths, self.predictions, strict=torch.is_grad_enabled())  # an evaluation has no targets
+        for depth, (targets, index) in enumerate(deeper, start=1):
             x_sbh = self._run_block(self.predictions[index], self._bucket_boundary(f"layers.{index}", x_sbh), batch)
             losses.append(Loss(self.head(x_sbh, batch, depth=depth), reported=False))
             targets.loss = losses[-1].total.detach()

@@ -88,7 +88,7 @@ def bias_gradients(
         if factors is None:
             torch.sum(part, 0, out=total)
         else:
-            torch.mv(part.t(), factors[rows].to(wide).squeeze(1), out=total)
+            torch.mv(part.t(), factors[rows].to(grad.dtype).to(wide).squeeze(1), out=total)
             found.append(part @ vector)
     return of_bias, None if factors is None else torch.cat(found).unsqueeze(1).to(factors.dtype)
 

@@ -16,6 +16,7 @@ again, and their gradients with them in fp32 or wider, to end at the ranks that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,7 @@ from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, CoreAttention
 from megascale.ops.partial_attention import PartialAttention
-from megascale.parallel.kv_exchange import (
-    AllGatherKV,
-    KVExchange,
-    OwnKV,
-    RingKV,
-    VisibleScores,
-    attend_to_all,
-)
+from megascale.parallel.kv_exchange import AllGatherKV, RingKV, VisibleScores, attend_to_all
 from megascale.record.label import Label
 
 
@@ -77,13 +71,8 @@ class ContextParallel:
             firsts = range(0, len(shard.parts), self.heads.size)
             parts = tuple(shard.joined(first, self.heads.size) for first in firsts)
             visible = VisibleScores(parts, shard.index // self.heads.size, shard.length, window, boundaries)
-            exchange: KVExchange
-            if self.keys.size == 1:
-                exchange = OwnKV(visible)
-            elif self.gathers:
-                exchange = AllGatherKV(self.keys, visible, layer)
-            else:
-                exchange = RingKV(self.keys, visible, layer, shard.first, self.overlap)
+            ring = partial(RingKV, first=shard.first, overlap=self.overlap)
+            exchange = (AllGatherKV if self.gathers else ring)(self.keys, visible, layer)
             out = attend_to_all(q, k, v, exchange, self.partial, sinks, self.heads.index * q.shape[1])
         out_sbnd = out.permute(2, 0, 1, 3)
         if self.heads.size > 1:

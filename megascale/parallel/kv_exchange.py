@@ -3,7 +3,7 @@
     forward     own [2, b, kv heads, n, d], keys and values of this rank's tokens, visit every rank
     backward    they visit every rank again, and return with the gradient that each of the ranks has added
 
-`RingKV`, `AllGatherKV`: the two ways, as a `KVExchange`; `OwnKV`: without an exchange. `attend_to_all`: the operation.
+`RingKV`, `AllGatherKV`: the two ways, as a `KVExchange`. `attend_to_all`: the operation.
 """
 
 from __future__ import annotations
@@ -80,11 +80,13 @@ class RingKV(KVExchange):
     """Keys and values travel from neighbour to neighbour, under the attention to those that came before.
 
     In backward a gradient travels with them, and takes up what every rank adds: under the next rank's attention. The
-    ring is all of the group, or the ranks of it from `first` on that have a part. Without `overlap` each message is
-    waited for where it is sent.
+    ring is all of the group, or the ranks of it from `first` on that have a part; one rank sends nothing, and needs no
+    group. Without `overlap` each message is waited for where it is sent.
     """
 
-    def __init__(self, group: Group, visible: VisibleScores, layer: int, first: int = 0, overlap: bool = True) -> None:
+    def __init__(
+        self, group: Group | None, visible: VisibleScores, layer: int, first: int = 0, overlap: bool = True
+    ) -> None:
         self._group = group
         self._visible = visible
         self._size = len(visible.parts)
@@ -103,6 +105,8 @@ class RingKV(KVExchange):
         for owner, block in self._travel(own, self._label.for_backward("again")):
             grad = torch.zeros(block.shape, dtype=wide, device=own.device)
             attend(block, self._visible.to_rank(owner), grad)
+            if self._size == 1:
+                return grad
             arriving.wait()
             if before is not None:
                 grad += before
@@ -130,26 +134,12 @@ class RingKV(KVExchange):
         return block.new_empty(*block.shape[:-2], count(self._visible.parts[owner % self._size]), block.shape[-1])
 
     def _send_on(self, out: Tensor, into: Tensor, label: Label) -> Work:
+        assert self._group is not None, "ranks of a ring have a group"
         work = send_on(self._group, out, into, self._to, self._source, label=label)
         if self._overlap:
             return work
         work.wait()
         return COMPLETED
-
-
-class OwnKV(KVExchange):
-    """The rank's own keys and values are all there are."""
-
-    def __init__(self, visible: VisibleScores) -> None:
-        self._blocks = visible.to_all()
-
-    def forward(self, own: Tensor, attend: AttendForward) -> None:
-        attend(own, self._blocks)
-
-    def backward(self, own: Tensor, attend: AttendBackward) -> Tensor:
-        grad = torch.zeros(own.shape, dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
-        attend(own, self._blocks, grad)
-        return grad
 
 
 class AllGatherKV(KVExchange):

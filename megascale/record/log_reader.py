@@ -166,10 +166,13 @@ class LogReader:
         """Return a step, and the loads [layers, experts] of its experts, fp16; None if there are none that are new."""
         import numpy as np
 
+        place = layout.LOADS_OFFSET // layout.WORD
+        if self._word(place) == self._load_version:
+            return None
         content = self._memory[layout.LOADS_OFFSET : layout.PLACES_OFFSET]
         version, step, layers, experts = layout.LOADS_HEAD.unpack_from(content)
-        torn = version & 1 or version != self._word(layout.LOADS_OFFSET // layout.WORD)
-        if torn or version == self._load_version or not 0 < layers * experts <= layout.LOADS:
+        torn = version & 1 or version != self._word(place)
+        if torn or not 0 < layers * experts <= layout.LOADS:
             return None
         self._load_version = version
         return step, np.frombuffer(content, "<f2", layers * experts, layout.LOADS_HEAD.size).reshape(layers, experts)

@@ -5,15 +5,12 @@ rows are written once, when first used.
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megascale.record import layout
 from megascale.record.layout import WORD
 from megascale.record.rank_state import RankRuns
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class LogTables:
@@ -59,15 +56,15 @@ class LogTables:
             layout.TOTAL.pack_into(self._memory, place, self.text(name), value)
             self._words[layout.TOTAL_COUNT] = min(len(self._totals), layout.TOTALS)
 
-    def set_expert_loads(self, step: int, loads: np.ndarray) -> None:
-        """Set the loads of experts in a step, relative to the mean of their layer: fp16 numbers [layers, experts]. A
-        model with more than `layout.LOADS` of them is left out.
+    def set_expert_loads(self, step: int, experts: int, loads: Sequence[float]) -> None:
+        """Set the loads of experts in a step, relative to the mean of their layer: those of each layer's `experts`, one
+        layer after the other. A model with more than `layout.LOADS` of them is left out.
         """
-        if loads.size <= layout.LOADS:
+        if len(loads) <= layout.LOADS:
             start, head = layout.LOADS_OFFSET, layout.LOADS_HEAD
             self._words[start // WORD] = self._load_version + 1
-            self._memory[start + head.size : start + head.size + loads.nbytes] = loads.tobytes()
-            head.pack_into(self._memory, start, self._load_version + 1, step, *loads.shape)
+            struct.pack_into(f"<{len(loads)}e", self._memory, start + head.size, *loads)
+            head.pack_into(self._memory, start, self._load_version + 1, step, len(loads) // experts, experts)
             self._load_version = self._words[start // WORD] = self._load_version + 2
 
     def open_group(self, name: str, ranks: Sequence[int], kind: str = "") -> None:

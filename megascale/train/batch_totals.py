@@ -1,5 +1,5 @@
 """Totals over the batch of a step: its samples with a batch ramp-up, with a document mask the scores of attention, from
-which FLOPs follow, and those of the gradient noise scale.
+which FLOPs follow, and those of the gradient noise scale; before its forwards the labels, by which losses are divided.
 """
 
 from __future__ import annotations
@@ -7,24 +7,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megascale.config.data import DataConfig
+import torch
+
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.model import ModelConfig
-from megascale.config.train import BatchConfig
+from megascale.config.run import RunConfig
 from megascale.layout.parts.part import Scores
+from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.attended import count_scores_in
-from megascale.plan.account.step_totals import score_totals
+from megascale.plan.account.step_totals import DEPTH_TARGETS, score_totals, vector_name
+from megascale.train.prediction_steps import targets_by_depth
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
+    from megascale.parallel.experts.router_losses import RouterLosses
     from megascale.train.noise_scale import NoiseScale
 
 
-def batch_totals(batch: BatchConfig, data: DataConfig, noise_scale: NoiseScale | None) -> list[Hook]:
+def batch_totals(config: RunConfig, noise_scale: NoiseScale | None, losses: RouterLosses | None) -> list[Hook]:
     """Return the hooks of the totals that a run has."""
     return [
-        *([SampleCount()] if batch.rampup is not None else []),
-        *([DocumentScores()] if data.attention_mask == "document" else []),
+        *([SampleCount()] if config.batch.rampup is not None else []),
+        *([DocumentScores()] if config.data.attention_mask == "document" else []),
+        *([LabelCounts(losses)] if losses is not None or config.model.mtp_layers else []),
         *([NoiseMeasurement(noise_scale)] if noise_scale is not None else []),
     ]
 
@@ -44,6 +50,33 @@ class DocumentScores(Hook):
         lengths = [length for part in parts if part.boundaries for length in part.boundaries.real_lengths]
         for window, names in score_totals(run.config.model).items():
             totals.add_per_microbatch(**dict(zip(names, count_scores_in(lengths, window), strict=True)))
+
+
+class LabelCounts(Hook):
+    """Counts the labels of a step for the routers' `losses`, and the targets of each depth of multi-token prediction.
+
+    The loss of depth d of D is weight / D x the mean over the N_d targets of the step: a sum over targets times the
+    constant weight / D x N / N_d, as clipping divides by the N labels of the step.
+    """
+
+    def __init__(self, losses: RouterLosses | None) -> None:
+        self._losses = losses
+
+    def batch_read(self, run: Run, batch: StepBatch) -> None:
+        """Give the targets of each depth their constant: 0 for a depth without any in the step."""
+        totals = StepTotals(run.mesh, run.device.torch_device, batch)
+        by_depth = targets_by_depth(run.config.model, batch)
+        counts = {vector_name(DEPTH_TARGETS, depth): sum(t.count for t in own) for depth, own in by_depth.items()}
+        totals.add_per_microbatch(tokens=batch.loss_tokens, **counts)
+        sums = totals.reduce("labels of the step")
+        if self._losses is not None:
+            self._losses.loss_tokens = sums["tokens"]
+            self._losses.samples = batch_sizes(run.config.batch).at(run.progress.samples)
+        for own, name in zip(by_depth.values(), counts, strict=True):
+            share = run.config.train.mtp_loss_weight / len(by_depth)
+            constant = torch.where(sums[name] > 0, share * sums["tokens"] / sums[name], 0.0)
+            for targets in own:
+                targets.constant = constant
 
 
 class NoiseMeasurement(Hook):

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.input_offload import ActivationOffload
-    from megascale.train.expert_steps import ExpertState, ExpertSteps
+    from megascale.train.expert_steps import ExpertState
     from megascale.train.noise_scale import NoiseScale
     from megascale.train.policy_state import PolicyState
     from megascale.train.weight_average import WeightAverage
@@ -111,7 +111,7 @@ def build_rank_run(
     fp8_state = build_fp8(config, mesh, context)
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
-    experts, expert_steps, expert_state = build_experts(config, mesh, device)
+    experts, expert_state = build_experts(config, mesh, device)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
@@ -132,7 +132,7 @@ def build_rank_run(
         train_loader=train, valid_loader=valid, valid_batches=valid_batches,
         lr=learning_rate(config.optimizer, config.train.steps, sizes),
         checkpoints=build_checkpoints(config, mesh, parts, device), progress=Progress(), stop=stop,
-        step_hooks=build_step_hooks(config, fp8_state, noise_scale, expert_steps),
+        step_hooks=build_step_hooks(config, fp8_state, noise_scale, experts, expert_state),
     )  # fmt: skip
 
 
@@ -232,16 +232,19 @@ def build_policy(
 
 
 def build_step_hooks(
-    config: RunConfig, fp8_state: Fp8State | None, noise_scale: NoiseScale | None, expert_steps: ExpertSteps | None
-) -> Hooks:
+    config: RunConfig, fp8_state: Fp8State | None, noise_scale: NoiseScale | None, experts: ExpertParallel | None,
+    expert_state: ExpertState | None,
+) -> Hooks:  # fmt: skip
     """Return the hooks of the features that are part of a step: totals over the batch, or state that follows."""
-    hooks = Hooks(batch_totals(config.batch, config.data, noise_scale))
+    hooks = Hooks(batch_totals(config, noise_scale, None if experts is None else experts.losses))
     if fp8_state is not None:
         from megascale.train.fp8_casts import Fp8Steps
 
         hooks.add(Fp8Steps(fp8_state))
-    if expert_steps is not None:
-        hooks.add(expert_steps)
+    if expert_state is not None:
+        from megascale.train.expert_steps import ExpertSteps
+
+        hooks.add(ExpertSteps(expert_state))
     if config.model.mtp_layers:
         from megascale.train.prediction_steps import PredictionSteps
 
@@ -310,18 +313,16 @@ def build_context_parallel(
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, overlap)
 
 
-def build_experts(
-    config: RunConfig, mesh: Mesh, device: Device
-) -> tuple[ExpertParallel | None, ExpertSteps | None, ExpertState | None]:
-    """Return the parallelism of experts, what a step does for them, and its state; None of a dense model."""
+def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[ExpertParallel | None, ExpertState | None]:
+    """Return the parallelism of experts, and the state that balances them; None of a dense model."""
     model = config.model
     if not model.experts:
-        return None, None, None
+        return None, None
     from megascale.ops.routing import Routing
     from megascale.parallel.experts.all_gather import plan_all_gather
     from megascale.parallel.experts.all_to_all import plan_all_to_all
     from megascale.parallel.experts.expert_parallel import ExpertParallel
-    from megascale.train.expert_steps import BIAS, ExpertState, ExpertSteps, expert_capacity, router_losses
+    from megascale.train.expert_steps import BIAS, ExpertState, expert_capacity, router_losses
 
     state = ExpertState(model, config.moe, mesh, device.torch_device)
     losses = router_losses(config.moe, model, mesh, config.batch.micro, state)
@@ -330,7 +331,7 @@ def build_experts(
     plan = {"all_to_all": plan_all_to_all, "all_gather": plan_all_gather}[moe.dispatcher]
     read = device.read_counts
     experts = ExpertParallel(group, Routing(model), plan, moe.token_blocks, read, bias, losses, capacity)
-    return experts, ExpertSteps(state, losses), state
+    return experts, state
 
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:

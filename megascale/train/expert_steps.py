@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -18,7 +18,6 @@ from megascale.core.errors import MegascaleError
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.experts.capacity import Capacity
 from megascale.parallel.experts.router_losses import Columns, RouterLosses
-from megascale.parallel.microbatch import StepBatch
 from megascale.parallel.stateful import BALANCE_BIAS, GlobalTensor
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
 from megascale.train.run import Hook, Run, StepResult
@@ -67,18 +66,12 @@ def expert_capacity(moe: MoeConfig, model: ModelConfig, mesh: Mesh, micro: int) 
 
 
 class ExpertSteps(Hook):
-    """Counts the labels of a step for the routers' losses, and the choices of its tokens for bias and metrics."""
+    """Counts the choices of a step's tokens, for bias and metrics."""
 
-    def __init__(self, state: ExpertState, losses: RouterLosses | None) -> None:
-        self._state, self._losses = state, losses
+    def __init__(self, state: ExpertState) -> None:
+        self._state = state
         self._choices: Tensor | None = None
-
-    def batch_read(self, run: Run, batch: StepBatch) -> None:
-        if self._losses is not None:
-            totals = StepTotals(run.mesh, run.device.torch_device, batch)
-            totals.add_per_microbatch(tokens=batch.loss_tokens)
-            self._losses.loss_tokens = totals.reduce("labels of the step")["tokens"]
-            self._losses.samples = batch_sizes(run.config.batch).at(run.progress.samples)
+        self._loads: Callable[[], list[float]] | None = None
 
     def add_totals(self, run: Run, totals: StepTotals) -> None:
         """Sum the choices [layers, experts] over the job; a token has one in each slot, whatever the layout."""
@@ -92,13 +85,15 @@ class ExpertSteps(Hook):
                     parts[name] = parts[name] + loss / (model.total_layers - model.dense_layers)
         sum_over_job(run.mesh, choices.view(-1), label="choices of experts")
         first, self._choices = run.mesh.rank == 0, choices
-        load = choices.amax(1) / choices.mean(1).clamp(min=1)
+        loads = choices / choices.mean(1, keepdim=True).clamp(min=1)
+        logged = first and is_logged_step(run.config.train, run.progress.step + 1)
+        self._loads = run.device.copy_to_host(loads.float().view(-1)) if logged else None
         slots = batch_sizes(run.config.batch).at(run.progress.samples) * model.seq_length * model.experts_per_token
         parts["dropped"] = parts["dropped"] / slots
         lost = (choices[model.dense_layers :].sum(1) - slots).abs().sum()
         routed = 1 - lost / (slots * (model.total_layers - model.dense_layers))
-        loads = {EXPERT_LOAD: load if first else torch.zeros_like(load)}
-        totals.add(routed=routed if first else 0.0, **loads, **parts)
+        parts[EXPERT_LOAD] = loads.amax(1) * first
+        totals.add(routed=routed if first else 0.0, **parts)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         """Record the loads of a logged step. Move biases towards equal loads, after a step that was applied.
@@ -109,9 +104,8 @@ class ExpertSteps(Hook):
             message = f"step {run.progress.step} lacks choices of experts, or has too many: {1 - routed:.1e} of them"
             raise MegascaleError(message, hint="a defect: please report the configuration")
         choices, bias, before = self._choices, self._state.layers(BIAS), self._state.layers(CHOICES)
-        if choices is not None and run.mesh.rank == 0 and is_logged_step(run.config.train, run.progress.step):
-            loads = (choices / choices.mean(1, keepdim=True).clamp(min=1)).to(torch.float16).cpu()
-            run.mesh.recorder.log.tables.set_expert_loads(run.progress.step, loads.numpy())
+        if self._loads is not None:  # copied before the totals, which the host has waited for
+            run.mesh.recorder.log.tables.set_expert_loads(run.progress.step, run.config.model.experts, self._loads())
         if choices is None or result.totals["skipped"]:
             return
         if bias is not None:

@@ -38,7 +38,7 @@ def test_keys_travel_during_attention_or_before_it(
         return Message(moments)
 
     monkeypatch.setattr(kv_exchange, "send_on", send_on)
-    group: Any = None
+    group: Any = object()
     ring = RingKV(group, VisibleScores(PARTS, 0, 8, None, None), layer=0, overlap=overlap)
     ring.forward(torch.zeros(2, 1, 1, 4, 2), lambda block, blocks: moments.append("attend"))
     assert moments == expected

@@ -83,13 +83,13 @@ def test_an_event_comes_back(log: RankLog, path: Path) -> None:
 def test_loads_of_experts_come_back_once(log: RankLog, path: Path) -> None:
     reader, loads = LogReader(path), np.array([[0, 0, 0], [0.5, 2.5, 0]], "<f2")
     assert reader.expert_loads() is None
-    log.tables.set_expert_loads(7, loads)
+    log.tables.set_expert_loads(7, 3, loads.flatten().tolist())
     found = reader.expert_loads()
     assert found is not None and found[0] == 7 and found[1].tolist() == loads.tolist()
     assert reader.expert_loads() is None
-    log.tables.set_expert_loads(8, np.zeros((1, layout.LOADS + 1), "<f2"))
+    log.tables.set_expert_loads(8, 1, [0.0] * (layout.LOADS + 1))
     assert reader.expert_loads() is None, "too many"
-    log.tables.set_expert_loads(9, loads)
+    log.tables.set_expert_loads(9, 3, loads.flatten().tolist())
     log._words[layout.LOADS_OFFSET // layout.WORD] -= 1
     assert reader.expert_loads() is None, "a write is under way"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.data.mix.mock_mixture import build_mixture
 from megascale.data.mix.samples import DocumentStarts, Sample, depth_labels
+from megascale.parallel.microbatch import StepBatch
 from megascale.train.evaluate import evaluate
 from megascale.train.prediction_steps import prediction_metrics
 from megascale.train.run_splits import mixture_spec
@@ -141,6 +143,15 @@ def test_an_evaluation_has_the_loss_of_the_next_token(tmp_path: Path) -> None:
         run_threads(config_of(tree, tmp_path), lambda run: evaluate(run).valid_loss) for tree in trees
     )
     assert with_depths == without
+
+
+def test_a_step_without_targets_is_refused(tmp_path: Path) -> None:
+    def body(run: Any) -> None:
+        parts = [replace(part, depths=()) for part in run.train_loader.batch(0).micro_batches]
+        with pytest.raises(ValueError, match="zip"):
+            train_step(run, StepBatch(parts))
+
+    run_threads(config_of(settings(TWO, tmp_path), tmp_path), body)
 
 
 def norm(x: Tensor, gain: Tensor) -> Tensor:

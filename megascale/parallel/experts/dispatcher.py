@@ -69,20 +69,16 @@ class Dispatcher(Protocol):
     def as_tokens(self, arrived: Packed, width: int) -> Packed: ...
 
 
-class PlanDispatch(Protocol):
-    """Plans the dispatchers of blocks of tokens, for chosen `experts` [t, k], of which each rank of the group holds as
-    many; a dropped slot has the number of experts. `counts` [blocks, experts]: the slots of each expert on this rank.
-    The host waits for the device once.
-    """
-
-    def __call__(
-        self, experts: Tensor, counts: Tensor, group: Group, label: Label, read: ReadCounts
-    ) -> tuple[Dispatcher, ...]: ...
+PlanDispatch = Callable[[Tensor, Tensor, Group, Label, ReadCounts], tuple[Dispatcher, ...]]
+"""Plans the dispatchers of blocks of tokens, for the chosen experts [t, k], of which each rank of the group holds as
+many; a dropped slot has the number of experts. The counts [blocks, experts] are this rank's slots of each expert. The
+host waits for the device once.
+"""
 
 
 @dataclass
-class Flight:
-    """One way through a dispatcher: `to_experts`, or back. In backward gradients take the other way."""
+class Exchange:
+    """A dispatch, `to_experts`, or a combine. In backward gradients take the other way."""
 
     dispatcher: Dispatcher
     label: Label
@@ -91,66 +87,66 @@ class Flight:
     arriving: Packed | None = None
     work: Work = COMPLETED
 
-    def leave(self, sent: Packed, *, backward: bool = False) -> None:
-        """Start the exchange."""
+    def start(self, sent: Packed, *, backward: bool = False) -> None:
+        """Send rows or tokens."""
         send = self.dispatcher.send_tokens if self.to_experts != backward else self.dispatcher.send_rows
         self.arriving, self.work = send(sent, self.label.for_backward("gradient") if backward else self.label)
 
-    def land(self, *, backward: bool = False) -> Packed:
+    def finish(self, *, backward: bool = False) -> Packed:
         """Wait for what comes."""
         self.work.wait()
         arrived, self.arriving = self.arriving, None
-        assert arrived is not None, "rows land once"
+        assert arrived is not None, "an exchange finishes once"
         turn = self.dispatcher.as_rows if self.to_experts != backward else self.dispatcher.as_tokens
         return turn(arrived, self.width)
 
 
-class Started(NamedTuple):
-    """A flight in forward, and the scalar that connects its start and end in autograd."""
+class InFlight(NamedTuple):
+    """A started exchange in forward, and the scalar that connects its start and end in autograd."""
 
     scalar: Tensor
-    flight: Flight
+    exchange: Exchange
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """End a dispatch: rows [r, h] and their weights [r, 1], in the order of `groups`."""
-        return _Land.apply(self.scalar, self.flight)
+        """Finish a dispatch: rows [r, h] and their weights [r, 1], in the order of `groups`."""
+        return _Finish.apply(self.scalar, self.exchange)
 
     def tokens(self) -> Tensor:
-        """End a combine: the sum of each token's slots [t, h], accumulated in fp32 or fp64."""
-        return _Land.apply(self.scalar, self.flight)[0]
+        """Finish a combine: the sum of each token's slots [t, h], accumulated in fp32 or fp64."""
+        return _Finish.apply(self.scalar, self.exchange)[0]
 
 
-def start_dispatch(x: Tensor, weights: Tensor, dispatcher: Dispatcher, label: Label) -> Started:
+def start_dispatch(x: Tensor, weights: Tensor, dispatcher: Dispatcher, label: Label) -> InFlight:
     """Start to send tokens x [t, h] and their slots' `weights` [t, k] to the experts."""
-    flight = Flight(dispatcher, label, x.shape[1], to_experts=True)
-    return Started(_Leave.apply(x, weights, flight), flight)
+    exchange = Exchange(dispatcher, label, x.shape[1], to_experts=True)
+    return InFlight(_Start.apply(x, weights, exchange), exchange)
 
 
-def start_combine(rows: Tensor, dispatcher: Dispatcher, label: Label) -> Started:
+def start_combine(rows: Tensor, dispatcher: Dispatcher, label: Label) -> InFlight:
     """Start to send the experts' results [r, h] back."""
-    flight = Flight(dispatcher, label, rows.shape[1], to_experts=False)
-    return Started(_Leave.apply(rows, None, flight), flight)
+    exchange = Exchange(dispatcher, label, rows.shape[1], to_experts=False)
+    return InFlight(_Start.apply(rows, None, exchange), exchange)
 
 
-class _Leave(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.leave(Packed(rows, weights))
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(Packed(rows, weights))
         return rows.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.flight.land(backward=True), None
+        return *ctx.exchange.finish(backward=True), None
 
 
-class _Land(torch.autograd.Function):
+class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scalar: Tensor, flight: Flight) -> tuple[Tensor, ...]:
-        ctx.flight = flight
-        return tuple(part for part in flight.land() if part is not None)
+    def forward(ctx: Any, scalar: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(part for part in exchange.finish() if part is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.flight.leave(Packed(*grads), backward=True)
+        ctx.exchange.start(Packed(*grads), backward=True)
         return grads[0].new_zeros(()), None

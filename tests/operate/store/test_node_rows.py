@@ -119,7 +119,7 @@ def test_all_columns_are_filled(tmp_path: Path) -> None:
     rank.log.write_times(number, 1.0, 1.5, 2.0, 0.5)
     rank.end_step(2, tags=1)
     rank.end_step(3)
-    rank.log.tables.set_expert_loads(2, np.array([[0, 0], [0.5, 1.5]], "<f2"))
+    rank.log.tables.set_expert_loads(2, 2, [0, 0, 0.5, 1.5])
     [kept] = drained(rank)
     tables = take(Texts(), [kept])
     assert [(row["layer"], row["expert"]) for row in tables["expert_loads"]] == [(1, 0), (1, 1)], "layer 0 has none"

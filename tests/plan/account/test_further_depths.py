@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied pp2 vpp2": (TIED, {"parallel__pp": 2, "parallel__vpp": 2}),
     "tp2 sp": (TIED, SP),
     "cp2 dp2 zero2": (TWO, {"parallel__cp": 2, "parallel__dp": 2, "parallel__zero": 2}),
-    "experts ep8": (EXPERTS, {"parallel__dp": 8, "parallel__ep": 8, "parallel__pp": 2}),
+    "experts ep8": (EXPERTS, {"parallel__dp": 8, "parallel__ep": 8, "parallel__pp": 2, "moe__z_loss_weight": 0.01}),
     "fp8": (TWO, {"train__precision": "fp8", "fp8__last_layers_bf16": 0, "fp8__first_layers_bf16": 0}),
 }
 QUICK = ("experts ep8",)
