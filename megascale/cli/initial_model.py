@@ -34,6 +34,10 @@ def compare_initial_model(config: RunConfig) -> list[str]:
         place = absolute_path(resume.removeprefix(HF_PREFIX))
         try:
             theirs = read_model_config(place)[1]
+            if theirs.mtp_layers and config.model.mtp_layers:  # the files may lack the layers
+                from megascale.convert.huggingface import PretrainedWeights
+
+                theirs = PretrainedWeights(place).model
             kept = {"mtp_layers": min(theirs.mtp_layers, config.model.mtp_layers)}  # a run may leave the others out
             saved = {"model": theirs.model_dump(mode="json", by_alias=True, exclude={"preset"}) | kept}
             check_small_files(place)

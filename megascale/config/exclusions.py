@@ -57,7 +57,7 @@ class Exclusions:
 
         def read(key: str) -> object:
             section, _, name = key.partition(".")
-            return getattr(sections[section], name)
+            return getattr(sections[section], f"explicit_{name}", getattr(sections[section], name))
 
         if not self.when(given := read(self.key)):
             return []
@@ -80,7 +80,8 @@ def _without_effect(key: str, when: Test, keys: dict[str, Test], hint: str = REM
 def _off(switch: str, when: Test, section: type[Section], *names: str, hint: str = REMOVE) -> Exclusions:
     """Return the exclusions of keys of the switch's table without an effect, but with their defaults."""
     table, fields = switch.partition(".")[0], section.model_fields
-    return _without_effect(switch, when, {f"{table}.{name}": only(fields[name].default) for name in names}, hint)
+    defaults = {field.alias or name: field.default for name, field in fields.items()}
+    return _without_effect(switch, when, {f"{table}.{name}": only(defaults[name]) for name in names}, hint)
 
 
 def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
@@ -112,7 +113,7 @@ NO_ROPE = _without_effect(
 NO_EXPERTS = _off(
     "model.experts", only(0), ModelConfig, "experts_per_token", "dense_layers", "shared_ffn_size",
     "shared_gate", "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize",
-    "router_scale", "router_bias", "balance_bias", hint="model.experts above 0, or remove the key",
+    "router_scale", "router_bias", "balance_bias", "expert_ffn_size", hint="model.experts above 0, or remove the key",
 )  # fmt: skip
 
 NO_BALANCED_EXPERTS = _without_effect(
@@ -147,7 +148,7 @@ EXPERTS = Exclusions("model.experts", unless(0), tuple(
 """Keys without an implementation for experts."""
 
 NO_LATENT = _off(
-    "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim",
+    "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim", "value_head_dim", "latent_norm_eps",
     hint="model.kv_lora_rank above 0, or remove the key",
 )  # fmt: skip
 
@@ -155,14 +156,15 @@ LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(
     (key, passes, f"{message} (model.kv_lora_rank = {{given}})", hint)
     for key, passes, message, hint in (
         ("model.norm", only("rmsnorm"), "latent vectors are normalized by rmsnorm", "rmsnorm"),
-        ("model.position", only("rope"), "latent attention has rotary embeddings", "rope"),
-        ("model.rotary_fraction", only(1), "rope_head_dim says what is rotated", "remove the key"),
-        ("model.bias", only(False), "latent attention has no biases", "bias = false"),
+        ("model.position", only("rope"), "latent attention needs rotary embeddings", "rope"),
+        ("model.rotary_fraction", only(1), "rope_head_dim says what is rotated", REMOVE),
+        ("model.bias", only(False), "biases are not supported with latent attention", "bias = false"),
+        ("model.qkv_bias", only(None, False), "biases are not supported with latent attention", REMOVE),
         ("model.block", only("serial"), "latent attention is in serial blocks", "serial"),
-        ("model.qk_norm", only("none"), "latent vectors are normalized, not q and k", "none"),
-        ("model.window", only(None, 0), "latent attention has no windows", "remove the key"),
-        ("model.attention_softcap", only(None), "latent attention has no soft cap", "remove the key"),
-        ("model.attention_sinks", only(False), "latent attention has no sinks", "false"),
+        ("model.qk_norm", only("none"), "norms of q and k are not supported with latent attention", "none"),
+        ("model.window", only(None, 0), "windows are not supported with latent attention", REMOVE),
+        ("model.attention_softcap", only(None), "a soft cap is not supported with latent attention", REMOVE),
+        ("model.attention_sinks", only(False), "sinks are not supported with latent attention", "false"),
     )
 ))  # fmt: skip
 """Keys without an implementation for latent attention."""
@@ -172,11 +174,11 @@ NO_MTP = _without_effect("model.mtp_layers", only(0), {"train.mtp_loss_weight": 
 MTP = Exclusions("model.mtp_layers", unless(0), tuple(
     (key, passes, f"{message} (model.mtp_layers = {{given}})", hint)
     for key, passes, message, hint in (
-        ("model.position", unless("learned"), "the token embedding of a further depth has no position", "rope"),
-        ("data.sequence_chunk_tokens", only(None), "further depths have whole sequences", REMOVE),
-        ("parallel.hybrid_dp", only(False), "planned micro-batches have no further targets", "false"),
-        ("train.activation_offload", only(False), "the blocks of further depths keep their inputs", "false"),
-        ("train.noise_scale_every", only(0), "the gradients of one loss have a noise scale", "0"),
+        ("model.position", unless("learned"), "MTP layers have no learned positions", "rope"),
+        ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported with MTP layers", REMOVE),
+        ("parallel.hybrid_dp", only(False), "planned micro-batches have no targets of MTP layers", "false"),
+        ("train.activation_offload", only(False), "offloading is not supported with MTP layers", "false"),
+        ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
     )
 ))  # fmt: skip
 """Keys without an implementation for multi-token prediction."""

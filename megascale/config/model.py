@@ -343,12 +343,7 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
     there["qk_norm"] = there["qk_norm"] or "none"
     there["expert_ffn_size"] = there["expert_ffn_size"] or there["ffn_size"]
     there["value_head_dim"] = there["value_head_dim"] or there["head_dim"]
-    for key in (
-        "attention_sinks",
-        "mtp_layers",
-        *EXPERT_KEYS,
-        *LATENT_KEYS,
-    ):  # manifests of others may have none of these
+    for key in ("attention_sinks", "mtp_layers", *EXPERT_KEYS, *LATENT_KEYS):  # manifests of others may have none
         there[key] = ModelConfig.model_fields[key].default if there[key] is None else there[key]
     if there["position"] == "learned":
         there["positions"] = there["positions"] or saved.get("seq_length")

@@ -71,17 +71,10 @@ def latent_attention(model: ModelConfig) -> Iterator[Finding]:
     they are padded.
     """
     if not model.kv_lora_rank:
-        given = {"value_head_dim": model.explicit_value_head_dim, "latent_norm_eps": model.explicit_latent_norm_eps}
-        for key in (key for key, value in given.items() if value is not None):
-            yield Finding(
-                f"model.{key}", "has no effect with kv_lora_rank = 0", "model.kv_lora_rank, or remove the key"
-            )
         return
     if model.num_kv_heads != model.num_heads:
         message = f"latent attention has keys of all {model.num_heads} heads, not of {model.num_kv_heads}"
         yield Finding("model.num_kv_heads", message, "remove the key")
-    if model.explicit_qkv_bias:
-        yield Finding("model.qkv_bias", "latent attention has no biases", "remove the key")
     if model.rope_head_dim == 0:
         yield Finding("model.rope_head_dim", "latent attention rotates a part of q and k", "for example 64")
     if model.value_head_dim > model.qk_head_dim:
@@ -109,8 +102,6 @@ def experts(model: ModelConfig) -> Iterator[Finding]:
         model.experts, model.experts_per_token, model.router_groups, model.router_top_groups
     )  # fmt: skip
     if not experts:
-        if model.explicit_expert_ffn_size is not None:
-            yield Finding("model.expert_ffn_size", "has no effect with experts = 0", "model.experts, or remove the key")
         return
     if model.dense_layers >= model.num_layers:
         message = f"{model.dense_layers} dense layers of {model.num_layers} leave none with experts"

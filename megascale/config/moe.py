@@ -36,8 +36,8 @@ class MoeConfig(Section):
     )
     dispatcher: Literal["all_to_all", "all_gather"] = Field(
         "all_to_all",
-        description="exchange over ep: of the rows of chosen experts, or of all tokens, which are fewer where a token "
-        "has more experts than ep",
+        description="all_to_all sends a token's row to the ranks of its experts; all_gather gives every rank of ep all "
+        "tokens, less traffic if experts_per_token > ep",
     )
     token_blocks: Annotated[int, Field(gt=0, le=64)] = Field(
         1, description="blocks of a rank's tokens: the exchange of one overlaps with the GEMMs of another"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from megascale.config.model import ModelConfig
 from megascale.convert.families.config_json import read_model
@@ -26,12 +25,6 @@ QUANTIZATION_KEYS = (QUANTIZED, "compression_config", "quantization")
 
 TILE = 128  # side of the tiles of FP8 weights
 
-READ_QUANTIZED: tuple[dict[str, Any], ...] = (
-    {"quant_method": "mxfp4"},
-    {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [TILE, TILE]},
-)
-"""Keys of `QUANTIZED`, of weights that are read as bf16 (`convert.dequantize`)."""
-
 SMALL_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """JSON files beside weights that a conversion back, sampling or transformers reads."""
 
@@ -45,17 +38,13 @@ def read_model_config(folder: Path) -> tuple[ConfigKeys, ModelConfig]:
     config = read_json(path)
     for key in QUANTIZATION_KEYS:
         if quantized := config.get(key):
-            if key == QUANTIZED and is_read(quantized):
-                continue
-            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            facts = quantized if isinstance(quantized, dict) else {"quant_method": quantized}
+            method, *form = map(facts.get, ("quant_method", "fmt", "weight_block_size"))
+            if key == QUANTIZED and (method == "mxfp4" or (method == "fp8" and form == ["e4m3", [TILE, TILE]])):
+                continue  # read as bf16 (`convert.dequantize`)
             by = f", by quant_method {method!r}" if method else ""
             raise CheckpointError(f"{path}: the weights are quantized, it has {key}{by}", hint=UNQUANTIZED_HINT)
     return config, read_model(config, str(path))
-
-
-def is_read(quantized: Any) -> bool:
-    """Return True for a `QUANTIZED` of weights that are read as bf16."""
-    return isinstance(quantized, dict) and any(keys.items() <= quantized.items() for keys in READ_QUANTIZED)
 
 
 def check_small_files(folder: Path) -> None:

@@ -54,11 +54,6 @@ def linears(block: BlockSpec) -> Iterator[LinearSpec]:
     return (layer for part in block for layer in part.linears)
 
 
-def fp8_weight_numel(block: BlockSpec) -> int:
-    """Count the elements of a block's weights that FP8 quantizes."""
-    return sum(layer.weight_numel for layer in linears(block) if layer.fp8)
-
-
 def fp8_operands(block: BlockSpec) -> Iterator[str]:
     """The operands that FP8 quantizes: input, weight and output gradient of the linear layers, as 'mlp.up.weight'.
     The column-parallel layers of a group share an input, row-parallel layers an output gradient, named by the first.
@@ -118,9 +113,14 @@ def _mlp(group: LinearGroup) -> tuple[LinearSpec, ...]:
 
 def serial_block(model: ModelConfig, layer: int) -> BlockSpec:
     """x + attention(norm(x)), then + mlp(norm(.))."""
+    projections_and_core: BlockSpec = ColumnParallel((qkv(model),)), attention(model, layer)
+    if model.kv_lora_rank:
+        from megascale.layout.parts.latent_projections import latent_attention
+
+        projections_and_core = latent_attention(model, layer)
     return (
         NormSpec("attention_norm"),
-        *projections_and_core(model, layer),
+        *projections_and_core,
         RowParallel((out(model),)),
         ResidualAdd(),
         NormSpec("mlp_norm"),
@@ -192,15 +192,6 @@ def feed_forward(model: ModelConfig, layer: int) -> BlockSpec:
     from megascale.layout.parts.expert_layer import expert_layer
 
     return (expert_layer(model),)
-
-
-def projections_and_core(model: ModelConfig, layer: int) -> BlockSpec:
-    """The projections of q, k and v and the attention core of layer number `layer`, or latent attention's."""
-    if not model.kv_lora_rank:
-        return ColumnParallel((qkv(model),)), attention(model, layer)
-    from megascale.layout.parts.latent_projections import latent_attention
-
-    return latent_attention(model, layer)
 
 
 def qkv(model: ModelConfig) -> LinearSpec:

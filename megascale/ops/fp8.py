@@ -24,6 +24,7 @@ from megascale.ops.select import OpContext
 from megascale.ops.wgrad import add_
 
 MIN_SCALE = 2.0**-126  # the smallest scale: fp32's smallest normal number
+ALIGNED_SCALES = 4  # cuBLAS requires the rows of scales to be aligned to 16 bytes
 SATURATED = 1 + 2**-8  # times the largest: elements beyond are saturated, by more than rounding
 
 
@@ -93,16 +94,17 @@ def _scaled_mm(
 
 
 def _blockwise_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Multiply matrices whose scales change along k."""
-    # cuBLAS requires the rows of scales to be aligned to 16 bytes.
-    aligned = a.shape[0] % 4 == 0 and (b.block.rows == 1 or b.scale.shape[1] % 4 == 0)
+    """Multiply matrices whose scales change along k: on a GPU in the same way for any number of rows of a."""
+    aligned = b.block.rows == 1 or b.scale.shape[1] % ALIGNED_SCALES == 0
     return (_blockwise_mm_fallback if a.data.is_cpu or not aligned else _blockwise_mm_cublas)(a, b, dtype)
 
 
 def _blockwise_mm_cublas(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Multiply in one cuBLAS call, which takes scales of parts of rows outer-dim-major and of squares row-major."""
-    scale_b = b.scale.t().contiguous() if b.block.rows == 1 else b.scale.t()
-    return _scaled_mm(a.data, b.data, a.scale.t().contiguous().t(), scale_b, dtype)
+    scale_b, rows = b.scale.t().contiguous() if b.block.rows == 1 else b.scale.t(), a.shape[0]
+    if missing := -rows % ALIGNED_SCALES:  # as the rows of an expert
+        a = a.gathered(*(torch.cat([part, part.new_zeros(missing, part.shape[1])]) for part in (a.codes, a.scale)))
+    return _scaled_mm(a.data, b.data, a.scale.t().contiguous().t(), scale_b, dtype)[:rows]
 
 
 def _blockwise_mm_fallback(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:

@@ -84,12 +84,13 @@ def bias_gradients(
     wide = torch.promote_types(grad.dtype, torch.float32)
     of_bias, found = bias.new_zeros(bias.shape, dtype=wide), []
     for rows, vector, total in zip(_slices(groups), bias.to(wide), of_bias, strict=True):
-        part = grad[rows].to(wide)
         if factors is None:
-            torch.sum(part, 0, out=total)
+            torch.sum(grad[rows], 0, dtype=wide, out=total)
         else:
+            part = grad[rows].to(wide)
             torch.mv(part.t(), factors[rows].to(grad.dtype).to(wide).squeeze(1), out=total)
             found.append(part @ vector)
+            del part  # before the next is made
     return of_bias, None if factors is None else torch.cat(found).unsqueeze(1).to(factors.dtype)
 
 

@@ -72,7 +72,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"fault__hang_s": 70.0},
         {"fault.evaluation_hang_s": "60.0 s is less than fault.hang_s = 70.0"},
     ),
-    ("experts", {"model__expert_ffn_size": 8}, {"model.expert_ffn_size": "has no effect with experts = 0"}),
+    ("NO_EXPERTS", {"model__expert_ffn_size": 8}, {"model.expert_ffn_size": "has no effect with experts = 0"}),
     (
         "experts",
         MOE | {"model__dense_layers": 4},
@@ -137,11 +137,15 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     *(
         ("MTP", {"model__position": "rope", "model__mtp_layers": 1} | changes, {key: message})
         for changes, key, message in (
-            ({"model__position": "learned"}, "model.position", "has no position (model.mtp_layers = 1)"),
-            (HYBRID, "parallel.hybrid_dp", "have no further targets"),
-            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "blocks of"),
-            ({"train__noise_scale_every": 1}, "train.noise_scale_every", "of one loss have"),
-            ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "have whole sequences"),
+            (
+                {"model__position": "learned"},
+                "model.position",
+                "MTP layers have no learned positions (model.mtp_layers = 1)",
+            ),
+            (HYBRID, "parallel.hybrid_dp", "have no targets of MTP layers"),
+            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "with MTP"),
+            ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
+            ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "not supported with MTP layers"),
         )
     ),
     *(
@@ -308,13 +312,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("qk_norm", {"model__qk_norm": "head"}, {"model.qk_norm": "layernorm subtracts a mean, and q and k need"}),
     ("NO_LATENT", {"model__rope_head_dim": 8}, {"model.rope_head_dim": "has no effect with kv_lora_rank = 0"}),
-    ("latent_attention", {"model__value_head_dim": 4}, {"model.value_head_dim": "has no effect with kv_lora_rank = 0"}),
+    ("NO_LATENT", {"model__value_head_dim": 4}, {"model.value_head_dim": "has no effect with kv_lora_rank = 0"}),
     (
         "latent_attention",
         LATENT | {"model__num_kv_heads": 2},
         {"model.num_kv_heads": "has keys of all 4 heads, not of"},
     ),
-    ("latent_attention", LATENT | {"model__qkv_bias": True}, {"model.qkv_bias": "has no biases"}),
     ("latent_attention", LATENT | {"model__rope_head_dim": 0}, {"model.rope_head_dim": "rotates a part of q and k"}),
     ("latent_attention", LATENT | {"model__value_head_dim": 64}, {"model.value_head_dim": "wider than keys of 12"}),
     ("rope", LATENT | {"model__rope_head_dim": 3}, {"model.rope_head_dim": "an even number of elements of a head"}),
@@ -322,13 +325,14 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         ("LATENT", LATENT | {f"model__{key}": value}, {f"model.{key}": message})
         for key, value, message in (
             ("norm", "layernorm", "normalized by rmsnorm"),
-            ("position", "learned", "has rotary embeddings"),
+            ("position", "learned", "needs rotary embeddings"),
             ("rotary_fraction", 0.5, "rope_head_dim says what is rotated"),
-            ("bias", True, "has no biases"),
+            ("bias", True, "biases are not supported"),
+            ("qkv_bias", True, "biases are not supported"),
             ("block", "post_norm", "is in serial blocks"),
-            ("qk_norm", "head", "latent vectors are normalized, not q and k"),
-            ("window", 4, "has no windows"),
-            ("attention_softcap", 3.0, "has no soft cap"),
+            ("qk_norm", "head", "norms of q and k are not supported"),
+            ("window", 4, "windows are not supported"),
+            ("attention_softcap", 3.0, "a soft cap is not supported"),
         )
     ),
     ("attention_window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),

@@ -405,6 +405,13 @@ def test_null_is_read_as_transformers_reads_it(name: str) -> None:
     assert accepted or name in (*REFUSE_NULL, *LATENT, "gpt2", "gpt_neox")
 
 
+@pytest.mark.parametrize(("given", "value"), [({}, (8, 4, "top2")), ({"n_group": None}, (1, 1, "max"))], ids=str)
+def test_null_stands_for_no_groups_of_experts(given: dict[str, Any], value: tuple[Any, ...]) -> None:
+    keys = PLAIN | {"model_type": "deepseek_v3", "num_attention_heads": 128} | given
+    model = read_model(keys, "config.json")
+    assert (model.router_groups, model.router_top_groups, model.router_group_value) == value
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "original_max_position_embeddings": 8}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 

@@ -19,7 +19,7 @@ from megascale.convert.families.config_json import FAMILIES, read_model
 from megascale.convert.huggingface import WEIGHTS_FILE, PretrainedWeights
 from megascale.convert.saved_weights import read_model_section
 from megascale.convert.tensor_map import stored_copies, tensor_map
-from megascale.core.errors import CheckpointError
+from megascale.core.errors import CheckpointError, ConfigError
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from tests.convert.test_families import weights_in
@@ -98,6 +98,11 @@ def test_files_of_transformers_have_no_further_layer(tmp_path: Path) -> None:
     given = PretrainedWeights(tmp_path)
     given.check_tensors()
     assert given.config["num_nextn_predict_layers"] == 1 and given.model.mtp_layers == 0
+    model = read_model_section(Location(str(tmp_path)))
+    keys = {"checkpoint__resume": f"hf:{tmp_path}"}
+    compare_initial_model(config_of(settings(model, tmp_path, **keys), tmp_path))
+    with pytest.raises(ConfigError, match="mtp_layers 0 there, 1 here"):
+        compare_initial_model(config_of(settings(model | {"mtp_layers": 1}, tmp_path, **keys), tmp_path))
 
 
 def first_step(rank: Rank, config: Any) -> tuple[Any, str, float, list[float]]:

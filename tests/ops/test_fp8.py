@@ -135,9 +135,10 @@ def test_the_amax_is_exact_at_any_magnitude(size: float, fp8_format: Fp8Format) 
     torch.testing.assert_close(quantize(x, TENSOR, fp8_format).dequantize(), x, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("rows", [M, 13, 1])
 @pytest.mark.parametrize("grain", [BLOCK_2D, BLOCK_1D])
-def test_a_gpu_multiplies_all_blocks_in_one_call(grain: ScaleBlock, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = quantize(normal(M, 4 * BLOCK), BLOCK_1D), quantize(normal(N, 4 * BLOCK, seed=1), grain)
+def test_a_gpu_multiplies_all_blocks_in_one_call(grain: ScaleBlock, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = quantize(normal(rows, 4 * BLOCK), BLOCK_1D), quantize(normal(N, 4 * BLOCK, seed=1), grain)
     expected = scaled_matmul(a, b, torch.float32)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     actual = fp8._blockwise_mm_cublas(a, b, torch.float32)
@@ -156,7 +157,7 @@ def scaled_mm(
         return BLOCK_2D
 
     assert not use_fast_accum, "block scales have no fast accumulation"
-    assert a.is_contiguous() and b.t().is_contiguous()
+    assert a.is_contiguous() and b.t().is_contiguous() and a.shape[0] % 4 == 0
     (m, k), n = a.shape, b.shape[1]
     first = Quantized(a, scale_a, granularity(scale_a, m, k // BLOCK))
     second = Quantized(b.t(), scale_b.t(), granularity(scale_b.t(), n, k // BLOCK))

@@ -31,7 +31,7 @@ DEEPSEEK_LAYER: dict[str, str | Fused] = {
     "self_attn.o_proj": "attention.out",
 }
 
-LATENT_KEYS = {
+COMMON_KEYS = {
     "norm_eps": Key("rms_norm_eps", 1e-6),
     "kv_lora_rank": Key("kv_lora_rank", 512, size=True),
     "q_lora_rank": Key("q_lora_rank", 1536, size=True, null=0),
@@ -64,7 +64,9 @@ def _write(model: ModelConfig) -> ConfigKeys:
 
 
 def _read_group_value(config: ConfigKeys) -> ConfigKeys:
-    """The value of a group of DeepSeek-V3, if there are several."""
+    """The value of a group of DeepSeek-V3, if there are several; null stands for none."""
+    if config.get("n_group", 8) is None:
+        return {"router_groups": 1, "router_top_groups": 1}
     return {"router_group_value": "top2" if config.get("n_group", 8) > 1 else "max"}
 
 
@@ -86,7 +88,7 @@ def _write_groups(model: ModelConfig) -> ConfigKeys:
 
 V2 = Family(
     "deepseek_v2", "DeepseekV2ForCausalLM", FIXED | {"router_normalize": False},
-    SIZES | LATENT_KEYS | {
+    SIZES | COMMON_KEYS | {
         "num_kv_heads": kv_heads(Same("num_attention_heads")),
         "experts": Key("n_routed_experts", 64, size=True, also="num_experts"),
         "experts_per_token": Key("num_experts_per_tok", size=True),
@@ -100,7 +102,7 @@ V2 = Family(
 
 V3 = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", FIXED | {"router_score": "sigmoid", "balance_bias": True},
-    SIZES | LATENT_KEYS | {
+    SIZES | COMMON_KEYS | {
         "num_kv_heads": kv_heads(128),
         "seq_length": Key("max_position_embeddings", 4096, size=True),
         "experts": Key("n_routed_experts", 256, size=True, also="num_local_experts"),

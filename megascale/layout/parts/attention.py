@@ -59,7 +59,7 @@ class AttentionSpec(Part):
         gains = [(f"{block}.{norm}.weight", width) for norm, width in self.qk_norms]
         sharding = {"tp": 0} if full else {}
         sinks = TensorSpec(f"{block}.attention.sinks", (self.heads,), {"tp": 0}, std=model.init_std)
-        return [vector_param(sinks.name, sinks, kind="bias")] * self.sinks + [
+        return ([vector_param(sinks.name, sinks, kind="bias")] if self.sinks else []) + [
             vector_param(gain, TensorSpec(gain, (width,), sharding, init=init), tp_partial=not full)
             for gain, width in gains
         ]
@@ -174,13 +174,17 @@ class AttentionSpec(Part):
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the core, q, k and v transposed to [b, heads, s, d] before it, and the norms of q and k, a read and a
-        write each; over all heads with sums over tp.
+        write each; over all heads with sums over tp. With sinks k and v are copied, and the result is a sum in the
+        accumulation dtype.
         """
         sizes = times.sizes
         total = times.passes(2 * times.tokens * self.qkv_width // sizes.tp)
         if self.qk_norms:
             passes = times.passes(2 * times.tokens * (self.heads + self.kv_heads) * self.head_dim // sizes.tp)
             total += passes + times.sums(2 * times.tokens * sizes.wide) if self.qk_norm == "full" else passes
+        if self.sinks:
+            widths = self.qkv_width - self.out_width + self.out_width * sizes.wide / sizes.compute
+            total += times.passes(2 * times.tokens * widths / sizes.tp)
         exchanges = self.context_traffic(sizes), self.context_traffic(sizes, backward=True)
         return total + times.attention(self.heads, self.window, self.head_dim, exchanges)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
@@ -21,6 +20,9 @@ from megascale.layout.parts.times import OperationTimes, PassTimes
 from megascale.layout.tensors import ParamSpec, TensorSpec, expert_bias, expert_param, matrix_param, vector_param
 
 INDEX = 8  # bytes of the number of an expert or a row, and of a count of rows
+
+Peaks = tuple[int, int]
+"""Transient bytes in forward and in backward."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,17 @@ class ExpertLayer(Part):
         rows = slots if sizes.ep == 1 else math.ceil(slots * sizes.imbalance)
         arrived = rows * self.hidden * sizes.compute
         inputs, outputs = (rows * width * sizes.compute for width in (self.inputs, self.width))
-        ways = self._gathered(sizes, rows) if sizes.gathers_tokens else self._exchanged(sizes, rows)
+        exchange = self._gathered if sizes.gathers_tokens else self._exchanged
+        dispatch, combine, in_flight = exchange(sizes, rows)
         gate = 2 * outputs if self.inputs > self.width else 0
         up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))
+        if self.bias:  # rows of an expert in the accumulation dtype, before wgrad
+            down = max(down, math.ceil(rows * sizes.ep / self.experts) * self.hidden * sizes.wide * sizes.narrow)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         cast = (FP32 + 1) / sizes.compute if sizes.grain in ("row", "block") else 0  # of rows, for each of their bytes
         steps = [
             self._router_bytes(sizes),
-            UnitBytes(0, *ways.dispatch, own - arrived),
+            UnitBytes(0, *dispatch, own - arrived),
             UnitBytes(
                 arrived, max(inputs, int(cast * arrived)), max(arrived + up, int(cast * inputs)), arrived - inputs
             ),  # `up`: wgrad of an expert
@@ -157,32 +162,34 @@ class ExpertLayer(Part):
             UnitBytes(
                 outputs, max(arrived, int(cast * outputs)), max(outputs + down, int(cast * arrived)), outputs - arrived
             ),
-            UnitBytes(0, *ways.combine, arrived - result),
-            *self._shared_bytes(sizes, at, *ways.flying),
+            UnitBytes(0, *combine, arrived - result),
+            *self._shared_bytes(sizes, at, *in_flight),
         ]
         saved, forward, backward = walk(steps, result)
         return UnitBytes(saved, forward, backward - result, own - result)
 
-    def _exchanged(self, sizes: MicroBatchSizes, rows: int) -> _Ways:
-        """Account for the rows of an all-to-all."""
+    def _exchanged(self, sizes: MicroBatchSizes, rows: int) -> tuple[Peaks, Peaks, Peaks]:
+        """Account for the rows of an all-to-all: to the experts, back, and on the way back beside what overlaps."""
         sent, arrived = (n * self.hidden * sizes.compute for n in (sizes.local * self.chosen, rows))
         copies = 0 if sizes.ep == 1 else 1 if sizes.ep == self.experts else 2  # of rows: as they came, and by expert
         back = max((copies - 1) * arrived + sent, 2 * sent) if copies else 0  # of results: as sent, and by slot
         back = max(back, sent + _wide_stream(sizes) + sizes.stream)
-        return _Ways(
+        return (
             (sent + copies * arrived, max(back, copies * arrived)),
             (arrived + back, max(sent + arrived * (copies > 0), copies * arrived)),
             (arrived + sent * (copies > 0), (sent + arrived) * (copies > 0)),
         )
 
-    def _gathered(self, sizes: MicroBatchSizes, rows: int) -> _Ways:
-        """Account for the tokens of all ranks, and for sums of rows by token in the accumulation dtype."""
+    def _gathered(self, sizes: MicroBatchSizes, rows: int) -> tuple[Peaks, Peaks, Peaks]:
+        """Account for the tokens of all ranks, and for sums of rows by token in the accumulation dtype, as
+        `_exchanged`.
+        """
         every, weights = sizes.ep * sizes.stream, sizes.local * self.chosen * sizes.wide
         arrived, wide = (rows * self.hidden * size for size in (sizes.compute, sizes.wide * sizes.narrow))
         sums = every // sizes.compute * sizes.wide
         adding, packed = sums + max(wide, every * sizes.narrow), every + sizes.ep * weights
         last = _wide_stream(sizes) + sizes.stream
-        return _Ways(
+        return (
             (packed + max(sizes.stream + weights, arrived), max(adding, every + packed, 2 * packed, packed + last)),
             (max(arrived + max(adding, 2 * every), every + last), every + arrived),
             (2 * every, every + sizes.stream),
@@ -231,16 +238,6 @@ class ExpertLayer(Part):
         total += gemms
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)), gemms)
         return sum((part.seconds(times, fp8) for part in self._dense), start=total)
-
-
-class _Ways(NamedTuple):
-    """Transient bytes of rows' ways in forward and in backward: to the experts and back, and on the way back, beside
-    what overlaps.
-    """
-
-    dispatch: tuple[int, int]
-    combine: tuple[int, int]
-    flying: tuple[int, int]
 
 
 def _wide_stream(sizes: MicroBatchSizes) -> int:

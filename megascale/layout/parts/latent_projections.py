@@ -41,7 +41,15 @@ class LatentProjections(Part):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        return self.down, *self.queries.layers, *self.keys.layers
+        return *self.queries.layers, *self.keys.layers
+
+    @property
+    def whole_numel(self) -> int:
+        return self.down.weight_numel
+
+    @property
+    def token_weights(self) -> int:
+        return self.whole_numel + super().token_weights
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         """The parameters. muP takes the widths of latents as given: what is projected from one keeps its scale."""
@@ -83,7 +91,7 @@ class LatentProjections(Part):
         local, stored, again = sizes.local * sizes.compute, sizes.shrink, sizes.recompute.norm and not sizes.tensorwise
         latents, normed = local * self.down.outputs, local * sum(width for _, width in self.ranks)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
-        weight = self.down.weight_numel * sizes.compute * sizes.narrow
+        weight = self.whole_numel * sizes.compute * sizes.narrow
         first = UnitBytes(0 if again else sizes.stream, latents, sizes.stream * (1 + again) + weight, own - latents)
         wide = normed // sizes.compute * sizes.wide * (4 if sizes.narrow else 3)
         steps = [first, UnitBytes(latents + len(self.ranks) * sizes.local * sizes.wide, normed, wide)]

@@ -109,6 +109,7 @@ class Part(ABC):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
+        """The linear layers that tp shards."""
         return ()
 
     @property

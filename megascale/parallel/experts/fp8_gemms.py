@@ -6,10 +6,8 @@ wgrad is in the compute dtype. Its scales would be of an expert's rows together,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from megascale.device import profiler_range
@@ -48,17 +46,22 @@ class Fp8GroupedGemms(GroupedGemms):
 
     def _quantized(self, matrices: Tensor) -> tuple[Quantized, ...]:
         if self._version != self.state.weight_version:
-            turned = (matrix.t().contiguous() for matrix in matrices)
             with self.recorder.memory_kind("parameters"), profiler_range("quantize"):
-                forward, dgrad = self._stack(iter(matrices)), self._stack(turned)
+                forward, dgrad = self._stack(matrices), self._stack(matrices.transpose(1, 2))
             self._version = self.state.weight_version
             self._weights = replace(forward, use_fast_accum=True), replace(dgrad, use_fast_accum=self.state.fast_dgrad)
         return self._weights
 
-    def _stack(self, matrices: Iterator[Tensor]) -> Quantized:
+    def _stack(self, matrices: Tensor) -> Quantized:
         """Quantize one matrix at a time, whose temporary memory is many times the result's."""
-        parts = [*map(self.state.recipe.weight.encode, matrices)]
-        return parts[0].gathered(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
+        encode, (experts, n, _) = self.state.recipe.weight.encode, matrices.shape
+        first = encode(matrices[0].contiguous())
+        stack = first.gathered(first.codes.repeat(experts, 1), first.scale.repeat(experts, 1))
+        for expert in range(1, experts):
+            part = encode(matrices[expert].contiguous())
+            for place, values in zip(stack[expert * n : (expert + 1) * n].tensors, part.tensors, strict=True):
+                place.copy_(values)
+        return stack
 
 
 def build_grouped_gemms(layer: int, state: Fp8State, recorder: Recorder) -> GroupedGemms:

@@ -15,7 +15,7 @@ from typing import Literal
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import distinct_blocks, fp8_weight_numel
+from megascale.layout.blocks import distinct_blocks, linears
 from megascale.layout.buckets import SHARDED
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
 from megascale.layout.topology import topology_of
@@ -59,7 +59,7 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     blocks, numbers = distinct_blocks(config.model)
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
     quantized = [blocks[numbers[layer]] for layer in layers if layer in fp8]
-    cast = sum(map(fp8_weight_numel, quantized)) // config.parallel.tp
+    cast = sum(layer.weight_numel for block in quantized for layer in linears(block)) // config.parallel.tp
     if RECIPES[config.fp8.recipe].facts["granularity"] != "tensor":
         cast += sum(part.expert_numel for block in quantized for part in block) // config.parallel.ep
     cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)

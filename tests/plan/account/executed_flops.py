@@ -44,8 +44,7 @@ def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_r
     m, p, described = config.model, config.parallel, block_spec(config.model, layer)
     weights = sum(part.token_weights for part in described)
     total = 2 * m.seq_length // p.cp * (3 * weights + recomputed_weights(described, recompute))
-    alike = (layer for part in described for layer in part.linears if layer.name == "attention.down")
-    repeated = 0 if p.sp else (p.tp - 1) * sum(layer.weight_numel for layer in alike)  # on every tp rank
+    repeated = 0 if p.sp else (p.tp - 1) * sum(part.whole_numel for part in described)  # on every tp rank
     total += 2 * m.seq_length // p.cp * (3 + recompute.full) * repeated
     total += 2 * config.dropped_chunks * config.row_tokens * weights
     passes = 2 + (4 if m.dropout else 5) + (2 if recompute.full or recompute.attention else 0)

@@ -66,6 +66,17 @@ def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
     assert peak > 4e9 and -0.01 < error < 0.01
 
 
+@pytest.mark.parametrize("ep", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_biases_need_no_copies_of_all_rows(ep: int, tmp_path: Path) -> None:
+    """Of eight experts, several or one on a rank: the formula is as near as without biases."""
+    keys = {"train__precision": "bf16", "batch__micro": 2, "batch__global": 16, "parallel__dp": ep, "parallel__ep": ep}
+    model = LARGE | {"experts": 8, "experts_per_token": 4, "expert_ffn_size": 768}
+    plain, biased = (
+        compare(config_of(settings(model | {"bias": bias}, tmp_path, **keys), tmp_path), 1)[1] for bias in (False, True)
+    )
+    assert abs(biased - plain) < 1e-3
+
+
 @pytest.mark.parametrize("dispatcher", ["all_to_all", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_blocks_of_tokens_need_no_more(dispatcher: str, tmp_path: Path) -> None:
     """The formula is that of a single block, and so a bound; communication is exact."""

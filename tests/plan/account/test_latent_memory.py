@@ -25,6 +25,7 @@ PACKED = {"data__attention_mask": "document", "data__document_length": 512}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sp": (WIDE, SP),
     "experts sp ep4": (EXPERTS, SP | {"parallel__dp": 2, "parallel__ep": 4}),
+    "sp zero2": (WIDE, SP | {"parallel__tp": 8, "parallel__dp": 4, "parallel__zero": 2}),
     "alone": (WIDE, {}),
     "tp": (WIDE, {"parallel__tp": 2}),
     "no q latent": (WIDE | {"q_lora_rank": 0}, {}),
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 blocks": (WIDE, {"parallel__tp": 2, "train__precision": "fp8", "fp8__recipe": "blockwise"}),
     "dropout": (WIDE | {"dropout": 0.1, "seq_length": 1024}, {"batch__micro": 8}),
 }
-QUICK = ("sp", "experts sp ep4")
+QUICK = ("sp zero2", "experts sp ep4")
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,13 @@ def test_norms_of_q_and_k_cost_passes_and_over_all_heads_sums() -> None:
     assert full.backward.tp - head.backward.tp == pytest.approx(full.forward.tp - head.forward.tp)
 
 
+def test_sinks_cost_passes() -> None:
+    """But no time in the attention kernel."""
+    plain, sinks = (of(config_of("model.dropout=0.0", f"model.attention_sinks={on}")) for on in ("false", "true"))
+    assert plain.forward.elementwise < sinks.forward.elementwise
+    assert plain.forward.attention == sinks.forward.attention
+
+
 EXPERTS = [
     "model.block=serial", "model.bias=false", "model.experts=16", "model.experts_per_token=2",
     "model.expert_ffn_size=8192", "batch.micro=8",
