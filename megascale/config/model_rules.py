@@ -15,7 +15,7 @@ def attention_heads(model: ModelConfig) -> Iterator[Finding]:
         message = f"hidden_size {model.hidden_size} is not divisible by {model.num_heads} heads"
         hint = f"one of {join_values(divisors(model.hidden_size, 512))}, or a head_dim"
         yield Finding("model.num_heads", message, hint)
-    if model.num_heads % model.num_kv_heads:
+    if model.num_heads % model.num_kv_heads and not model.kv_lora_rank:  # else latent_attention says which
         message = f"{model.num_heads} heads cannot share {model.num_kv_heads} key-value heads"
         yield Finding("model.num_kv_heads", message, f"one of {join_values(divisors(model.num_heads))}")
 
@@ -74,7 +74,7 @@ def latent_attention(model: ModelConfig) -> Iterator[Finding]:
         return
     if model.num_kv_heads != model.num_heads:
         message = f"latent attention has keys of all {model.num_heads} heads, not of {model.num_kv_heads}"
-        yield Finding("model.num_kv_heads", message, "remove the key")
+        yield Finding("model.num_kv_heads", message, f"{model.num_heads}")
     if model.rope_head_dim == 0:
         yield Finding("model.rope_head_dim", "latent attention rotates a part of q and k", "for example 64")
     if model.value_head_dim > model.qk_head_dim:
