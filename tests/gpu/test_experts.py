@@ -91,6 +91,15 @@ def test_grouped_gemms_are_nearly_as_fast_as_a_dense_one(rows: int, least: float
     figure(f"grouped of dense at {rows} rows an expert", 100 * dense / grouped, "%", least=least)
 
 
+@pytest.mark.gpu(1, only=True)
+def test_rows_move_nearly_as_fast_as_a_copy(figure: Figure) -> None:
+    """The gather of a dispatch, of two slots a token."""
+    x = torch.randn(16_384, INPUTS, device="cuda").bfloat16()
+    order = torch.randperm(2 * len(x), device="cuda") // 2
+    copied = x.repeat(2, 1)
+    figure("gather of copy", 100 * seconds(copied.clone) / seconds(lambda: x[order]), "%", least=60)
+
+
 def waits_of_a_step(rank: Rank, config: RunConfig) -> int:
     """Count the calls in the second step that wait for the device."""
     run = run_of(rank, config)
@@ -154,6 +163,18 @@ def test_the_curve_is_that_of_one_gpu(model: dict, name: str, tmp_path: Path, fi
     difference = furthest(found[0], expected)
     figure("difference", difference)
     assert difference < 1e-5
+
+
+@pytest.mark.gpu(1, only=True)
+def test_two_hundred_steps_in_bf16_are_within_the_noise_of_seeds(tmp_path: Path, figure: Figure) -> None:
+    def last_loss(precision: str, seed: int) -> float:
+        keys = {"train__precision": precision, "train__seed": seed, "train__steps": 200, "optimizer__lr": 1e-3}
+        (curve,) = world_of(1, curve_on, config_of(settings(SHARED, tmp_path, **keys), tmp_path), 200)
+        return sum(loss for loss, _ in curve[-20:]) / 20
+
+    exact = [last_loss("fp32", seed) for seed in (1, 2, 3)]
+    difference = abs(last_loss("bf16", 1) - exact[0])
+    figure("difference", difference, most=max(exact) - min(exact))
 
 
 @pytest.mark.gpu(1)

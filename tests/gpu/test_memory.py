@@ -21,6 +21,7 @@ MIDDLE = LLAMA | {
     "num_layers": 8, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 32000,
     "seq_length": 4096,
 }  # fmt: skip
+MIXTURE = MIDDLE | {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 2816, "shared_ffn_size": 2816}
 
 
 def steps(rank: Rank, config: Any, count: int) -> tuple[list[int], list[int], int]:
@@ -48,9 +49,10 @@ def test_fifty_steps_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu(1, only=True)
-def test_the_peak_is_as_planned(tmp_path: Path, figure: Figure) -> None:
+@pytest.mark.parametrize("model", [MIDDLE, MIXTURE], ids=["dense", "experts"])
+def test_the_peak_is_as_planned(model: dict[str, Any], tmp_path: Path, figure: Figure) -> None:
     overrides = {"train__precision": "bf16", "train__steps": 3, "batch__global": 4}
-    config = config_of(settings(MIDDLE, tmp_path, **overrides), tmp_path)
+    config = config_of(settings(model, tmp_path, **overrides), tmp_path)
     ((_, _, peak),) = world_of(1, steps, config, 3)
     planned = JobMemory(config).fullest().total
     figure("peak", peak / 2**30, "GiB")
