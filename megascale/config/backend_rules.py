@@ -45,7 +45,13 @@ def fp8_shapes(
         *(latent if model.kv_lora_rank else ()),
         ("model.num_heads", model.num_heads * model.value_head_dim, tp, "columns of the heads on a rank"),
         ("model.num_kv_heads", fused_columns, tp, columns),
-        ("model.ffn_size", model.ffn_size, tp, "columns of the MLP on a rank"),
+        (
+            "model.ffn_size",
+            0 if model.experts and not model.dense_layers else model.ffn_size,
+            tp,
+            "columns of the MLP on a rank",
+        ),
+        ("model.shared_ffn_size", model.shared_ffn_size, tp, "columns of the shared expert on a rank"),
         ("model.seq_length", model.seq_length * batch.micro, 1, "tokens in a micro-batch"),
         *([("model.expert_ffn_size", model.expert_ffn_size, 1, "columns of an expert")] if expert_gemms else []),
     ):

@@ -63,10 +63,14 @@ class Exclusions:
             return []
         name, values = self.key.rpartition(".")[2], [read(key) for key, _, _, _ in self.rows]
         return [
-            Finding(key, message.format(value=value, given=given, name=name), hint)
+            Finding(key, message.format(value=_as_toml(value), given=_as_toml(given), name=name), hint)
             for value, (key, passes, message, hint) in zip(values, self.rows, strict=True)
             if not passes(value)
         ]
+
+
+def _as_toml(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 NO_EFFECT, REMOVE = "has no effect with {name} = {given}", "remove the key"

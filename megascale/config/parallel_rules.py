@@ -20,9 +20,12 @@ from megascale.config.train import BatchConfig, TrainConfig
 def tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that tp divides heads and MLP columns, and with sp the sequence."""
     tp, heads, kv_heads = parallel.tp, model.num_heads, model.num_kv_heads
-    columns = 0 if model.has_experts(0) else model.ffn_size  # of the first layer, which is dense if any is
-    valid = [t for t in divisors(kv_heads) if columns % t == 0 and heads % t == 0]
-    for count, noun in ((heads, "heads"), (kv_heads, "key-value heads"), (columns, "columns of the MLP")):
+    columns, shared = 0 if model.experts and not model.dense_layers else model.ffn_size, model.shared_ffn_size
+    valid = [t for t in divisors(kv_heads) if not (columns % t or heads % t or shared % t)]
+    for count, noun in (
+        (heads, "heads"), (kv_heads, "key-value heads"), (columns, "columns of the MLP"),
+        (shared, "columns of the shared expert"),
+    ):  # fmt: skip
         if count % tp:
             message = f"{count} {noun} cannot be split over tp = {tp}"
             yield Finding("parallel.tp", message, f"tp in {join_values(valid)}")

@@ -127,7 +127,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         MOE | {"moe__balance": "step", "moe__balance_group": 2},
         {"moe.balance_group": "no effect with balance = step"},
     ),
-    ("NO_BALANCE_BIAS", MOE | {"moe__bias_rate": 0.1}, {"moe.bias_rate": "no effect with balance_bias = False"}),
+    ("NO_BALANCE_BIAS", MOE | {"moe__bias_rate": 0.1}, {"moe.bias_rate": "no effect with balance_bias = false"}),
     (
         "EXPERT_PARALLEL",
         MOE | {"parallel__dp": 2, "parallel__ep": 2, "train__noise_scale_every": 1},
@@ -339,6 +339,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),
     ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),
     ("tensor_parallel", {"parallel__tp": 2, "model__ffn_size": 33}, {"parallel.tp": "33 columns of the MLP cannot"}),
+    (
+        "tensor_parallel",
+        MOE | {"parallel__tp": 2, "parallel__sp": True, "model__shared_ffn_size": 33},
+        {"parallel.tp": "33 columns of the shared expert cannot"},
+    ),
     (
         "multi_token_prediction",
         {"model__position": "rope", "model__seq_length": 4, "model__mtp_layers": 4},
