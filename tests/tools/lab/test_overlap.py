@@ -77,7 +77,7 @@ def test_it_measures(tmp_path: Path) -> None:
     (result,) = json.loads(done.stdout)["results"]
     assert result["rate"] > 0 and result["exposed_off"] > result["exposed_on"] > 0
     assert result["off"] > result["compute"] > 0
-    assert sorted(path.name for path in (tmp_path / "tp").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "tp").glob("[!.]*")) == [
         "compute", "compute.toml", "off", "off.toml", "on", "on.toml",
     ]  # fmt: skip
 
