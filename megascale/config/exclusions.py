@@ -88,6 +88,11 @@ def _off(switch: str, when: Test, section: type[Section], *names: str, hint: str
     return _without_effect(switch, when, {f"{table}.{name}": only(defaults[name]) for name in names}, hint)
 
 
+def _unsupported(switch: str, *rows: tuple[str, Test, str, str]) -> Exclusions:
+    """Return the exclusions of keys without an implementation for a switch above 0."""
+    return Exclusions(switch, unless(0), tuple((*row[:2], f"{row[2]} ({switch} = {{given}})", row[3]) for row in rows))
+
+
 def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
     """Return the exclusions of a guard's keys without the guard, such as zclip, against spikes."""
     return Exclusions(
@@ -103,16 +108,10 @@ def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
 
 NO_LEARNED_POSITIONS = _without_effect("model.position", unless("learned"), {"model.positions": only(None)})
 
-NO_ROPE = _without_effect(
-    "model.position",
-    unless("rope"),
-    {
-        "model.rope_theta": only(10_000.0),
-        "model.rope_scaling": only(None),
-        "model.local_rope_theta": only(None),
-        "model.rotary_fraction": only(1),
-    },
-)
+NO_ROPE = _without_effect("model.position", unless("rope"), {
+    "model.rope_theta": only(10_000.0), "model.rope_scaling": only(None), "model.local_rope_theta": only(None),
+    "model.rotary_fraction": only(1),
+})  # fmt: skip
 
 NO_EXPERTS = _off(
     "model.experts", only(0), ModelConfig, "experts_per_token", "dense_layers", "shared_ffn_size",
@@ -120,15 +119,10 @@ NO_EXPERTS = _off(
     "router_scale", "router_bias", "balance_bias", "expert_ffn_size", hint="model.experts above 0, or remove the key",
 )  # fmt: skip
 
-NO_BALANCED_EXPERTS = _without_effect(
-    "model.experts",
-    only(0),
-    {
-        "moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None),
-        "moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1),
-    },
-    "model.experts above 0, or remove the key",
-)  # fmt: skip
+NO_BALANCED_EXPERTS = _without_effect("model.experts", only(0), {
+    "moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None),
+    "moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1),
+}, "model.experts above 0, or remove the key")  # fmt: skip
 
 NO_BALANCE_LOSS = _off("moe.balance", only("none"), MoeConfig, "balance_weight", hint="moe.balance, or remove the key")
 
@@ -140,52 +134,43 @@ NO_BALANCE_BIAS = _without_effect(
     "model.balance_bias", only(False), {"moe.bias_rate": only(1e-3)}, "model.balance_bias = true, or remove the key"
 )
 
-EXPERTS = Exclusions("model.experts", unless(0), tuple(
-    (key, passes, f"{message} (model.experts = {{given}})", hint)
-    for key, passes, message, hint in (
-        ("model.block", only("serial", "sandwich", "post_norm"), "experts follow attention, in a branch of their own",
-         "serial, sandwich or post_norm"),
-        ("parallel.hybrid_dp", only(False), "ranks that exchange tokens run the same micro-batches", "false"),
-        ("train.mlp_tiles", only(1), "experts have no tiles", "1"),
-    )
-))  # fmt: skip
-"""Keys without an implementation for experts."""
+EXPERTS = _unsupported(
+    "model.experts",
+    ("model.block", only("serial", "sandwich", "post_norm"), "experts follow attention, in a branch of their own",
+     "serial, sandwich or post_norm"),
+    ("parallel.hybrid_dp", only(False), "ranks that exchange tokens run the same micro-batches", "false"),
+    ("train.mlp_tiles", only(1), "experts have no tiles", "1"),
+)  # fmt: skip
 
 NO_LATENT = _off(
     "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim", "value_head_dim", "latent_norm_eps",
     hint="model.kv_lora_rank above 0, or remove the key",
 )  # fmt: skip
 
-LATENT = Exclusions("model.kv_lora_rank", unless(0), tuple(
-    (key, passes, f"{message} (model.kv_lora_rank = {{given}})", hint)
-    for key, passes, message, hint in (
-        ("model.norm", only("rmsnorm"), "latent vectors are normalized by rmsnorm", "rmsnorm"),
-        ("model.position", only("rope"), "latent attention needs rotary embeddings", "rope"),
-        ("model.rotary_fraction", only(1), "rope_head_dim says what is rotated", REMOVE),
-        ("model.bias", only(False), "biases are not supported with latent attention", "bias = false"),
-        ("model.qkv_bias", only(None, False), "biases are not supported with latent attention", REMOVE),
-        ("model.block", only("serial"), "latent attention is in serial blocks", "serial"),
-        ("model.qk_norm", only("none"), "norms of q and k are not supported with latent attention", "none"),
-        ("model.window", only(None, 0), "windows are not supported with latent attention", REMOVE),
-        ("model.attention_softcap", only(None), "a soft cap is not supported with latent attention", REMOVE),
-        ("model.attention_sinks", only(False), "sinks are not supported with latent attention", "false"),
-    )
-))  # fmt: skip
-"""Keys without an implementation for latent attention."""
+LATENT = _unsupported(
+    "model.kv_lora_rank",
+    ("model.norm", only("rmsnorm"), "latent vectors are normalized by rmsnorm", "rmsnorm"),
+    ("model.position", only("rope"), "latent attention needs rotary embeddings", "rope"),
+    ("model.rotary_fraction", only(1), "rope_head_dim says what is rotated", REMOVE),
+    ("model.bias", only(False), "biases are not supported with latent attention", "bias = false"),
+    ("model.qkv_bias", only(None, False), "biases are not supported with latent attention", REMOVE),
+    ("model.block", only("serial"), "latent attention is in serial blocks", "serial"),
+    ("model.qk_norm", only("none"), "norms of q and k are not supported with latent attention", "none"),
+    ("model.window", only(None, 0), "windows are not supported with latent attention", REMOVE),
+    ("model.attention_softcap", only(None), "a soft cap is not supported with latent attention", REMOVE),
+    ("model.attention_sinks", only(False), "sinks are not supported with latent attention", "false"),
+)  # fmt: skip
 
 NO_MTP = _without_effect("model.mtp_layers", only(0), {"train.mtp_loss_weight": only(0.1)})
 
-MTP = Exclusions("model.mtp_layers", unless(0), tuple(
-    (key, passes, f"{message} (model.mtp_layers = {{given}})", hint)
-    for key, passes, message, hint in (
-        ("model.position", unless("learned"), "MTP layers have no learned positions", "rope"),
-        ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported with MTP layers", REMOVE),
-        ("parallel.hybrid_dp", only(False), "planned micro-batches have no targets of MTP layers", "false"),
-        ("train.activation_offload", only(False), "offloading is not supported with MTP layers", "false"),
-        ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
-    )
-))  # fmt: skip
-"""Keys without an implementation for multi-token prediction."""
+MTP = _unsupported(
+    "model.mtp_layers",
+    ("model.position", unless("learned"), "MTP layers have no learned positions", "rope"),
+    ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported with MTP layers", REMOVE),
+    ("parallel.hybrid_dp", only(False), "planned micro-batches have no targets of MTP layers", "false"),
+    ("train.activation_offload", only(False), "offloading is not supported with MTP layers", "false"),
+    ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
+)  # fmt: skip
 
 ATTENTION_SINKS = Exclusions("model.attention_sinks", only(True), (
     ("model.dropout", only(0), "attention with sinks has no dropout", "0"),
