@@ -34,6 +34,7 @@ FEATURES = (
     Feature("overlap on tp, pp, dp", ("parallel/test_tp_overlap.py", "tools/lab/test_overlap.py"), ("overlap",)),
     Feature("context and hybrid data parallelism", ("parallel", "layout"), ("layouts",)),
     Feature("experts, ep", ("parallel/experts",), ("experts",)),
+    Feature("latent attention, sinks, multi-token prediction", ("model", "convert", "train"), ("experts",)),
     Feature("fp64, fp32, bf16, FP8; masks; backends", ("train", "ops", "model"), ("exactness", "fp8")),
     Feature("attention by fused kernels", ("ops",), ("attention",)),
     Feature("wgrad GEMMs that add to fp32", ("ops",), ("accumulation",)),
