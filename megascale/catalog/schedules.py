@@ -8,7 +8,7 @@ p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 
 
 Facts: `multi_chunk`: v > 1 is possible. `unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few
 micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates all. `placement`:
-where the virtual stages are, a name of `layout.stages.PLACEMENTS`.
+where the virtual stages are, a name of `layout.stages.PLACEMENTS`. `split`: backwards are I and W, in two.
 """
 
 from megascale.core.registry import Card, Registry
@@ -39,13 +39,13 @@ SCHEDULES = Registry(
             "zb_h1",
             "1f1b with a split backward: gradients of weights fill a third of the bubble (Qi et al. 2023)",
             "megascale.schedule.zero_bubble:zb_h1",
-            {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop"},
+            {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": True},
         ),
         Card(
             "interleaved_zb",
             "interleaved_1f1b with a split backward, for the activations of 1f1b",
             "megascale.schedule.zero_bubble:interleaved_zb",
-            {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop"},
+            {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": True},
         ),
     ],
     synonyms={

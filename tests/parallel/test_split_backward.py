@@ -37,8 +37,7 @@ def test_split_backward_is_the_same_run(model: str, layout: str, precision: str,
     changes = {f"parallel__{key}": value for key, value in keys.items()} | {"train__precision": precision}
     schedules = ["interleaved_1f1b", "interleaved_zb"] if many else ["1f1b", "zb_h1"]
     configs = [
-        config_of(settings(MODELS[model], tmp_path, parallel__schedule=name, **changes), tmp_path)
-        for name in schedules
+        config_of(settings(MODELS[model], tmp_path, parallel__schedule=name, **changes), tmp_path) for name in schedules
     ]
     for whole, split in run_world(configs[0].world_size, curves, configs):
         if keys.get("zero") == 2:  # the head's gradient, made in forward, joins the reduction of another micro-batch
