@@ -70,7 +70,7 @@ def test_extrapolation_is_close_to_the_simulation(drawn: tuple[Pipeline, StageTi
 @pytest.mark.parametrize("name", SCHEDULES.names())
 @pytest.mark.parametrize(("p", "m"), [(4, 5000), (100, 100), (100, 150), (100, 430), (200, 9000), (64, 16)])
 def test_a_uniform_pipeline_is_exact(name: str, p: int, m: int) -> None:
-    """Work of all micro-batches plus the bubble of p - 1 stages, with more idle time for m < p. Gradients of weights fill
+    """Work of all micro-batches plus the bubble of p - 1 stages, with more idle time for m < p. Weights' gradients fill
     two thirds of it.
     """
     v = 3 if SCHEDULES[name].facts["multi_chunk"] else 1
