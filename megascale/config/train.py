@@ -175,6 +175,11 @@ class OptimizerConfig(Section):
     decay_steps: Count | None = Field(
         None, description="for wsd: steps of the final decay; default a tenth of train.steps"
     )
+    schedule_steps: Count | None = Field(
+        None,
+        description="steps of warm-up and decay, of the whole batch.global; after them the learning rate is min_lr, and a "
+        "shorter run ends before it is; default: the run's",
+    )
     weight_decay: Float32 = Field(0.1, ge=0, description="decoupled weight decay of matrices, not of norms and biases")
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
         [0.9, 0.95], description="decay of the first and second moment"

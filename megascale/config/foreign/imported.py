@@ -67,7 +67,9 @@ def import_arguments(system: str, given: Mapping[str, Values], gpus: int | None 
     made = Imported()
     for name, values in given.items():
         found, one = find(name, system), translate(name, values, context, system)
-        if found is None or one is None:
+        if not name:
+            made.refused[" ".join(map(str, values))] = "not the value of an argument"
+        elif found is None or one is None:
             made.refused[name] = UNKNOWN
         elif found[1].only_with and plain(found[1].only_with) not in context:
             made.dropped[name] = f"nothing to write without {found[1].only_with}"
@@ -109,4 +111,4 @@ def _write(made: Imported, name: str, one: Translation) -> None:
     made.mapped.append(name)
     made.settings |= one.settings
     if one.converted and one.note:
-        made.notes |= dict.fromkeys(one.settings, f"{name}: {one.note}")
+        made.notes.setdefault(next(iter(one.settings)), f"{name}: {one.note}")

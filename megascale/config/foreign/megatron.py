@@ -18,6 +18,7 @@ from megascale.config.foreign.megatron_values import (
     steps_of_share,
     swiglu,
     value_of,
+    whole_batches,
     window,
     zero,
 )
@@ -36,7 +37,6 @@ from megascale.config.foreign.setting import (
     options,
     same,
     scaled,
-    steps_of_samples,
     switch,
     two_shares,
     words,
@@ -45,7 +45,7 @@ from megascale.config.foreign.setting import (
 _ALWAYS = "nothing to write: always so"
 _LATENT = "multi_latent_attention"
 _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
-_LOAD = "auto, the default, is the run's newest; a checkpoint of Megatron-LM goes through Hugging Face"
+_LOAD = "auto, the default, is the run's newest; with another folder than --save, the start from its checkpoint"
 _TOKENIZER = (
     "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
 )
@@ -97,7 +97,12 @@ MODEL = (
     computed("--qk-layernorm", "model.qk_norm", lambda _, context: Needless("nothing to write: latent vectors have norms")
              if "multi_latent_attention" in context else "head", "latent vectors always have norms", takes=0),
     switch("--disable-bias-linear", "model.bias", False, "without it, a router has a bias too: model.router_bias"),
+    switch("add_bias_linear", "model.bias", True),
     switch("--untie-embeddings-and-output-weights", "model.tie_embeddings", False),
+    switch("share_embeddings_and_output_weights", "model.tie_embeddings", True),
+    computed("gated_linear_unit", "model.activation", lambda values, context: {"silu": "swiglu", "gelu": "geglu"}[
+             str(value_of(context, "activation_func")).rpartition(".")[2]] if values[0] else Needless("not gated")),
+    needless("activation_func", "nothing to write: gated_linear_unit says it"),
     computed("--hidden-dropout, --attention-dropout", "model.dropout", lambda values, context: values[0] if all(
              context.get(name, [0.1] if "num_layers" in context else values)[0] == values[0]
              for name in ("hidden_dropout", "attention_dropout")) else
@@ -208,8 +213,8 @@ TRAIN = (
     switch("--recompute-activations", "train.recompute", "selective"),
     switch("--moe-layer-recompute", "train.recompute", "full", "of whole blocks, with attention"),
     computed("--recompute-modules", "train.recompute_ops",
-             lambda values, _: [_MODULES[module] for module in values], "core_attn is attention, layernorm is norm",
-             takes=MANY),
+             lambda values, _: [_MODULES[name] for name in values if name in _MODULES]
+             or Needless("not supported: other operations"), "core_attn is attention, layernorm is norm", takes=MANY),
     needless("--recompute-num-layers, --recompute-method", "write train.recompute_model_chunks, by model chunk"),
     computed("--fine-grained-activation-offloading, --cpu-offloading", "train.activation_offload",
              lambda _, context: True if value_of(context, "recompute_granularity") == "full" or
@@ -254,13 +259,13 @@ OPTIMIZER = (
     same("--min-lr", "optimizer.min_lr"),
     same("--lr-warmup-iters", "optimizer.warmup_steps"),
     computed("--lr-warmup-fraction", "optimizer.warmup_steps", steps_of_share, "steps: share x --lr-decay-iters"),
-    computed("--lr-warmup-samples", "optimizer.warmup_steps", steps_of_samples, "steps: samples / batch.global"),
+    computed("--lr-warmup-samples", "optimizer.warmup_steps", whole_batches, "steps: samples / batch.global"),
     words("--lr-decay-style", "optimizer.decay",
           {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}, theirs="linear"),
     computed("--lr-decay-iters, --lr-decay-samples", "optimizer.schedule_steps", schedule, "steps of batch.global"),
     computed("--lr-wsd-decay-iters", "optimizer.decay_steps", lambda values, context: Advice(_WSD) if value_of(
              context, "lr_wsd_decay_style") != "linear" and "num_layers" in context else values[0], _WSD),
-    computed("--lr-wsd-decay-samples", "optimizer.decay_steps", steps_of_samples, "steps: samples / batch.global"),
+    computed("--lr-wsd-decay-samples", "optimizer.decay_steps", whole_batches, "steps: samples / batch.global"),
     absent("--lr-wsd-decay-style", "not supported: linear alone", harmless={"linear": "nothing to write: linear"}),
     absent("--lr-warmup-init", "not supported: the warm-up begins at 0", harmless={"0": "nothing to write: 0"}),
     needless("--override-opt-param-scheduler, --use-checkpoint-opt-param-scheduler",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from megascale.config.foreign.megatron_values import balance, balance_weight
 from megascale.config.foreign.setting import (
@@ -31,8 +32,7 @@ def _dense_layers(values: Values, context: Context) -> int | Advice:
     return int(dense[1]) if dense else Advice("not supported: only model.dense_layers first layers lack experts")
 
 
-EXPERTS = (
-    same("--num-experts, --num-moe-experts", "model.experts"),
+_OF_EXPERTS = (
     same("--moe-router-topk", "model.experts_per_token"),
     same("--moe-ffn-hidden-size", "model.expert_ffn_size"),
     computed("--moe-layer-freq", "model.dense_layers", _dense_layers,
@@ -58,7 +58,7 @@ EXPERTS = (
     same("--moe-expert-capacity-factor", "moe.capacity_factor", "of a sequence, theirs is of a rank's tokens"),
     needless("--moe-token-drop-policy", "nothing to write: the largest weights stay"),
     needless("--moe-pad-expert-input-to-capacity", "not supported: rows are as many as chosen", 0),
-    words("--moe-token-dispatcher-type", "moe.dispatcher", {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"}, "", "all_gather", 1, "num_experts"),
+    words("--moe-token-dispatcher-type", "moe.dispatcher", {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"}, "", "all_gather"),
     needless("--moe-shared-expert-overlap", _ALWAYS, 0),
     needless("--overlap-moe-expert-parallel-comm", "write moe.token_blocks: of blocks of a micro-batch's tokens", 0),
     needless("--moe-router-dtype", "nothing to write: logits are in fp32"),
@@ -75,3 +75,8 @@ EXPERTS = (
     needless("--moe-router-padding-for-fp8, --moe-router-padding-for-quantization",
            "nothing to write: no rows are padded", 0),
 )  # fmt: skip
+
+EXPERTS = (
+    same("--num-experts, --num-moe-experts", "model.experts"),
+    *(replace(row, only_with="num_experts") for row in _OF_EXPERTS),
+)

@@ -13,7 +13,7 @@ OTHERS = (
              "--reuse-grad-buf-for-mxfp8-param-ag, --te-rng-tracker, --use-flashinfer-fused-rope, "
              "--use-fused-weighted-squared-relu, --defer-embedding-wgrad-compute, --use-transformer-engine-op-fuser, "
              "--no-use-layer-wise-param-layout, --enable-experimental, --check-for-large-grads, "
-             "--init-model-with-meta-device, --fsdp-double-buffer, --use-nccl-ub, --export-force-local-attention",
+             "--disable-bf16-reduced-precision-matmul, --fsdp-manual-registration, --init-model-with-meta-device, --fsdp-double-buffer, --use-nccl-ub, --export-force-local-attention",
              _FAST, 0),
     needless("--ddp-num-buckets, --num-distributed-optimizer-instances, --high-priority-stream-groups, "
              "--cuda-graph-modules, --cuda-graph-scope, --cuda-graph-warmup-steps, --tp-comm-overlap-cfg, "
@@ -28,6 +28,7 @@ OTHERS = (
     needless("--log-validation-ppl-to-tensorboard, --log-progress, --log-energy, --no-record-throughput", _LOGS, 0),
     needless("--logging-level, --log-memory-interval, --tensorboard-log-interval, --straggler-minmax-count, "
              "--wandb-entity", _LOGS),
+    needless("--padded-vocab-size", "nothing to write: padded to a multiple of 64 x tp"),
     needless("--no-use-tokenizer-model-from-checkpoint-args", "nothing to write: data.tokenizer says it", 0),
     needless("--eval-global-batch-size", "not supported: an evaluation takes batch.global sequences, too"),
     needless("--bias-activation-fusion", _FAST),
@@ -58,7 +59,7 @@ PREFIXES = {
     **dict.fromkeys((
         "inference_", "incoming_requests", "num_tokens_to_generate", "output_", "prompt", "return_log_probs",
         "temperature", "top_", "stop_words", "termination_id", "test_mode", "flash_decode", "max_tokens_to_oom",
-        "use_coordinator", "use_legacy_static_engine", "suspend_", "enable_chunked_prefill", "decode_only_"), _SERVING),
+        "use_coordinator", "async_mode", "use_legacy_static_engine", "suspend_", "enable_chunked_prefill", "decode_only_"), _SERVING),
     **dict.fromkeys((
         "export_", "flextron", "enable_router", "router_", "budget_", "binary_mask", "soft_mask", "slice", "tau_",
         "emb_int_list", "mlp_int_list", "hard_sample_th", "loss_alpha", "original_model_sample", "linear_scaler"),
@@ -66,6 +67,6 @@ PREFIXES = {
     **dict.fromkeys((
         "mamba_", "hybrid_", "encoder_", "decoder_", "vocab_extra_ids", "linear_", "dsa_", "experimental_attention",
         "img_", "patch_dim", "disable_vision", "dataloader_seq_length", "dataset_provider", "total_seq_length",
-        "packing_buffer", "language_model_checkpoint"), _MODELS),
+        "packing_buffer", "modelopt_", "language_model_checkpoint"), _MODELS),
 }  # fmt: skip
 """Beginnings of the names of other settings."""

@@ -72,12 +72,16 @@ def zero(values: Values, context: Context) -> int:
     return _STAGES[str(value_of(context, "data_parallel_sharding_strategy", "optim_grads_params")).lower()]
 
 
-def fp8(values: Values, context: Context) -> str | Advice:
-    """Return the precision, if the format is that of the recipe."""
+def fp8(values: Values, context: Context) -> str | Several | Advice:
+    """Return the precision, if the format is that of the recipe, and the layers at both ends that stay in bf16."""
     blockwise = value_of(context, "fp8_recipe") == "blockwise"
-    if "fp8_recipe" not in context or str(values[0]).lower() == ("e4m3" if blockwise else "hybrid"):
+    if "num_layers" not in context:
         return "fp8"
-    return Advice("not supported: delayed and tensorwise are hybrid, blockwise is e4m3")
+    if str(values[0]).lower() != ("e4m3" if blockwise else "hybrid"):
+        return Advice("not supported: delayed and tensorwise are hybrid, blockwise is e4m3")
+    ends = {"fp8.first_layers_bf16": "num_layers_at_start_in_bf16", "fp8.last_layers_bf16": "num_layers_at_end_in_bf16"}
+    kept = "first_last_layers_bf16" in context
+    return Several({"train.precision": "fp8", **{key: value_of(context, ends[key], 1) if kept else 0 for key in ends}})
 
 
 def history(values: Values, context: Context) -> Any:
@@ -100,12 +104,23 @@ def batch_schedule(values: Values, context: Context) -> Several | Advice:
     return Several({"batch.global": sizes[-1], "batch.rampup": [sizes[0], *increments, int(begins[-1])]})
 
 
+def _sizes(context: Context) -> BatchSizes:
+    """Return the batches of the steps, with a ramp-up."""
+    if schedule := context.get("step_batch_size_schedule"):
+        made = batch_schedule(schedule, context)
+        return BatchSizes(made["batch.global"], *made["batch.rampup"])  # type: ignore[index]
+    batch = context["global_batch_size"][0]
+    return BatchSizes(batch, *context.get("rampup_batch_size", (batch, batch, 0)))
+
+
+def whole_batches(values: Values, context: Context) -> int:
+    """Return the steps of batch.global that have so many samples."""
+    return int(values[0] // _sizes(context).total)
+
+
 def steps_of_run(values: Values, context: Context) -> int:
     """Return the steps of the samples of a run, with those of a ramp-up."""
-    batch = context["global_batch_size"][0]
-    if "rampup_batch_size" not in context:
-        return int(values[0] // batch)
-    sizes = BatchSizes(batch, *context["rampup_batch_size"])
+    sizes = _sizes(context)
     return bisect.bisect_right(range(1, int(values[0])), values[0], key=lambda step: sizes.before_step(step + 1))
 
 
@@ -115,15 +130,14 @@ def schedule(values: Values, context: Context) -> Any:
         return Needless("nothing to write: a constant rate")
     if values == (context.get("train_iters") or context.get("train_samples")):
         return Needless("nothing to write: the run's length")
-    return int(values[0] // context["global_batch_size"][0]) if "lr_decay_samples" in context else values[0]
+    return whole_batches(values, context) if "lr_decay_samples" in context else values[0]
 
 
 def steps_of_share(values: Values, context: Context) -> int:
     """Return the steps of a warm-up that is a share of the decay."""
     if steps := context.get("lr_decay_iters") or context.get("train_iters"):
         return round(values[0] * steps[0])
-    samples = context.get("lr_decay_samples") or context["train_samples"]
-    return round(values[0] * samples[0] / context["global_batch_size"][0])
+    return round(values[0] * whole_batches(context.get("lr_decay_samples") or context["train_samples"], context))
 
 
 def decoupled(values: Values, context: Context) -> list[dict[str, Any]] | Advice:

@@ -257,7 +257,6 @@ TRANSFORMERS = (
     words("hidden_act, hidden_activation, activation_function", "model.activation",
           {"silu": "swiglu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
           "a gated MLP: swiglu for silu, geglu for gelu_pytorch_tanh"),
-    switch("add_bias_linear", "model.bias", True),
     switch("tie_word_embeddings", "model.tie_embeddings", True),
     same("sliding_window", "model.window"),
     same("attn_logit_softcapping", "model.attention_softcap"),

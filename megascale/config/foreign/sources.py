@@ -57,7 +57,7 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
 
 
 def _from_command(command: Sequence[str], source: str) -> Arguments:
-    at = next(number for number, word in enumerate(command) if PROGRAM.match(word))
+    at = next(number for number, word in enumerate(command) if PROGRAM.fullmatch(word))
     program, given = command[at].rpartition("/")[2], read_flags(command[at + 1 :])
     launcher = {plain(name): values for name, values in read_flags(command[:at]).items()}
     counts = [launcher.get(name, [None])[0] for name in ("nproc_per_node", "nnodes")]
@@ -77,8 +77,9 @@ def _from_yaml(tree: Any, script: ShellScript) -> Arguments:
     if not isinstance(tree, dict):
         raise ValueError("not a table of arguments")
     given: dict[str, list[Any]] = {}
-    for name, values in _flat(tree.get("MODEL_ARGS") or tree).items():
-        words = [one for value in values for one in (script.expand(value) if isinstance(value, str) else [value])]
+    for name, (value,) in _flat(tree.get("MODEL_ARGS", tree) or {}).items():
+        values = value if isinstance(value, list) else [value]
+        words = [word for one in values for word in (script.expand(one) if isinstance(one, str) else [one])]
         given[name] = [read_value(word) if isinstance(word, str) else word for word in words]
     nemo = any(name.startswith("trainer.") for name in given)
     return Arguments("NeMo" if nemo else "Megatron-LM", given)

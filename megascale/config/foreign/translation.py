@@ -61,7 +61,7 @@ def _by_name(of: str) -> dict[str, tuple[str, Setting]]:
     """Return system and setting by `plain` name, whole and without its table; the first that has a name. `of`: the one
     system to look at, "" for all.
     """
-    systems = {of: SYSTEMS[of]} if of else SYSTEMS
+    systems = {"": SYSTEMS, "NeMo": {"NeMo": NEMO, "Megatron-LM": MEGATRON}}.get(of) or {of: SYSTEMS[of]}
     named = [(system, setting, name) for system, rows in systems.items() for setting in rows for name in setting.names]
     found: dict[str, tuple[str, Setting]] = {}
     for shorten in (False, True):
@@ -79,7 +79,8 @@ def find(name: str, of: str = "") -> tuple[str, Setting] | None:
     for known in (key, key.rpartition(".")[2]):
         if known in _by_name(of):
             return _by_name(of)[known]
-    reason = next((note for prefix, note in PREFIXES.items() if key.startswith(prefix)), None)
+    beginnings = PREFIXES if of in ("", "Megatron-LM") else {}
+    reason = next((note for beginning, note in beginnings.items() if key.startswith(beginning)), None)
     return ("Megatron-LM", absent(name, reason)) if reason else None
 
 
@@ -105,7 +106,7 @@ def translate(name: str, values: Values = (), context: Context | None = None, of
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         value = int(value)
     known = value is not None and setting.meanings and "not supported" in setting.note
-    other = not values or str(value).lower() != str(values[0]).lower()
+    other = str(value).lower() != str(values[0]).lower() if values else "not supported" in setting.note
     return Translation(system, setting.key, value, own or ("" if known else setting.note), converted=other)
 
 
