@@ -177,8 +177,8 @@ class OptimizerConfig(Section):
     )
     schedule_steps: Count | None = Field(
         None,
-        description="steps of warm-up and decay, of the whole batch.global; after them the learning rate is min_lr, and a "
-        "shorter run ends before it is; default: the run's",
+        description="steps of the learning rate's schedule, warm-up and decay, after which it is min_lr; default: "
+        "those of the run",
     )
     weight_decay: Float32 = Field(0.1, ge=0, description="decoupled weight decay of matrices, not of norms and biases")
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megascale.config.foreign.setting import Values, plain
+from megascale.config.foreign.setting import Context, Values, plain
 from megascale.config.foreign.translation import SYSTEMS, Translation, context_of, find, toml, translate
 from megascale.config.loading import sections
 from megascale.config.toml_writer import LOSS_SECTIONS, section_to_toml
@@ -18,7 +18,7 @@ _VARIABLE = re.compile(r"\$(\w+)")
 
 @dataclass
 class Imported:
-    """What arguments become here. `settings`: values by key, `defaults` those of no argument, because the default here is
+    """What arguments become here. `settings`: values by key; `defaults`: the keys of no argument, whose default here is
     another; `notes`: on values that are converted, by key; `mapped`: arguments that are written; `dropped` and
     `refused`: reasons, by argument.
     """
@@ -66,32 +66,37 @@ def import_arguments(system: str, given: Mapping[str, Values], gpus: int | None 
     context = context_of(given) | ({"gpus": [gpus]} if gpus else {})
     made = Imported()
     for name, values in given.items():
-        found, one = find(name, system), translate(name, values, context, system)
-        if not name:
-            made.refused[" ".join(map(str, values))] = "not the value of an argument"
-        elif found is None or one is None:
-            made.refused[name] = UNKNOWN
-        elif found[1].only_with and plain(found[1].only_with) not in context:
-            made.dropped[name] = f"nothing to write without {found[1].only_with}"
-        elif one.needless:
-            made.dropped[name] = one.note
-        elif variable := next(filter(None, (_VARIABLE.search(str(value)) for value in values)), None):
-            made.refused[name] = f"{variable[1]} has no value in the script"
-        elif not one.key:
-            made.refused[name] = one.note
-        elif one.value is None:
-            reasons = made.refused if one.key.partition(".")[0] in LOSS_SECTIONS else made.dropped
-            reasons[name] = one.note or f"no value of {one.key} means it"
-        else:
+        one = _translation(name, values, context, system)
+        if one.value is not None:
             _write(made, name, one)
+        else:
+            (made.dropped if one.needless else made.refused)[name] = one.note
     for setting in SYSTEMS[system]:
-        given_too = any(plain(name) in context for name in setting.names)
-        if setting.theirs is not None and not given_too and setting.key not in made.settings and (
-            not setting.only_with or plain(setting.only_with) in context
-        ):  # fmt: skip
+        own = not setting.only_with or plain(setting.only_with) in context
+        if setting.theirs is None or not own or any(plain(name) in context for name in setting.names):
+            continue
+        if setting.key not in made.settings:
             made.settings[setting.key] = setting.theirs
             made.defaults.add(setting.key)
     return made
+
+
+def _translation(name: str, values: Values, context: Context, system: str) -> Translation:
+    """Return an argument's translation, with a note if it has no value here."""
+    found, one = find(name, system), translate(name, values, context, system)
+    variable = next(filter(None, (_VARIABLE.search(str(text)) for text in (name, *values))), None)
+    if one is not None and one.needless:
+        return one
+    if variable:
+        return Translation(system, "", None, f"{variable[1]} has no value in the script")
+    if found is None or one is None:
+        return Translation(system, "", None, UNKNOWN)
+    if (only := found[1].only_with) and plain(only) not in context:
+        return Translation(system, "", None, f"nothing to write without {only}", needless=True)
+    if one.key and one.value is None:
+        note = one.note or f"no value of {one.key} means it"
+        return replace(one, note=note, needless=one.key.partition(".")[0] not in LOSS_SECTIONS)
+    return one
 
 
 def _is_unset(name: str, values: Values, system: str) -> bool:

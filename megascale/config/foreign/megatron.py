@@ -46,9 +46,7 @@ _ALWAYS = "nothing to write: always so"
 _LATENT = "multi_latent_attention"
 _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 _LOAD = "auto, the default, is the run's newest; with another folder than --save, the start from its checkpoint"
-_TOKENIZER = (
-    "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
-)
+_TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
 _WSD = "with decay = wsd; linear, theirs exponential by default"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
@@ -94,7 +92,7 @@ MODEL = (
              "high_freq_factor": 4.0, "original_seq_length": 8192}, takes=0),
     needless("--rope-scaling-factor", "written by --use-rope-scaling: factor in model.rope_scaling"),
     switch("--add-qkv-bias", "model.qkv_bias", True),
-    computed("--qk-layernorm", "model.qk_norm", lambda _, context: Needless("nothing to write: latent vectors have norms")
+    computed("--qk-layernorm", "model.qk_norm", lambda _, context: Needless("latent vectors have norms")
              if "multi_latent_attention" in context else "head", "latent vectors always have norms", takes=0),
     switch("--disable-bias-linear", "model.bias", False, "without it, a router has a bias too: model.router_bias"),
     switch("add_bias_linear", "model.bias", True),
@@ -132,7 +130,7 @@ MODEL = (
     same("--mtp-loss-scaling-factor", "train.mtp_loss_weight"),
     needless("--use-mcore-models, --use-legacy-models", "nothing to write: one model", 0),
     needless("--transformer-impl", "write backends.* for single operations; auto takes what is installed"),
-    absent("--spec", "not supported: layers of another kind", MANY, {"local": "nothing to write: as --transformer-impl"}),
+    absent("--spec", "not supported: layers of another kind", MANY, {"local": "as --transformer-impl"}),
 )  # fmt: skip
 
 PARALLEL = (
@@ -149,7 +147,8 @@ PARALLEL = (
     needless("--microbatch-group-size-per-virtual-pipeline-stage", "nothing to write: groups of parallel.pp"),
     needless("--pipeline-model-parallel-layout", "write parallel.layers_per_chunk, a list"),
     needless("--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split", _ALWAYS, 0),
-    switch("--sequence-parallel", "parallel.sp", True),
+    computed("--sequence-parallel", "parallel.sp", lambda _, context: Needless("nothing to write with tp = 1") if value_of(
+             context, "tensor_model_parallel_size", 1 if "num_layers" in context else 2) == 1 else True, takes=0),
     words("--cp-comm-type", "parallel.cp_mode",
           {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses", "a2a+p2p": "usp"}),
     computed("--hierarchical-context-parallel-sizes", "parallel.cp_a2a_size", lambda values, _: values[0],
@@ -182,7 +181,7 @@ PARALLEL = (
     needless("--nccl-communicator-config-path", "write nccl.*_ctas"),
     needless("--use-tp-pp-dp-mapping", "not supported: tp is fastest, pp slowest", 0),
     needless("--nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port",
-             "torchrun's own: keep `torchrun ... -m megascale train CONFIG`, or use `megascale launch CONFIG --nodes N`"),
+             "torchrun's: keep `torchrun ... -m megascale train CONFIG`, or use `megascale launch CONFIG --nodes N`"),
 )  # fmt: skip
 
 TRAIN = (
@@ -242,8 +241,8 @@ TRAIN = (
     needless("--manual-gc, --manual-gc-eval, --no-manual-gc-eval",
            "nothing to write: collected on all ranks in the same step", 0),
     needless("--manual-gc-interval, --empty-unused-memory-level", "nothing to write"),
-    needless("--exit-duration-in-mins, --exit-interval", "not supported: SIGTERM, or the scheduler's end of time, saves "
-             "and stops; the same command resumes"),
+    needless("--exit-duration-in-mins, --exit-interval", "not supported: SIGTERM, or the scheduler's end of time, "
+             "saves and stops; the same command resumes"),
     needless("--exit-signal-handler, --check-for-nan-in-loss-and-grad", _ALWAYS, 0),
     needless("--no-check-for-nan-in-loss-and-grad", "not supported: loss and gradients must be finite", 0),
     needless("--rerun-mode", "not supported: write train.check_replicas_every, which finds silent errors"),
@@ -324,7 +323,8 @@ CHECKPOINT = (
              lambda values, context: "auto" if context.get("save") == values else Advice(_LOAD), _LOAD),
     computed("--save-interval, --persistent-save-interval", "checkpoint.every", lambda values, context: values[0]
              if "save" in context or "num_layers" not in context else 0, theirs=0),
-    same("--save-retain-interval", "checkpoint.keep_every"),
+    computed("--save-retain-interval", "checkpoint.keep_every", lambda values, context: values[0] if "most_recent_k" in
+             context else Several({"checkpoint.keep": 1, "checkpoint.keep_every": values[0]}), "and the last"),
     computed("--most-recent-k", "checkpoint.keep", lambda values, _: max(0, int(values[0]))),
     absent("--ckpt-step", "write checkpoint.resume = RUN/checkpoints/step-N, with another name for the run"),
     needless("--ckpt-format, --dist-ckpt-format, --ckpt-convert-format",
@@ -334,7 +334,7 @@ CHECKPOINT = (
     needless("--dist-ckpt-strictness", "nothing to write: a checkpoint is whole"),
     absent("--finetune", "write checkpoint.resume = hf:FOLDER: weights alone, step 0", 0),
     absent("--pretrained-checkpoint", "write checkpoint.resume = hf:FOLDER, weights of Hugging Face"),
-    needless("--no-save-optim, --no-save-rng, --no-load-optim, --no-load-rng", "not supported: a checkpoint is whole", 0),
+    needless("--no-save-optim, --no-save-rng, --no-load-optim, --no-load-rng", "checkpoints are whole", 0),
     same("--non-persistent-save-interval", "checkpoint.in_memory_every"),
     same("--non-persistent-local-ckpt-dir", "checkpoint.in_memory_dir"),
     needless("--non-persistent-ckpt-type", "nothing to write: checkpoint.in_memory_every, in host memory"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from megascale.config.foreign.megatron_values import balance, balance_weight
+from megascale.config.foreign.megatron_values import LOSSES, balance, balance_weight
 from megascale.config.foreign.setting import (
     MANY,
     Advice,
@@ -22,6 +22,7 @@ from megascale.config.foreign.setting import (
 
 _ALWAYS = "nothing to write: always so"
 _NO_DEEPEP = "not supported: the exchange is NCCL's, see moe.dispatcher"
+_WHOLE = "not supported: an expert is whole on a rank, of parallel.ep"
 _UPCYCLING = "not in training: `megascale ckpt convert --experts N K` makes a checkpoint of experts"
 
 
@@ -47,18 +48,22 @@ _OF_EXPERTS = (
     same("--moe-router-topk-scaling-factor", "model.router_scale"),
     switch("--moe-router-enable-expert-bias", "model.balance_bias", True),
     same("--moe-router-bias-update-rate", "moe.bias_rate"),
-    computed("--moe-router-load-balancing-type", "moe.balance", balance,
-             "aux_loss is group, with moe.balance_group = batch.micro; seq_aux_loss sequence; global_aux_loss step, the "
-             "nearest, by the loads of the step before; several losses and sinkhorn are not supported", takes=MANY),
+    replace(words(
+        "--moe-router-load-balancing-type", "moe.balance", LOSSES, "one loss: several are not supported", takes=MANY,
+        aux_loss="with moe.balance_group = batch.micro",
+        global_aux_loss="the nearest, by the loads of the step before",
+        sinkhorn="not supported: write another moe.balance, or model.balance_bias = true"), convert=balance),
     computed("--moe-aux-loss-coeff", "moe.balance_weight", balance_weight, "0, their default: moe.balance is none",
              takes=MANY),
     same("--moe-z-loss-coeff", "moe.z_loss_weight"),
     same("--expert-model-parallel-size", "parallel.ep"),
-    needless("--expert-tensor-parallel-size", "not supported: an expert is whole on a rank, of parallel.ep"),
+    computed("--expert-tensor-parallel-size", "", lambda values, _: Needless(
+             "nothing to write: an expert is whole" if values[0] == 1 else _WHOLE), _WHOLE),
     same("--moe-expert-capacity-factor", "moe.capacity_factor", "of a sequence, theirs is of a rank's tokens"),
     needless("--moe-token-drop-policy", "nothing to write: the largest weights stay"),
     needless("--moe-pad-expert-input-to-capacity", "not supported: rows are as many as chosen", 0),
-    words("--moe-token-dispatcher-type", "moe.dispatcher", {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"}, "", "all_gather"),
+    words("--moe-token-dispatcher-type", "moe.dispatcher",
+          {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"}, "", "all_gather"),
     needless("--moe-shared-expert-overlap", _ALWAYS, 0),
     needless("--overlap-moe-expert-parallel-comm", "write moe.token_blocks: of blocks of a micro-batch's tokens", 0),
     needless("--moe-router-dtype", "nothing to write: logits are in fp32"),

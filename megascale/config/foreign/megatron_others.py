@@ -1,6 +1,6 @@
 """Megatron-LM's arguments that only affect execution, and those of models and programs that have none here."""
 
-from megascale.config.foreign.setting import MANY, absent, needless
+from megascale.config.foreign.setting import MANY, absent, needless, same
 
 _FAST = "nothing to write: for speed or memory alone"
 _FILES = "nothing to write: checkpoints have one format, for every layout"
@@ -13,11 +13,13 @@ OTHERS = (
              "--reuse-grad-buf-for-mxfp8-param-ag, --te-rng-tracker, --use-flashinfer-fused-rope, "
              "--use-fused-weighted-squared-relu, --defer-embedding-wgrad-compute, --use-transformer-engine-op-fuser, "
              "--no-use-layer-wise-param-layout, --enable-experimental, --check-for-large-grads, "
-             "--disable-bf16-reduced-precision-matmul, --fsdp-manual-registration, --init-model-with-meta-device, --fsdp-double-buffer, --use-nccl-ub, --export-force-local-attention",
+             "--disable-bf16-reduced-precision-matmul, --fsdp-manual-registration, --init-model-with-meta-device, "
+             "--fsdp-double-buffer, --use-nccl-ub, --export-force-local-attention",
              _FAST, 0),
     needless("--ddp-num-buckets, --num-distributed-optimizer-instances, --high-priority-stream-groups, "
              "--cuda-graph-modules, --cuda-graph-scope, --cuda-graph-warmup-steps, --tp-comm-overlap-cfg, "
-             "--wgrad-deferral-limit, --offload-modules, --outer-dp-sharding-strategy, --megatron-fsdp-grad-comm-dtype, "
+             "--wgrad-deferral-limit, --offload-modules, --outer-dp-sharding-strategy, "
+             "--megatron-fsdp-grad-comm-dtype, "
              "--megatron-fsdp-main-grads-dtype, --megatron-fsdp-main-params-dtype, --activations-checkpoint-method, "
              "--num-dataset-builder-threads", _FAST, MANY),
     needless("--async-ckpt-use-cpu-shm, --use-persistent-ckpt-worker, --auto-detect-ckpt-format, "
@@ -28,7 +30,7 @@ OTHERS = (
     needless("--log-validation-ppl-to-tensorboard, --log-progress, --log-energy, --no-record-throughput", _LOGS, 0),
     needless("--logging-level, --log-memory-interval, --tensorboard-log-interval, --straggler-minmax-count, "
              "--wandb-entity", _LOGS),
-    needless("--padded-vocab-size", "nothing to write: padded to a multiple of 64 x tp"),
+    same("--padded-vocab-size", "model.vocab_size"),
     needless("--no-use-tokenizer-model-from-checkpoint-args", "nothing to write: data.tokenizer says it", 0),
     needless("--eval-global-batch-size", "not supported: an evaluation takes batch.global sequences, too"),
     needless("--bias-activation-fusion", _FAST),
@@ -59,7 +61,8 @@ PREFIXES = {
     **dict.fromkeys((
         "inference_", "incoming_requests", "num_tokens_to_generate", "output_", "prompt", "return_log_probs",
         "temperature", "top_", "stop_words", "termination_id", "test_mode", "flash_decode", "max_tokens_to_oom",
-        "use_coordinator", "async_mode", "use_legacy_static_engine", "suspend_", "enable_chunked_prefill", "decode_only_"), _SERVING),
+        "use_coordinator", "async_mode", "use_legacy_static_engine", "suspend_",
+        "enable_chunked_prefill", "decode_only_"), _SERVING),
     **dict.fromkeys((
         "export_", "flextron", "enable_router", "router_", "budget_", "binary_mask", "soft_mask", "slice", "tau_",
         "emb_int_list", "mlp_int_list", "hard_sample_th", "loss_alpha", "original_model_sample", "linear_scaler"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import re
 from typing import Any
@@ -11,6 +12,7 @@ from megascale.config.batch_rampup import BatchSizes
 from megascale.config.foreign.setting import Advice, Context, Needless, Several, Values
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+LOSSES = {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"}
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 2}
 
 
@@ -40,7 +42,7 @@ def positions(values: Values, context: Context) -> Any:
         return values[0]
     rotated = {"use_rotary_position_embeddings", "no_position_embedding"} & set(context)
     learned = value_of(context, "position_embedding_type", "learned_absolute") == "learned_absolute" and not rotated
-    if learned and values[0] > context["seq_length"][0]:
+    if "num_layers" in context and learned and values[0] > context["seq_length"][0]:
         return Several({"model.positions": values[0]})
     return Needless("nothing to write: model.seq_length says it; with learned positions of more: model.positions")
 
@@ -97,8 +99,8 @@ def batch_schedule(values: Values, context: Context) -> Several | Advice:
     pairs = [word.split(":") for value in values for word in re.split("[, ]", str(value))]
     sizes = [int(size) for _, size in pairs]
     begins = [float(text.rstrip("KMBT")) * _UNITS.get(text[-1], 1) // context["seq_length"][0] for text, _ in pairs]
-    distances = {after - before for before, after in zip(begins, begins[1:], strict=False)}
-    increments = {after - before for before, after in zip(sizes, sizes[1:], strict=False)}
+    distances = {after - before for before, after in itertools.pairwise(begins)}
+    increments = {after - before for before, after in itertools.pairwise(sizes)}
     if begins[0] or len(distances) != 1 or len(increments) != 1:
         return Advice("not supported: batch.rampup has equal increments at equal distances of samples")
     return Several({"batch.global": sizes[-1], "batch.rampup": [sizes[0], *increments, int(begins[-1])]})
@@ -107,8 +109,8 @@ def batch_schedule(values: Values, context: Context) -> Several | Advice:
 def _sizes(context: Context) -> BatchSizes:
     """Return the batches of the steps, with a ramp-up."""
     if schedule := context.get("step_batch_size_schedule"):
-        made = batch_schedule(schedule, context)
-        return BatchSizes(made["batch.global"], *made["batch.rampup"])  # type: ignore[index]
+        made: Any = batch_schedule(schedule, context)
+        return BatchSizes(made["batch.global"], *made["batch.rampup"])
     batch = context["global_batch_size"][0]
     return BatchSizes(batch, *context.get("rampup_batch_size", (batch, batch, 0)))
 
@@ -150,13 +152,12 @@ def decoupled(values: Values, context: Context) -> list[dict[str, Any]] | Advice
 
 def balance(values: Values, context: Context) -> Any:
     """Return the loss that balances experts; without a coefficient there is none."""
-    kinds = {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"}
     (kind,) = values
     if "num_experts" in context and not value_of(context, "moe_aux_loss_coeff"):
         return "none"
     if kind == "aux_loss" and "micro_batch_size" in context:
         return Several({"moe.balance": "group", "moe.balance_group": context["micro_batch_size"][0]})
-    return kinds[str(kind).lower()]
+    return LOSSES[str(kind).lower()]
 
 
 def balance_weight(values: Values, context: Context) -> Any:

@@ -19,7 +19,6 @@ from megascale.config.foreign.setting import (
     Several,
     Values,
     absent,
-    automatic,
     betas,
     blend,
     computed,
@@ -39,6 +38,7 @@ _DTYPES = {
 }  # fmt: skip
 _NO_ZERO3 = "ZeRO-3 is not supported: 2, and more tp or pp"
 _ZERO = {"0": 0, "1": 1, "2": 2}
+_PRESET = 'write model.preset, such as "llama3-8b": docs/presets.md lists them'
 _HEAD = "nothing to write: the head stays in bf16"
 _LAYERS = "not supported: write fp8.first_layers_bf16 and fp8.last_layers_bf16"
 _PRESETS = {(f"llama3{dot}", size): f"llama3.1-{size.lower()}" for dot in ("", "_ft") for size in ("8B", "70B", "405B")}
@@ -59,7 +59,9 @@ def _global_batch(values: Values, context: Context) -> Any:
         return values[0]
     if "gpus" not in context:
         return Advice("write batch.global: local_batch_size x dp")
-    ranks = math.prod(_first(context, f"parallelism.{axis}_parallel_degree") for axis in ("tensor", "pipeline", "context"))
+    ranks = math.prod(
+        _first(context, f"parallelism.{axis}_parallel_degree") for axis in ("tensor", "pipeline", "context")
+    )
     return _first(context, "training.local_batch_size") * (context["gpus"][0] // ranks)
 
 
@@ -72,10 +74,8 @@ def _converters(values: Values, context: Context) -> Any:
 _FP8 = Several({"train.precision": "fp8", "fp8.first_layers_bf16": 0, "fp8.last_layers_bf16": 0})
 
 TORCHTITAN = (
-    computed("model.flavor, flavor", "model.preset", lambda values, context: _PRESETS[
-             context["model.name"][0], str(values[0])]),
-    needless("model.name, model.print_after_conversion, job.description, job.print_config, job.custom_config_module",
-             "nothing to write"),
+    computed("model.flavor, flavor", "model.preset", lambda values, context: _PRESETS.get(
+             (_first(context, "model.name"), str(values[0]))) or Advice(_PRESET)),
     computed("model.converters", "train.precision", _converters, "float8 alone"),
     needless("model.hf_assets_path, model.tokenizer_path, hf_assets_path",
              "`megascale data prepare --tokenizer FILE`, and data.tokenizer = FILE"),
@@ -126,7 +126,7 @@ TORCHTITAN = (
   "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 or 2 shards over all of it"),
     needless("parallelism.fsdp_reshard_after_forward", f"nothing to write; {_NO_ZERO3}"),
     same("parallelism.expert_parallel_degree", "parallel.ep"),
-    needless("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank, of parallel.ep"),
+    needless("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank of ep"),
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
            theirs=False),
     switch("compile.enable", "train.compile", True),
@@ -175,25 +175,18 @@ TORCHTITAN = (
     computed("validation.dataset, validation.dataset_path", "data.valid", lambda values, context: f"data/{values[0]}"
              if _first(context, "validation.enable") else Needless("nothing to write: no validation"),
              "`megascale data prepare` makes a dataset"),
-    needless("validation.local_batch_size, validation.seq_len", "nothing to write: as in training"),
-    needless("profiling.save_traces_folder, profiling.profiler_active, profiling.profiler_warmup, "
-             "profiling.enable_memory_snapshot, profiling.save_memory_snapshot_folder, metrics.disable_color_printing, "
-             "metrics.save_tb_folder, metrics.save_for_all_ranks, comm.trace_buf_size, comm.save_traces_folder, "
-             "comm.save_traces_file_prefix, job.save_config_file, memory_estimation.enable, "
-             "memory_estimation.disable_fake_mode", "nothing to write: for logs alone"),
-    needless("compile.components, compile.backend, checkpoint.last_save_model_only, checkpoint.exclude_from_loading, "
-             "checkpoint.enable_first_step_checkpoint, checkpoint.create_seed_checkpoint, checkpoint.load_only, "
-             "checkpoint.initial_load_model_only, checkpoint.initial_load_in_hf, "
-             "checkpoint.enable_ft_dataloader_checkpoints, activation_checkpoint.early_stop, "
-             "activation_checkpoint.preserve_rng_state, activation_checkpoint.determinism_check, "
-             "activation_checkpoint.debug, activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns, "
-             "parallelism.disable_loss_parallel, parallelism.pipeline_parallel_first_stage_less_layers, "
-             "parallelism.pipeline_parallel_last_stage_less_layers, parallelism.expert_parallel_comm_backend, "
-             "debug.deterministic_warn_only", "nothing to write: the run is the same"),
     absent("debug.moe_force_load_balance", "not supported: a router chooses by its scores"),
     needless("fault_tolerance.enable", "use `megascale launch CONFIG --nodes N`, with [fault]", 0),
     needless("dataloader.num_workers, training.dataloader.num_workers", "write data.reader = host"),
 )  # fmt: skip
+
+TORCHTITAN_BEGINNINGS = {
+    **dict.fromkeys(("profiling.", "metrics.", "comm.", "memory_estimation.", "job."), "for logs alone"),
+    **dict.fromkeys(("compile.", "checkpoint.", "activation_checkpoint.", "parallelism.", "debug.deterministic",
+                     "model.name", "model.print"), "the run is the same"),
+    "validation.": "as in training",
+}  # fmt: skip
+"""Beginnings of the names of other settings of torchtitan, which a run does not need."""
 
 NEMO = (
     same("trainer.max_steps, max_steps", "train.steps"),
@@ -250,7 +243,6 @@ TRANSFORMERS = (
     same("n_layer, n_layers, num_hidden_layers", "model.num_layers"),
     same("intermediate_size, hidden_dim", "model.ffn_size"),
     same("seq_len, max_seq_len, n_positions, block_size", "model.seq_length"),
-    same("padded_vocab_size", "model.vocab_size"),
     same("rms_norm_eps, layer_norm_epsilon, layer_norm_eps", "model.norm_eps"),
     same("partial_rotary_factor, rotary_pct", "model.rotary_fraction"),
     same("initializer_range", "model.init_std"),

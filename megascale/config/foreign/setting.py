@@ -145,11 +145,6 @@ def options(**theirs: str) -> Conversion:
     return lambda _, context: {ours: context[name][0] for name, ours in theirs.items() if context.get(name)}
 
 
-def automatic(names: str, key: str, advice: str) -> Setting:
-    """Make a setting with the same values, but for -1."""
-    return computed(names, key, lambda values, _: Advice(advice) if values[0] == -1 else values[0])
-
-
 def blend(values: Values, context: Context) -> Any:
     """Return a dataset, or a blend of weights and datasets; datasets without weights count alike."""
     listed = every(values, context)

@@ -1,7 +1,7 @@
 """The training command of a shell script, read without a shell.
 
-Followed are assignments, arrays, `+=`, `${NAME:-default}`, sums and products in `$((...))`, and conditions on text. What
-a loop, a `case`, or a branch of another condition assigns is unknown, as `$(...)` is, and stays in words as `$NAME`.
+Followed are assignments, arrays, `+=`, `${NAME:-default}`, sums and products in `$((...))`, and conditions on text.
+What a loop, a `case`, or a branch of another condition assigns is unknown, and stays in words as `$NAME`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class ShellScript:
 
     def __init__(self, text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> None:
         numbered = {str(number): word for number, word in enumerate(arguments, 1)}
-        self._variables: dict[str, list[str] | None] = {name: [one] for name, one in {**environment, **numbered}.items()}
+        self._variables: dict[str, list[str] | None] = {
+            name: [one] for name, one in {**environment, **numbered}.items()
+        }
         self._branches: list[tuple[bool | None, bool | None]] = []  # of open blocks: followed; one was followed before
         self.command: list[str] = []
         statement: list[str] = []
@@ -73,7 +75,9 @@ class ShellScript:
     def _values(self, part: re.Match[str]) -> list[str]:
         """Return the values of an expansion; what is unknown stays."""
         if part["sum"]:
-            names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: "".join(self._variables.get(name[1]) or []), part["sum"])
+            names = re.sub(
+                r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: "".join(self._variables.get(name[1]) or []), part["sum"]
+            )
             if re.fullmatch(r"[\s\d+*]+", names):
                 return [str(sum(math.prod(map(int, term.split("*"))) for term in names.split("+")))]
         given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
@@ -133,7 +137,9 @@ class ShellScript:
         for condition in re.split(r" && | \|\| ", text):
             negated, *given = condition.split(" ") if condition.startswith("! ") else ["", *condition.split(" ")]
             values = [re.sub(r"^\$\w+$", "", " ".join(self.expand(word, quoted=word[:1] == "$"))) for word in given]
-            unknown = any(name in self._variables and self._variables[name] is None for name in re.findall(r"\w+", condition))
+            unknown = any(
+                name in self._variables and self._variables[name] is None for name in re.findall(r"\w+", condition)
+            )
             if len(values) == 2 and values[0] in ("-z", "-n"):
                 holds = (values[1] == "") == (values[0] == "-z")
             elif values[1:] == ["-gt", "0"] and values[0].isdecimal():

@@ -1,7 +1,8 @@
-"""Where the arguments of a run of another system are: a shell script, a command line, YAML, TOML, or a published name."""
+"""Sources of the arguments of a run: a shell script, a command line, YAML, TOML, or a published name."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from megascale.core.registry import closest_name
 
 TORCHTITAN = "torchtitan:"  # prefix of the name of a published configuration
 
+_LIST = re.compile(r"^\[([^\[\]]*)\]$")
 _DEFAULTS = {"training.local_batch_size": [8], "training.global_batch_size": [-1]}  # torchtitan's
 
 
@@ -59,10 +61,13 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
 def _from_command(command: Sequence[str], source: str) -> Arguments:
     at = next(number for number, word in enumerate(command) if PROGRAM.fullmatch(word))
     program, given = command[at].rpartition("/")[2], read_flags(command[at + 1 :])
+    given |= {word: [] for word in given.pop("", [])}  # neither flags nor values
     launcher = {plain(name): values for name, values in read_flags(command[:at]).items()}
     counts = [launcher.get(name, [None])[0] for name in ("nproc_per_node", "nnodes")]
-    gpus = counts[0] * (counts[1] or 1) if all(isinstance(count, int | None) for count in counts) and counts[0] else None
-    if "train" == program.removesuffix(".py").rpartition(".")[2]:
+    gpus = (
+        counts[0] * (counts[1] or 1) if all(isinstance(count, int | None) for count in counts) and counts[0] else None
+    )
+    if not program.startswith("pretrain_"):
         name = given.pop("--config", ["llama3_debugmodel"])[0]
         given.pop("--module", None)
         published = _published(str(name), source).given
@@ -78,8 +83,10 @@ def _from_yaml(tree: Any, script: ShellScript) -> Arguments:
         raise ValueError("not a table of arguments")
     given: dict[str, list[Any]] = {}
     for name, (value,) in _flat(tree.get("MODEL_ARGS", tree) or {}).items():
-        values = value if isinstance(value, list) else [value]
-        words = [word for one in values for word in (script.expand(one) if isinstance(one, str) else [one])]
+        words: list[Any] = []
+        for one in value if isinstance(value, list) else [value]:
+            text = " ".join(script.expand(one)) if isinstance(one, str) else ""
+            words += _LIST.sub(r"\1", text).split() if text else [one]
         given[name] = [read_value(word) if isinstance(word, str) else word for word in words]
     nemo = any(name.startswith("trainer.") for name in given)
     return Arguments("NeMo" if nemo else "Megatron-LM", given)

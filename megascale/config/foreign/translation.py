@@ -13,8 +13,18 @@ from typing import Any
 
 from megascale.config.foreign.megatron import SETTINGS as MEGATRON
 from megascale.config.foreign.megatron_others import PREFIXES
-from megascale.config.foreign.others import DEEPSPEED, NEMO, TORCHTITAN, TRANSFORMERS
-from megascale.config.foreign.setting import Advice, Context, Needless, Setting, Several, Values, absent, plain
+from megascale.config.foreign.others import DEEPSPEED, NEMO, TORCHTITAN, TORCHTITAN_BEGINNINGS, TRANSFORMERS
+from megascale.config.foreign.setting import (
+    Advice,
+    Context,
+    Needless,
+    Setting,
+    Several,
+    Values,
+    absent,
+    needless,
+    plain,
+)
 
 SYSTEMS: dict[str, tuple[Setting, ...]] = {
     "Megatron-LM": MEGATRON, "torchtitan": TORCHTITAN, "NeMo": NEMO, "DeepSpeed": DEEPSPEED,
@@ -67,6 +77,8 @@ def _by_name(of: str) -> dict[str, tuple[str, Setting]]:
     for shorten in (False, True):
         for system, setting, name in named:
             key = plain(name)
+            if not of and key == setting.key:
+                continue  # ours, too
             found.setdefault(key.rpartition(".")[2] if shorten else key, (system, setting))
     return found
 
@@ -76,17 +88,19 @@ def find(name: str, of: str = "") -> tuple[str, Setting] | None:
     system to look at, "" for all.
     """
     key = plain(name)
-    for known in (key, key.rpartition(".")[2]):
+    for known in (key,) if of == "torchtitan" else (key, key.rpartition(".")[2]):
         if known in _by_name(of):
             return _by_name(of)[known]
-    beginnings = PREFIXES if of in ("", "Megatron-LM") else {}
+    beginnings = TORCHTITAN_BEGINNINGS if of == "torchtitan" else PREFIXES
     reason = next((note for beginning, note in beginnings.items() if key.startswith(beginning)), None)
-    return ("Megatron-LM", absent(name, reason)) if reason else None
+    if not reason:
+        return None
+    return (of, needless(name, reason)) if of == "torchtitan" else ("Megatron-LM", absent(name, reason))
 
 
 def translate(name: str, values: Values = (), context: Context | None = None, of: str = "") -> Translation | None:
-    """Return what to write in place of a setting with these values; None for an unknown name. `of`: its system, if it is
-    known.
+    """Return what to write in place of a setting with these values; None for an unknown name. `of`: its system, "" for
+    any.
     """
     if (found := find(name, of)) is None:
         return None
