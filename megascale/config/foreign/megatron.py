@@ -47,6 +47,7 @@ _LATENT = "multi_latent_attention"
 _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 _LOAD = "auto, the default, is the run's newest; with another folder than --save, the start from its checkpoint"
 _TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
+_DECAY = "not supported: optimizer.weight_decay is constant"
 _WSD = "with decay = wsd; linear, theirs exponential by default"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
@@ -265,15 +266,19 @@ OPTIMIZER = (
     computed("--lr-wsd-decay-iters", "optimizer.decay_steps", lambda values, context: Advice(_WSD) if value_of(
              context, "lr_wsd_decay_style") != "linear" and "num_layers" in context else values[0], _WSD),
     computed("--lr-wsd-decay-samples", "optimizer.decay_steps", whole_batches, "steps: samples / batch.global"),
-    absent("--lr-wsd-decay-style", "not supported: linear alone", harmless={"linear": "nothing to write: linear"}),
+    computed("--lr-wsd-decay-style", "", lambda values, context: Needless("nothing to write: linear, or not wsd")
+             if values[0] == "linear" or str(value_of(context, "lr_decay_style")).lower() != "wsd"
+             else Advice("not supported: linear alone"), "linear alone"),
     absent("--lr-warmup-init", "not supported: the warm-up begins at 0", harmless={"0": "nothing to write: 0"}),
     needless("--override-opt-param-scheduler, --use-checkpoint-opt-param-scheduler",
            "nothing to write: [optimizer] counts, and a resume lists what differs", 0),
     computed("--decoupled-lr", "optimizer.groups", decoupled, 'kinds = ["embedding", "head"] and lr_mult'),
     needless("--decoupled-min-lr", "nothing to write: the least rate of [[optimizer.groups]] is min_lr x lr_mult"),
-    same("--weight-decay", "optimizer.weight_decay", "not of norms and biases", 0.01),
-    absent("--start-weight-decay, --end-weight-decay", "not supported: optimizer.weight_decay is constant"),
-    absent("--weight-decay-incr-style", "not supported: optimizer.weight_decay is constant",
+    computed("--weight-decay", "optimizer.weight_decay", lambda values, context: context.get(
+             "end_weight_decay", values)[0], "not of norms and biases", 0.01),
+    computed("--start-weight-decay, --end-weight-decay", "optimizer.weight_decay", lambda values, context: Advice(_DECAY)
+             if value_of(context, "start_weight_decay") != value_of(context, "end_weight_decay") else values[0], _DECAY),
+    absent("--weight-decay-incr-style", _DECAY,
            harmless={"constant": "nothing to write: constant"}),
     computed("--adam-beta1", "optimizer.betas", _BETAS),
     computed("--adam-beta2", "optimizer.betas", _BETAS, theirs=[0.9, 0.999]),

@@ -29,6 +29,7 @@ _PART = re.compile(
 _PARAMETER = re.compile(r"(?P<name>\w+)(\[[@*]\])?(:?(?P<operator>[-=+])(?P<word>.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _PREFIXES = ("then", "do", "{", "}", "export", "local", "readonly", "declare")
+_CONDITIONS = (["if"], ["elif"], ["while"])
 _OPENS, _CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 
 
@@ -49,7 +50,7 @@ class ShellScript:
         for token in _TOKEN.finditer(text.replace("\\\n", " ").replace("$#", str(len(arguments))) + "\n"):
             word, kind = token[0], token.lastgroup
             depth += {"(": 1, ")": -1}.get(word, 0)
-            if kind == "end" and depth <= 0 and not (word in ("&&", "||") and {"[", "[["} & set(statement)):
+            if kind == "end" and depth <= 0 and not (word in ("&&", "||") and statement[:1] in _CONDITIONS):
                 self._run(statement, known=before not in ("&&", "||"))
                 statement, before, depth = [], word, 0
             elif kind and word != "\n":
@@ -103,6 +104,8 @@ class ShellScript:
         elif first in _CLOSES and self._branches:
             self._branches.pop()
         followed = [branch for branch, _ in self._branches]
+        if ")" in statement and "(" not in statement[: statement.index(")")]:  # a pattern of a case
+            statement = statement[statement.index(")") + 1 :]
         while statement and statement[0] in (*_PREFIXES, "else"):
             statement = statement[1:]
         if False in followed:
