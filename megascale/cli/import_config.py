@@ -58,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
         with writing(options.output):
             write_text(options.output, text)
     report = sys.stderr if options.output is None else sys.stdout
-    counts = f"{len(given)} arguments: {len(made.mapped)} mapped, {len(made.dropped)} dropped"
+    total = len(made.mapped) + len(made.dropped)
+    counts = f"{total} arguments: {len(made.mapped)} mapped, {len(made.dropped)} dropped"
     print(f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written", file=report)
     for dropped, why in made.dropped.items():
         print(f"dropped {dropped}: {why}", file=report)

@@ -52,7 +52,7 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError([Problem(source, "", f"cannot be read: {' '.join(str(error).split())}")]) from None
     script = ShellScript(text, environment, words)
-    command = script.command or ["pretrain_gpt.py", *shlex.split(text, comments=True)]
+    command = script.command or ["pretrain_gpt.py", *shlex.split(text.replace("\\\n", " "), comments=True)]
     if len(command) < 2 or not any(word.startswith("--") for word in command):
         raise ConfigError([Problem(source, "", "has no command of pretrain_gpt.py or torchtitan", "a training script")])
     return _from_command(command, source)
