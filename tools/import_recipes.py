@@ -75,7 +75,8 @@ def counts(source: Arguments, made: Imported) -> Counter[str]:
 
 def label(path: Path, folder: Path) -> str:
     """Return the short name of a recipe or script."""
-    return f"`{str(path.relative_to(folder)).removeprefix(RECIPES).removesuffix('/model_config.yaml')}`"
+    name = path.parent if path.name == "model_config.yaml" else path.with_suffix("")
+    return f"`{str(name.relative_to(folder)).removeprefix(RECIPES)}`"
 
 
 if __name__ == "__main__":

@@ -65,9 +65,7 @@ ROWS = [(system, setting) for system, rows in SYSTEMS.items() for setting in row
 def written(text: str) -> dict[str, Any]:
     """What the flags of a command set here."""
     found = translate_all(read_flags(text.split()))
-    return {
-        key: value for _, one in found if one is not None and one.key for key, value in one.settings.items()
-    }
+    return {key: value for _, one in found if one is not None and one.key for key, value in one.settings.items()}
 
 
 @pytest.mark.parametrize("script", [GPT3_175B, LLAMA3_8B, MORE_FLAGS])

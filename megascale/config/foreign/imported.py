@@ -18,7 +18,7 @@ _VARIABLE = re.compile(r"\$(\w+)")
 
 @dataclass
 class Imported:
-    """What arguments become here. `settings`: values by key; `defaults`: the keys of no argument, whose default here is
+    """The arguments of a run in the terms here. `settings`: values by key; `defaults`: the keys of no argument, whose default here is
     another; `notes`: on values that are converted, by key; `mapped`: arguments that are written; `dropped` and
     `refused`: reasons, by argument.
     """

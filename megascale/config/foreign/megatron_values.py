@@ -116,7 +116,7 @@ def _sizes(context: Context) -> BatchSizes:
 
 
 def whole_batches(values: Values, context: Context) -> int:
-    """Return the steps of batch.global that have so many samples."""
+    """Return the steps of batch.global for a number of samples."""
     return int(values[0] // _sizes(context).total)
 
 

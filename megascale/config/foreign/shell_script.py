@@ -1,6 +1,6 @@
 """The training command of a shell script, read without a shell.
 
-Followed are assignments, arrays, `+=`, `${NAME:-default}`, sums and products in `$((...))`, and conditions on text.
+Followed are assignments, arrays, `+=`, `${NAME:-default}`, `$((...))` with + and *, and conditions on text.
 What a loop, a `case`, or a branch of another condition assigns is unknown, and stays in words as `$NAME`.
 """
 

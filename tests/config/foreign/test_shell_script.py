@@ -58,7 +58,9 @@ def test_one_branch_is_followed() -> None:
 
 
 def test_what_is_not_followed_is_unknown() -> None:
-    script = f"A=1; B=2; C=3\nfor x in 1 2; do A=$x; done\ncase $1 in a) B=4;; esac\n[ -f x ] && C=5\n{TRAIN} $A $B $C $D"
+    script = (
+        f"A=1; B=2; C=3\nfor x in 1 2; do A=$x; done\ncase $1 in a) B=4;; esac\n[ -f x ] && C=5\n{TRAIN} $A $B $C $D"
+    )
     assert command(script, D="6") == "$A $B $C 6"
     assert command(f"D=$(pwd)/x\n{TRAIN} --save $D") == "--save $(pwd)/x"
 
@@ -70,7 +72,9 @@ def test_options_of_a_script_that_are_not_given() -> None:
 
 
 def test_nothing_runs(tmp_path: Path) -> None:
-    script = ShellScript(f"touch {tmp_path}/made\nA=`touch {tmp_path}/made`\n{TRAIN} $(touch {tmp_path}/made) --lr 1", {})
+    script = ShellScript(
+        f"touch {tmp_path}/made\nA=`touch {tmp_path}/made`\n{TRAIN} $(touch {tmp_path}/made) --lr 1", {}
+    )
     assert script.command[-2:] == ["--lr", "1"]
     assert not list(tmp_path.iterdir())
 
