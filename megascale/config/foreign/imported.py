@@ -18,9 +18,9 @@ _VARIABLE = re.compile(r"\$(\w+)")
 
 @dataclass
 class Imported:
-    """The arguments of a run in the terms here. `settings`: values by key; `defaults`: the keys of no argument, whose default here is
-    another; `notes`: on values that are converted, by key; `mapped`: arguments that are written; `dropped` and
-    `refused`: reasons, by argument.
+    """The arguments of a run in the terms here. `settings`: values by key; `defaults`: keys of them that no argument
+    gives, since the default here is another; `notes`: on converted values, by key; `mapped`: arguments that are
+    written; `dropped` and `refused`: reasons, by argument.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)

@@ -148,7 +148,7 @@ PARALLEL = (
     needless("--microbatch-group-size-per-virtual-pipeline-stage", "nothing to write: groups of parallel.pp"),
     needless("--pipeline-model-parallel-layout", "write parallel.layers_per_chunk, a list"),
     needless("--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split", _ALWAYS, 0),
-    computed("--sequence-parallel", "parallel.sp", lambda _, context: Needless("nothing to write with tp = 1") if value_of(
+    computed("--sequence-parallel", "parallel.sp", lambda _, context: Needless("for tp above 1") if value_of(
              context, "tensor_model_parallel_size", 1 if "num_layers" in context else 2) == 1 else True, takes=0),
     words("--cp-comm-type", "parallel.cp_mode",
           {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses", "a2a+p2p": "usp"}),
@@ -276,10 +276,9 @@ OPTIMIZER = (
     needless("--decoupled-min-lr", "nothing to write: the least rate of [[optimizer.groups]] is min_lr x lr_mult"),
     computed("--weight-decay", "optimizer.weight_decay", lambda values, context: context.get(
              "end_weight_decay", values)[0], "not of norms and biases", 0.01),
-    computed("--start-weight-decay, --end-weight-decay", "optimizer.weight_decay", lambda values, context: Advice(_DECAY)
-             if value_of(context, "start_weight_decay") != value_of(context, "end_weight_decay") else values[0], _DECAY),
-    absent("--weight-decay-incr-style", _DECAY,
-           harmless={"constant": "nothing to write: constant"}),
+    computed("--start-weight-decay, --end-weight-decay", "optimizer.weight_decay", lambda values, context: values[0]
+             if context.get("start_weight_decay") == context.get("end_weight_decay") else Advice(_DECAY), _DECAY),
+    absent("--weight-decay-incr-style", _DECAY, harmless={"constant": "nothing to write: constant"}),
     computed("--adam-beta1", "optimizer.betas", _BETAS),
     computed("--adam-beta2", "optimizer.betas", _BETAS, theirs=[0.9, 0.999]),
     same("--adam-eps", "optimizer.eps"),

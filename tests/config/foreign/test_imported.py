@@ -104,7 +104,8 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("flags", "reason"), [
     ("--squared-relu", "not supported: one of the choices of model.activation"),
-    ("--no-such-flag 3", UNKNOWN), ("stray", UNKNOWN), ("--data-cache-path $CACHE/x", "CACHE has no value in the script"),
+    ("--no-such-flag 3", UNKNOWN), ("stray", UNKNOWN),
+    ("--data-cache-path $CACHE/x", "CACHE has no value in the script"),
     ("$MORE", "MORE has no value in the script"),
     ("--hidden-dropout 0.0", "not supported: two probabilities; write one for both"),
     ("--decoupled-lr 2e-3 --min-lr 1e-4", "not supported: the least rate of a group is min_lr x lr_mult, too"),

@@ -29,10 +29,11 @@ def command(text: str, *arguments: str, **environment: str) -> str:
     (f"A=''\n{TRAIN} $A --lr 1 ${{A:+--x}}", "--lr 1"),
     (f"A='--fp8-format hybrid'\nB=(\"$A\")\n{TRAIN} ${{B[@]}}", "--fp8-format hybrid"),
     (f"export A=1 B=2\n{TRAIN} --a $A --b $B", "--a 1 --b 2"),
-    ('OPTIONS=" \\\n --lr 1 \\\n --bf16"\n' + f'srun sh -c "{TRAIN} $OPTIONS"', "srun sh -c torchrun pretrain_gpt.py --lr 1 --bf16"),
+    ('OPTIONS=" \\\n --lr 1 \\\n --bf16"\n' + f'srun sh -c "{TRAIN} $OPTIONS"',
+     "srun sh -c torchrun pretrain_gpt.py --lr 1 --bf16"),
     (f'CMD="{TRAIN} --lr 1"\neval $CMD', "eval torchrun pretrain_gpt.py --lr 1"),
     (f"{TRAIN} --lr 1 2>&1 | tee log", "--lr 1"),
-    (f"P=pretrain_gpt.py\ntorchrun $P --lr 1", "--lr 1"),
+    ("P=pretrain_gpt.py\ntorchrun $P --lr 1", "--lr 1"),
     (f"{TRAIN} --split '99,1' --x \"it's\"", "--split 99,1 --x it's"),
 ])  # fmt: skip
 def test_words(script: str, words: str) -> None:
