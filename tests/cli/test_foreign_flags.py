@@ -118,7 +118,7 @@ def test_a_name_without_dashes_and_equals_sign(capsys: pytest.CaptureFixture[str
 
 def test_the_answers_that_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "from-megatron.md").read_text(encoding="utf-8")
-    block = page.partition("   $ megascale ")[2].partition("   ```")[0]
+    block = page.partition("\n$ megascale ")[2].partition("```")[0]
     command, *lines, count = [line.strip() for line in block.rstrip().splitlines()]
     assert answered(command, capsys) == lines
     assert count == f"{len(lines)} problems"

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 PROGRAM = re.compile(r"(.*/)?(pretrain_\w+\.py|torchtitan[./]train(\.py)?)")
 
-_COMMAND = r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`"
-_BRACED = r"\$\{(?:\"[^\"]*\"|[^}\"])*\}"
-_DOUBLE = rf"\"(?:\\.|{_COMMAND}|{_BRACED}|[^\"\\])*\""
+_COMMAND = r"\$\((?:[^()]|\([^()]*\))*+\)|`[^`]*`"
+_BRACED = r"\$\{(?:\"[^\"]*\"|[^}\"])*+\}"
+_DOUBLE = rf"\"(?:\\.|{_COMMAND}|{_BRACED}|[^\"\\])*+\""
 _TOKEN = re.compile(
-    rf"(?P<word>(?:\\.|'[^']*'|{_DOUBLE}|{_COMMAND}|{_BRACED}|[^\s;&|()'\"`\\#]|(?<=[^\s;&|()])#)+)"
+    rf"(?P<word>(?:\\.|'[^']*'|{_DOUBLE}|{_COMMAND}|{_BRACED}|[^\s;&|()'\"`\\#]|(?<=[^\s;&|()])#)++)"
     r"|(?P<end>\n|;|&&|\|\||&|\|)|(?P<bracket>[()])|(?:#[^\n]*)|.",
     re.DOTALL,
 )
@@ -49,8 +49,8 @@ class ShellScript:
         before, depth = "\n", 0
         for token in _TOKEN.finditer(text.replace("\\\n", " ").replace("$#", str(len(arguments))) + "\n"):
             word, kind = token[0], token.lastgroup
-            depth += {"(": 1, ")": -1}.get(word, 0)
-            if kind == "end" and depth <= 0 and not (word in ("&&", "||") and statement[:1] in _CONDITIONS):
+            depth = max(0, depth + {"(": 1, ")": -1}.get(word, 0))
+            if kind == "end" and depth == 0 and not (word in ("&&", "||") and statement[:1] in _CONDITIONS):
                 self._run(statement, known=before not in ("&&", "||"))
                 statement, before, depth = [], word, 0
             elif kind and word != "\n":
@@ -79,7 +79,7 @@ class ShellScript:
             names = re.sub(
                 r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: "".join(self._variables.get(name[1]) or []), part["sum"]
             )
-            if re.fullmatch(r"[\s\d+*]+", names):
+            if re.fullmatch(r"\s*\d+(\s*[+*]\s*\d+)*\s*", names):
                 return [str(sum(math.prod(map(int, term.split("*"))) for term in names.split("+")))]
         given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
         if not given:
@@ -111,7 +111,7 @@ class ShellScript:
         if False in followed:
             return
         while statement and (assigned := _ASSIGNMENT.match(statement[0])):
-            array = not assigned[3] and statement[1:2] == ["("]
+            array = not assigned[3] and statement[1:2] == ["("] and ")" in statement
             end = statement.index(")") + 1 if array else 1
             self._assign(assigned, statement[2 : end - 1] if array else None, known and None not in followed)
             statement = statement[end:]
@@ -129,7 +129,7 @@ class ShellScript:
 
     def _keep(self, words: list[str]) -> None:
         """Keep the words if they are a training command, also one in quotes, such as that of `bash -c`."""
-        split = [one for word in words for one in (_split(word) if "train" in word and " " in word else [word])]
+        split = [one for word in words for one in (split_words(word) if "train" in word and " " in word else [word])]
         ends = next((number for number, word in enumerate(split) if re.match(r"\d*[<>]", word)), len(split))
         if any(map(PROGRAM.fullmatch, split[: ends - 1])):
             self.command = split[:ends]
@@ -157,8 +157,9 @@ class ShellScript:
         return any(results) if " || " in text else all(results)
 
 
-def _split(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
+    """Return the words of a command line, by spaces alone if its quotes do not match."""
     try:
-        return shlex.split(text)
+        return shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError:
         return text.split()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from megascale.config.foreign.setting import Values, plain
-from megascale.config.foreign.shell_script import PROGRAM, ShellScript
+from megascale.config.foreign.shell_script import PROGRAM, ShellScript, split_words
 from megascale.config.foreign.torchtitan_runs import RUNS
 from megascale.config.foreign.translation import read_flags, read_value
 from megascale.core.errors import ConfigError, Problem
@@ -52,7 +51,7 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError([Problem(source, "", f"cannot be read: {' '.join(str(error).split())}")]) from None
     script = ShellScript(text, environment, words)
-    command = script.command or ["pretrain_gpt.py", *shlex.split(text.replace("\\\n", " "), comments=True)]
+    command = script.command or ["pretrain_gpt.py", *split_words(text)]
     if len(command) < 2 or not any(word.startswith("--") for word in command):
         raise ConfigError([Problem(source, "", "has no command of pretrain_gpt.py or torchtitan", "a training script")])
     return _from_command(command, source)
@@ -62,11 +61,9 @@ def _from_command(command: Sequence[str], source: str) -> Arguments:
     at = next(number for number, word in enumerate(command) if PROGRAM.fullmatch(word))
     program, given = command[at].rpartition("/")[2], read_flags(command[at + 1 :])
     given |= {word: [] for word in given.pop("", [])}  # neither flags nor values
-    launcher = {plain(name): values for name, values in read_flags(command[:at]).items()}
-    counts = [launcher.get(name, [None])[0] for name in ("nproc_per_node", "nnodes")]
-    gpus = (
-        counts[0] * (counts[1] or 1) if all(isinstance(count, int | None) for count in counts) and counts[0] else None
-    )
+    launcher = {plain(name): values for name, values in read_flags(command[:at]).items() if values}
+    ranks, nodes = launcher.get("nproc_per_node", [None])[0], launcher.get("nnodes", [1])[0]
+    gpus = ranks * nodes if isinstance(ranks, int) and isinstance(nodes, int) else None
     if not program.startswith("pretrain_"):
         name = given.pop("--config", ["llama3_debugmodel"])[0]
         given.pop("--module", None)

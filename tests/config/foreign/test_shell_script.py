@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megascale.config.foreign.shell_script import ShellScript
 
@@ -82,3 +84,20 @@ def test_nothing_runs(tmp_path: Path) -> None:
 
 def test_a_script_without_training() -> None:
     assert ShellScript("echo pretrain_gpt.py\nls ')'\n", {}).command == []
+
+
+PIECES = st.sampled_from([
+    *"\"'`(){}[]$#;&|<>\\\n =", "A", "1", "$A", "${A", "${A:-", "}", "$((", "))", "A=(", "A+=", "$(", "if",
+    "[ $A = 1 ]",
+    "then", "else", "fi", "case", "esac", "a)", "while", "done", "&&", TRAIN, "--lr",
+])  # fmt: skip
+
+
+@given(st.lists(PIECES, max_size=40))
+def test_any_text_is_read(pieces: list[str]) -> None:
+    ShellScript("".join(pieces), {"B": "1"}, ["2"])
+    ShellScript(" ".join(pieces), {"B": "1"}, ["2"])
+
+
+def test_an_open_quote_is_read_at_once() -> None:
+    assert command(f'{TRAIN} --lr 1\n"' + '${A:-"b"} $(c) ' * 200) == "--lr 1"
