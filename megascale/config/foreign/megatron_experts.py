@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from megascale.config.foreign.megatron_values import LOSSES, balance, balance_weight
 from megascale.config.foreign.setting import (
@@ -11,6 +12,7 @@ from megascale.config.foreign.setting import (
     Advice,
     Context,
     Needless,
+    Several,
     Values,
     absent,
     computed,
@@ -24,6 +26,14 @@ _ALWAYS = "nothing to write: always so"
 _NO_DEEPEP = "not supported: the exchange is NCCL's, see moe.dispatcher"
 _WHOLE = "not supported: an expert is whole on a rank, of parallel.ep"
 _UPCYCLING = "not in training: `megascale ckpt convert --experts N K` makes a checkpoint of experts"
+
+
+def _experts(values: Values, context: Context) -> Any:
+    """Return the experts, with a bias of the router where linear layers have biases."""
+    biases = "disable_bias_linear" not in context and context.get("add_bias_linear") != [False]
+    if values[0] and biases and "num_layers" in context:
+        return Several({"model.experts": values[0], "model.router_bias": True})
+    return values[0]
 
 
 def _dense_layers(values: Values, context: Context) -> int | Advice:
@@ -82,6 +92,6 @@ _OF_EXPERTS = (
 )  # fmt: skip
 
 EXPERTS = (
-    same("--num-experts, --num-moe-experts", "model.experts"),
+    computed("--num-experts, --num-moe-experts", "model.experts", _experts),
     *(replace(row, only_with="num_experts") for row in _OF_EXPERTS),
 )
