@@ -169,11 +169,6 @@ def steps_of_samples(values: Values, context: Context) -> int:
     return int(values[0] // (context.get("global_batch_size") or context["train_batch_size"])[0])
 
 
-def steps_of_share(values: Values, context: Context) -> int:
-    """Return the steps of a warm-up that is a share of the decay."""
-    return round(values[0] * (context.get("lr_decay_iters") or context["train_iters"])[0])
-
-
 def rate_of_share(values: Values, context: Context) -> float:
     """Return the least learning rate from its share of the largest."""
     return float(f"{values[0] * context['lr'][0]:.6g}")
