@@ -322,7 +322,6 @@ NO_PRUNING = Exclusions("checkpoint.keep", only(0), (
 
 # Modes: the keys of another mode are mistakes.
 
-
 NO_TAIL = _without_effect(
     "optimizer.decay", lambda decay: not uses_decay_steps(str(decay)), {"optimizer.decay_steps": only(None)},
     "remove the key: the decay ends with train.steps; or optimizer.decay = wsd",
