@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megascale.config.run import RunConfig
+from megascale.convert.megatron.reading import from_megatron
+from megascale.convert.megatron.writing import to_megatron
 from megascale.core.storage import Location
 
 
@@ -19,5 +21,5 @@ class System(NamedTuple):
     write: Callable[[Location, Path], list[str]]
 
 
-SYSTEMS: dict[str, System] = {}
+SYSTEMS: dict[str, System] = {"megatron": System(from_megatron, to_megatron)}
 """Systems by prefix."""

@@ -1,0 +1,137 @@
+"""A checkpoint of Megatron-LM becomes one of a run: weights, moments of Adam, and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megascale.checkpoint import offline
+from megascale.checkpoint.format.state import Progress
+from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
+from megascale.config.run import RunConfig
+from megascale.convert.families.config_json import read_keys
+from megascale.convert.families.megatron import FAMILY, VOCABULARY
+from megascale.convert.megatron.legacy import LegacyFolder
+from megascale.convert.megatron.source import MASTER, MODEL, MOMENTS, Source, iteration_folder
+from megascale.convert.megatron.torch_dist import TorchDist
+from megascale.convert.tensor_map import model_tensors, read_region, stack_biases, tensor_map
+from megascale.core.errors import CheckpointError
+from megascale.core.files import atomic_folder
+from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS
+
+CONFIG_HINT = "give the run's configuration with --config FILE.toml"
+
+
+def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -> list[str]:
+    """Make a checkpoint, in a new folder, of the latest iteration in a folder of Megatron-LM, for a run with `config`.
+    Returns what differs, a line each.
+
+    Raises: CheckpointError if the folder is unreadable, its model is unsupported or not that of `config`; OSError
+    """
+    path = iteration_folder(folder)
+    source: Source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
+    args = vars(source.common["args"]) if "args" in source.common else {}
+    model = _model(args, path, config)
+    tensors = _Tensors(source, model)
+    progress, notes = _progress(source, args, model, config)
+    states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
+    states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
+    settings = {
+        "model": model.model_dump(mode="json", by_alias=True),
+        "optimizer": config.optimizer.model_dump(mode="json") if config else _optimizer(source.common),
+    }
+    with atomic_folder(output) as made:
+        offline.write_state(made, tensors.read_all(states), settings, progress=progress)
+        if unread := source.unread():
+            what = f"{path} has {len(unread)} tensors unknown to its arguments: {', '.join(unread[:3])}"
+            raise CheckpointError(what, hint=CONFIG_HINT)
+    return notes + tensors.notes
+
+
+def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> ModelConfig:
+    """The model of Megatron-LM's arguments, or of `config`. Raises: CheckpointError if they differ, or both lack"""
+    if not args and config is None:
+        raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
+    if config is None:
+        return read_keys(FAMILY, dict(args), f"{path}: args", "a model without this argument")
+    if args:
+        sized = dict(args) | {"vocab_size": config.model.vocab_size}
+        there = read_keys(FAMILY, sized, f"{path}: args", "a model without this argument")
+        if different := model_differences(there.model_dump(mode="json", by_alias=True), config.model):
+            raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
+    return config.model
+
+
+def _progress(
+    source: Source, args: Mapping[str, Any], model: ModelConfig, config: RunConfig | None
+) -> tuple[Progress, list[str]]:
+    """The progress of a run that goes on, and what differs. Raises: CheckpointError if the state is not Adam's"""
+    step = int(source.common.get("iteration", 0))
+    if source.step is None or not step:
+        return Progress(), ["there is no optimizer state: a run begins at step 0 with the weights alone"]
+    if missing := set(MOMENTS) - source.states:
+        what = f"{source.path}: the optimizer has no {' and no '.join(sorted(missing))}"
+        raise CheckpointError(what, hint="a run with --optimizer adam, or a checkpoint saved with --no-save-optim")
+    batch = args.get("global_batch_size") or (config.batch.total if config else 0)
+    samples = args.get("consumed_train_samples") or step * batch
+    if not samples:
+        raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
+    length = args.get("seq_length") or model.seq_length
+    notes = [f"samples are in another order here than after the first {samples} of Megatron-LM"]
+    if source.step != step:
+        notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
+    return Progress(step, samples, samples * length), notes
+
+
+def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `[optimizer]` of what wrote the moments, as far as it matters for taking them over."""
+    return {"name": "adamw", "lr": float((common.get("opt_param_scheduler") or {}).get("max_lr") or 1e-3)}
+
+
+class _Tensors:
+    """The tensors of a `model` in a source. `notes`: what differs."""
+
+    def __init__(self, source: Source, model: ModelConfig) -> None:
+        self._source, self._model = source, model
+        self._places = tensor_map(FAMILY, model)
+        self._specs = {tensor.name: tensor for tensor in model_tensors(model)}
+        self._shapes = {
+            place.name: place.stored_shape(self._specs[name].shape[len(self._specs[name].outer) :])
+            for name, places in self._places.items()
+            for place in places
+        }
+        self._whole = lru_cache(maxsize=1)(self._load)  # parts of a fused tensor are read one after the other
+        self.notes: list[str] = []
+
+    def read_all(self, states: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a run's states, by the names of `states` and of the source's. Raises: CheckpointError"""
+        for ours, theirs in states.items():
+            for name in self._specs:
+                if not name.startswith(BALANCE_BIAS):
+                    yield ours + name, self._read(theirs, name)
+        if self._model.balance_bias:
+            yield BALANCE_BIAS, stack_biases(self._model, partial(self._read, MODEL))
+
+    def _read(self, state: str, name: str) -> Tensor:
+        def read(stored: str, box: tuple[slice | int, ...]) -> Tensor:
+            return self._whole(state, stored)[box]
+
+        return read_region(self._places[name], self._specs[name], read, None)
+
+    def _load(self, state: str, stored: str) -> Tensor:
+        """Load a whole tensor of the source, without the rows that pad the vocabulary. Raises: CheckpointError"""
+        expected = self._shapes[stored]
+        tensor = self._source.tensor(state, stored, expected)
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if stored in VOCABULARY and rows > expected[0] and tuple(tensor.shape[1:]) == expected[1:]:
+            padding = f"{rows - expected[0]} rows that pad the vocabulary are left out: they were part of the softmax"
+            self.notes += [padding] if padding not in self.notes else []
+            return tensor[: expected[0]]
+        if tuple(tensor.shape) != expected:
+            what = f"{self._source.path}: {stored} has shape {list(tensor.shape)}, its arguments say {list(expected)}"
+            raise CheckpointError(what, hint="weights and arguments of one model")
+        return tensor
