@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from megascale.checkpoint.format.state import Region, missing_region, slices
 from megascale.core.errors import CheckpointError
 from megascale.core.files import is_file, why_unreadable
+from megascale.parallel.stateful import GlobalTensor
 
 METADATA = ".metadata"
 SHARD_FILE = "__0_0.distcp"  # as the first rank names it
@@ -193,9 +194,21 @@ def _read_metadata(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {error!r}", hint=DAMAGED_HINT) from None
 
 
+def _append(file: IO[bytes], item: Any) -> Any:
+    """Append an item to a file, and return where it is."""
+    from torch.distributed.checkpoint import filesystem
+
+    if isinstance(item, Tensor) and not (item.is_contiguous() and item.untyped_storage().nbytes() == item.nbytes):
+        item = item.clone(memory_format=torch.contiguous_format)  # of a view the whole storage would be written
+    data, start = io.BytesIO(), file.tell()
+    torch.save(item, data)
+    file.write(data.getbuffer())
+    return filesystem._StorageInfo(SHARD_FILE, start, file.tell() - start)
+
+
 def write_dcp(folder: Path, items: Iterable[tuple[str, Any]]) -> None:
-    """Write tensors and other objects by name into an existing folder, for torch.distributed.checkpoint.load. One item
-    at a time is in memory.
+    """Write tensors and other objects by name into an existing folder, for torch.distributed.checkpoint.load. Of a
+    `GlobalTensor` each item may have other shards. One item at a time is in memory.
 
     Raises: OSError
     """
@@ -205,20 +218,19 @@ def write_dcp(folder: Path, items: Iterable[tuple[str, Any]]) -> None:
     stored = {}
     with open(folder / SHARD_FILE, "wb") as file:
         for name, item in items:
-            data, start = io.BytesIO(), file.tell()
-            if isinstance(item, Tensor):
-                shape, zeros = item.size(), torch.Size([0] * item.dim())
-                properties = metadata.TensorProperties(dtype=item.dtype)
-                chunk = metadata.ChunkStorageMetadata(offsets=zeros, sizes=shape)
-                described[name] = metadata.TensorStorageMetadata(properties, shape, [chunk])
-                index = metadata.MetadataIndex(name, zeros)
-                whole = item.is_contiguous() and item.untyped_storage().nbytes() == item.nbytes
-                torch.save(item if whole else item.clone(memory_format=torch.contiguous_format), data)
-            else:
-                described[name], index = metadata.BytesStorageMetadata(), metadata.MetadataIndex(name)
-                torch.save(item, data)
-            file.write(data.getbuffer())
-            stored[index] = filesystem._StorageInfo(SHARD_FILE, start, file.tell() - start)
+            if not isinstance(item, Tensor | GlobalTensor):
+                described[name] = metadata.BytesStorageMetadata()
+                stored[metadata.MetadataIndex(name)] = _append(file, item)
+                continue
+            tensor = GlobalTensor.whole(item) if isinstance(item, Tensor) else item
+            properties = metadata.TensorProperties(dtype=tensor.dtype)
+            listed = described.setdefault(
+                name, metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
+            )
+            for shard in tensor.shards:
+                offset, size = torch.Size(shard.offset), torch.Size(shard.size)
+                listed.chunks.append(metadata.ChunkStorageMetadata(offset, size))
+                stored[metadata.MetadataIndex(name, offset)] = _append(file, shard.data.view(size))
     paths = {name: (name,) for name in described}
     with open(folder / METADATA, "wb") as file:
         pickle.dump(metadata.Metadata(described, paths, stored, version=filesystem.CURRENT_DCP_VERSION), file)

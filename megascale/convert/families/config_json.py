@@ -86,14 +86,15 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
         except CheckpointError as error:
             reasons[family.name] = error.message
             continue
-        if not (differences := _differences(again, model)):
+        if not (differences := differences(again, model)):
             return family
         reasons[family.name] = ", ".join(f"{key} = {value!r}" for key, value in differences.items())
     listed = "; ".join(f"{name} has {reason}" for name, reason in reasons.items())
     raise CheckpointError(f"no supported Hugging Face architecture computes this model: {listed}")
 
 
-def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
+def differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
+    """The keys of `[model]` whose effect differs, with the values `there`."""
     ignored = IGNORED | (ROPE_ONLY if here.position == there.position == "learned" else set())
     if here.experts and not here.dense_layers:
         ignored = ignored | {"ffn_size"}
