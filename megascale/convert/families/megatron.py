@@ -171,7 +171,7 @@ FAMILY = Family(
         "mlp.shared_experts.linear_fc2": "shared.down",
         "mlp.shared_experts.gate": "shared_gate",
     },
-    {name: (None, False, 0) for name in UNSUPPORTED} | {"softmax_type": ("vanilla",)},
+    dict.fromkeys(UNSUPPORTED, (None, False, 0)) | {"softmax_type": ("vanilla",)},
     (_read, _read_router), (_write, _write_router), ("._extra_state",),
     {
         "experts.gate_up": ("mlp.experts.*.linear_fc1",),

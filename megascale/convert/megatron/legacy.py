@@ -65,7 +65,9 @@ class LegacyFolder:
     def _load(self) -> None:
         """Read the files of all ranks, which are mapped. Raises: CheckpointError if one is missing, or one too many"""
         sizes = [self._args.get(f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline", "expert")]
-        ranks = {self._folder(rank, sizes): rank for rank in itertools.starmap(_Rank, itertools.product(*map(range, sizes)))}
+        ranks = {
+            self._folder(rank, sizes): rank for rank in itertools.starmap(_Rank, itertools.product(*map(range, sizes)))
+        }
         found = {folder.name for folder in self.path.glob("mp_rank_*")}
         if different := sorted(found ^ ranks.keys()):
             layout = ", ".join(f"{kind} {size}" for kind, size in zip(("tp", "pp", "ep"), sizes, strict=True))
@@ -75,7 +77,7 @@ class LegacyFolder:
         first, count = dict[tuple[int, int], int](), 0
         for number, pp in itertools.product(range(len(_chunks(self.common))), range(sizes[1])):
             first[number, pp] = count
-            numbers = [int(found[1]) for key in _chunks(files[_Rank(0, pp, 0)])[number] if (found := LAYER.match(key))]
+            numbers = [int(layer[1]) for layer in map(LAYER.match, _chunks(files[_Rank(0, pp, 0)])[number]) if layer]
             count += max(numbers, default=-1) + 1
         for name, rank in ranks.items():
             experts = rank.ep * ((self._args.get("num_experts") or 0) // sizes[2])
@@ -126,7 +128,9 @@ class LegacyFolder:
                 if (tensor.dim() == 1 or name.endswith(".bias")) == (group["wd_mult"] == 0)
             ]
             if len(names) != len(group["params"]):
-                what = f"{folder / FILE}: a group of the optimizer has {len(group['params'])} parameters, not {len(names)}"
+                what = (
+                    f"{folder / FILE}: a group of the optimizer has {len(group['params'])} parameters, not {len(names)}"
+                )
                 raise CheckpointError(what, hint=RESHARDABLE_HINT)
             for position, (name, key) in enumerate(zip(names, group["params"], strict=True)):
                 for moment in MOMENTS:

@@ -41,7 +41,7 @@ def find_in_buffer(parameters: Mapping[str, Tensor], buckets: Sequence[Tensor]) 
     None if the `buckets` of their fp32 copies have other parameters, or others of the same sizes.
     """
     found, number, start = dict[str, tuple[int, int]](), 0, 0
-    for name, weight in reversed(parameters.items()):
+    for name, weight in reversed(list(parameters.items())):
         start = -(-start // ALIGNMENT) * ALIGNMENT
         if number < len(buckets) and start + weight.numel() > len(buckets[number]):
             if len(buckets[number]) > start:

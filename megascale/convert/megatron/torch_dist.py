@@ -14,23 +14,24 @@ import torch
 from torch import Tensor
 
 from megascale.convert.dcp import DAMAGED_HINT, DcpFolder
-from megascale.convert.families.megatron import ALIASES
+from megascale.convert.families.megatron import ALIASES, FAMILY
+from megascale.convert.megatron.dp_buckets import BUCKETS, DpBuckets
 from megascale.convert.megatron.plain_pickle import read_plain
 from megascale.convert.megatron.source import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, optimizers_of, step_of
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
 COMMON, METADATA = "common.pt", "metadata.json"
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+CHAINED = re.compile(r"chained_\d+\.")
 
 PREFIXES = {MODEL: ("",), MASTER: ("optimizer.state.param.", "optimizer.state.fp32_param.")} | {
     moment: (f"optimizer.state.{moment}.",) for moment in MOMENTS
 }
-"""Beginnings of the names of a state's tensors: the distributed optimizer's masters, and those of the plain one."""
-
-BUCKETS = "optimizer.distributed."  # names of buckets, which know no parameters
+"""Beginnings of the names of a state's tensors: of masters those of the distributed optimizer, and of the plain one."""
 
 
 class TorchDist:
@@ -42,37 +43,61 @@ class TorchDist:
             raise CheckpointError(what, hint="save it with --ckpt-format torch_dist")
         self.path, self._folder = path, DcpFolder(path)
         self.common: Mapping[str, Any] = read_plain(path / COMMON)
-        chained = re.compile(r"chained_\d+\.")
-        self._stored = {chained.sub("", name, count=1): name for name in self._folder.tensors}
-        objects = {chained.sub("", name, count=1): name for name in self._folder.objects}
-        if any(name.startswith(BUCKETS) for name in [*self._stored, *objects]):
-            kind = self.common["optimizer"].get("param_state_sharding_type", "dp_reshardable")
-            raise CheckpointError(f"{path}: the optimizer is stored as {kind}", hint=RESHARDABLE_HINT)
+        self._stored = {CHAINED.sub("", name, count=1): name for name in self._folder.tensors}
+        self._read: set[str] = set()
         self.step = step_of(optimizers_of(self.common.get("optimizer")))
         self.states = frozenset(
             state
             for state, prefixes in PREFIXES.items()
             if any(name.startswith(prefix) for name in self._stored for prefix in prefixes)
         )
-        self._read: set[str] = set()
+        self._buckets: DpBuckets | None = None
+        if any(BUCKETS in name for name in [*self._folder.tensors, *self._folder.objects]):
+            self._open_buckets()
 
     def tensor(self, state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-        stored, index = self._find(state, name)
-        self._read.add(re.sub(r"^optimizer\.state\.\w+\.", "", stored))
-        whole = self._folder.tensors[self._stored[stored]].shape[len(index) :]
-        region = (*index, *(0 for _ in whole)), (*(1 for _ in index), *whole)
-        return _unflattened(self._folder.read(self._stored[stored], region).view(whole), shape)
+        if weight := self._find(MODEL, name):
+            self._read.add(weight[0])  # also by its master
+        if self._buckets is not None and state != MODEL:
+            return self._buckets.tensor(state, name)
+        if (found := self._find(state, name)) is None:
+            raise CheckpointError(f"{self.path} has no tensor {PREFIXES[state][0]}{name}", hint=DAMAGED_HINT)
+        return _unflattened(self._load(*found), shape)
 
     def unread(self) -> list[str]:
-        of_model = (name for name in self._stored if not name.startswith("optimizer."))
-        return sorted(name for name in of_model if name not in self._read)
+        return sorted(name for name in self._stored if not name.startswith("optimizer.") and name not in self._read)
 
-    def _find(self, state: str, name: str) -> tuple[str, tuple[int, ...]]:
-        """The stored name of a state of a tensor, and its index in stacks. Raises: CheckpointError if there is none"""
+    def _find(self, state: str, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """The stored name of a state of a tensor, and its index in stacks; None if there is none."""
         for prefix, (stored, index) in itertools.product(PREFIXES[state], stored_forms(name)):
             if prefix + stored in self._stored:
                 return prefix + stored, index
-        raise CheckpointError(f"{self.path} has no tensor {PREFIXES[state][0]}{name}", hint=DAMAGED_HINT)
+        return None
+
+    def _load(self, stored: str, index: tuple[int, ...]) -> Tensor:
+        whole = self._folder.tensors[self._stored[stored]].shape[len(index) :]
+        region = (*index, *(0 for _ in whole)), (*(1 for _ in index), *whole)
+        return self._folder.read(self._stored[stored], region).view(whole)
+
+    def _open_buckets(self) -> None:
+        """Find the states of a distributed optimizer. Raises: CheckpointError if they are stored in an unknown way"""
+        kind = self.common["optimizer"].get("param_state_sharding_type", "")
+        if kind != "dp_reshardable" or "args" not in self.common:
+            raise CheckpointError(f"{self.path}: the optimizer is stored as {kind!r}", hint=RESHARDABLE_HINT)
+        args = vars(self.common["args"])
+        head, embedding = FAMILY.outer[HEAD], FAMILY.outer[TOKEN_EMBEDDING]
+        copied = (
+            not args.get("untie_embeddings_and_output_weights") and (args.get("pipeline_model_parallel_size") or 1) > 1
+        )
+
+        def weight(name: str) -> Tensor | None:
+            found = self._find(MODEL, embedding if name == head and copied else name)
+            return self._load(*found) if found else None
+
+        names = (name for name in self._folder.objects if name.endswith(".optimizer/shard_0_1"))
+        self.step = step_of([each for name in names for each in self._folder.read_object(name)])
+        self._buckets = DpBuckets(self._folder, args, weight)
+        self.states |= {MASTER, *MOMENTS}
 
 
 def stored_forms(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:

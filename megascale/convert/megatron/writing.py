@@ -166,7 +166,11 @@ def _stored(name: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[
             name = name.replace(ours, theirs)
     first, *others = stored_forms(name)
     stored, index = others[0] if others and model.dense_layers else first
-    return stored, index, (model.num_layers, model.experts)[len(index) == 1 and bool(model.dense_layers) :][: len(index)]
+    return (
+        stored,
+        index,
+        (model.num_layers, model.experts)[len(index) == 1 and bool(model.dense_layers) :][: len(index)],
+    )
 
 
 def _extra_states(model: ModelConfig) -> Iterator[tuple[str, list[None]]]:

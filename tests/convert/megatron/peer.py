@@ -32,11 +32,10 @@ RESHARDABLE = "fully_reshardable"
 class Task:
     """A run of megatron-core from step `first` up to `last` on `tokens` [steps, samples, s + 1].
 
-    `model`: ours; `arguments`: Megatron-LM's, which say the same. `layout`: tp, pp, vpp, ep. `distributed`: the kind of
+    `arguments`: Megatron-LM's, of the model. `layout`: tp, pp, vpp, ep. `distributed`: the kind of
     distributed optimizer, none of a plain one. `load`, `save`: folders of checkpoints. `legacy`: saved with torch.save.
     """
 
-    model: dict[str, Any]
     arguments: dict[str, Any]
     tokens: Tensor
     layout: dict[str, int] = field(default_factory=dict)
@@ -100,8 +99,11 @@ class Session:
 
     def __init__(self, task: Task) -> None:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -109,24 +111,39 @@ class Session:
         self.task, self.ps = task, parallel_state
         tp, pp, vpp, ep = (task.layout.get(name, 1) for name in ("tp", "pp", "vpp", "ep"))
         parallel_state.initialize_model_parallel(
-            tp, pp, vpp if vpp > 1 else None, expert_model_parallel_size=ep, expert_tensor_parallel_size=1 if ep > 1 else None
+            tp,
+            pp,
+            vpp if vpp > 1 else None,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1 if ep > 1 else None,
         )
         model_parallel_cuda_manual_seed(7)
         self.config = transformer_config(task)
         self.config.finalize_model_grads_func = finalize_model_grads
         nets = [self._net(chunk if vpp > 1 else None) for chunk in range(vpp)]
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=bool(task.distributed), bucket_size=task.bucket_size,
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=bool(task.distributed),
+            bucket_size=task.bucket_size,
             overlap_grad_reduce=bool(task.bucket_size),
         )
         self.model = [
-            DistributedDataParallel(self.config, ddp, net, disable_bucketing=number > 0) for number, net in enumerate(nets)
+            DistributedDataParallel(self.config, ddp, net, disable_bucketing=number > 0)
+            for number, net in enumerate(nets)
         ]
         low = task.dtype == torch.bfloat16
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=LR, min_lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=1.0, adam_beta1=BETAS[0],
-                adam_beta2=BETAS[1], adam_eps=1e-8, use_distributed_optimizer=bool(task.distributed), bf16=low,
+                optimizer="adam",
+                lr=LR,
+                min_lr=LR,
+                weight_decay=WEIGHT_DECAY,
+                clip_grad=1.0,
+                adam_beta1=BETAS[0],
+                adam_beta2=BETAS[1],
+                adam_eps=1e-8,
+                use_distributed_optimizer=bool(task.distributed),
+                bf16=low,
                 params_dtype=task.dtype,
             ),
             self.model,
@@ -192,7 +209,9 @@ class Session:
     def sharded(self, loading: bool) -> dict[str, Any]:
         """The state dict as Megatron-LM builds it."""
         nets = {
-            "model" if len(self.model) == 1 else f"model{number}": _bare(chunk).sharded_state_dict(metadata=self.metadata)
+            "model" if len(self.model) == 1 else f"model{number}": _bare(chunk).sharded_state_dict(
+                metadata=self.metadata
+            )
             for number, chunk in enumerate(self.model)
         }
         optimizer = self.optimizer.sharded_state_dict(nets, is_loading=loading, metadata=self.metadata)
@@ -262,12 +281,28 @@ class Session:
         return step
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Parameters of this rank by chunk and name, with the moments that the rank has."""
-        found = {}
+        """Parameters of this rank by chunk and name, each with its moments, or the part of them that the rank has."""
+        names, found = dict[Any, str](), dict[str, dict[str, Tensor]]()
         for number, chunk in enumerate(self.model):
             for name, parameter in _bare(chunk).named_parameters():
-                found[f"{number}.{name}"] = {"weight": parameter.detach().clone()}
+                names[parameter] = f"{number}.{name}"
+                found[names[parameter]] = {"weight": parameter.detach().clone()}
+        for parameter, name in names.items():
+            for moment, tensor in self._moments(parameter).items():
+                found[name][moment] = tensor.clone()
         return found
+
+    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        for optimizer in self.optimizer.chained_optimizers:
+            if self.task.distributed and parameter in optimizer.model_param_group_index_map:
+                state = optimizer._get_main_param_and_optimizer_states(parameter)
+            elif not self.task.distributed:
+                state = optimizer.optimizer.state.get(getattr(parameter, "main_param", parameter), {})
+            else:
+                continue
+            if state:
+                return {moment: state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        return {}
 
 
 def _bare(chunk: Any) -> Any:
@@ -300,7 +335,8 @@ def transformer_config(task: Task) -> Any:
         add_bias_linear=args.add_bias_linear, qk_layernorm=args.qk_layernorm, hidden_dropout=0.0,
         attention_dropout=0.0, tensor_model_parallel_size=task.layout.get("tp", 1), pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=task.layout.get("vpp") if several else None,
-        expert_model_parallel_size=task.layout.get("ep", 1), expert_tensor_parallel_size=1 if args.num_experts else None,
+        expert_model_parallel_size=task.layout.get("ep", 1),
+        expert_tensor_parallel_size=1 if args.num_experts else None,
         params_dtype=task.dtype, pipeline_dtype=task.dtype, bf16=task.dtype == torch.bfloat16,
         use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False,
         masked_softmax_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False,

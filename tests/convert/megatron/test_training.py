@@ -1,0 +1,70 @@
+"""Runs of megatron-core go on here from its checkpoints, and its own from ours, as if nothing had happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.convert.megatron.reading import from_megatron
+from megascale.convert.megatron.writing import to_megatron
+from megascale.core.storage import Location
+from tests.convert.megatron.cases import ARGUMENTS, MODELS, draw_tokens, go_on, ours
+from tests.convert.megatron.peer import RESHARDABLE, Outcome, Task, run
+from tests.runs import config_of
+from tests.worlds import run_world
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of megatron-core on `world` ranks, and the layout `here` that goes on with it."""
+
+    model: str
+    world: int
+    layout: dict[str, int]
+    here: dict[str, Any]
+    distributed: str = ""
+    legacy: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "gpt tp2": Case("gpt", 2, {"tp": 2}, {"parallel__pp": 2}),
+    "gpt pp2 vpp2 distributed": Case("gpt", 2, {"pp": 2, "vpp": 2}, {"parallel__tp": 2}, RESHARDABLE),
+    "gpt dp2 distributed": Case("gpt", 2, {}, {"parallel__tp": 2, "parallel__sp": True}, RESHARDABLE),
+    "gpt tp2 pp2 legacy": Case("gpt", 4, {"tp": 2, "pp": 2}, {"parallel__dp": 2}, legacy=True),
+    "llama tp2 distributed": Case("llama", 2, {"tp": 2}, {"parallel__dp": 2}, RESHARDABLE),
+    "llama pp2": Case("llama", 2, {"pp": 2}, {"parallel__tp": 2}),
+    "llama dp2 distributed": Case("llama", 2, {}, {"parallel__pp": 2, "parallel__vpp": 2}, RESHARDABLE),
+    "llama tp2 dp2 distributed legacy": Case("llama", 4, {"tp": 2}, {"parallel__pp": 2}, RESHARDABLE, legacy=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_both_go_on_as_megatron_core_does(name: str, tmp_path: Path) -> None:
+    case, tokens = CASES[name], draw_tokens()
+    task = Task(
+        ARGUMENTS[case.model], tokens, case.layout, case.distributed, save=tmp_path / "theirs", legacy=case.legacy
+    )
+    theirs: list[Outcome] = run_world(case.world, run, task)
+    losses = theirs[-1].losses[5:]
+    assert len(set(losses)) == 5
+
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    config = config_of(ours(MODELS[case.model], tmp_path, tmp_path / "ours", **case.here), tmp_path, world=2)
+    assert run_world(2, go_on, config, tokens)[0] == pytest.approx(losses, abs=1e-5)
+
+    to_megatron(Location(str(tmp_path / "ours")), tmp_path / "back")
+    back = replace(task, distributed=RESHARDABLE, save=None, load=tmp_path / "back")
+    again: list[Outcome] = run_world(case.world, run, back)
+    assert again[-1].losses == pytest.approx(losses, abs=1e-6)
+    for before, after in zip(theirs, again, strict=True):
+        assert before.state.keys() == after.state.keys()
+        for parameter, states in before.state.items():
+            for state, tensor in states.items():
+                found = after.state[parameter][state]
+                assert torch.equal(found.view(-1), tensor.view(-1)), (parameter, state)
