@@ -86,9 +86,9 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
         except CheckpointError as error:
             reasons[family.name] = error.message
             continue
-        if not (differences := differences(again, model)):
+        if not (different := differences(again, model)):
             return family
-        reasons[family.name] = ", ".join(f"{key} = {value!r}" for key, value in differences.items())
+        reasons[family.name] = ", ".join(f"{key} = {value!r}" for key, value in different.items())
     listed = "; ".join(f"{name} has {reason}" for name, reason in reasons.items())
     raise CheckpointError(f"no supported Hugging Face architecture computes this model: {listed}")
 

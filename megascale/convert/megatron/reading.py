@@ -40,10 +40,8 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     progress, notes = _progress(source, args, model, config)
     states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
     states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
-    settings = {
-        "model": model.model_dump(mode="json", by_alias=True),
-        "optimizer": config.optimizer.model_dump(mode="json") if config else _optimizer(source.common),
-    }
+    settings = config.model_dump(mode="json", by_alias=True) if config else {"optimizer": _optimizer(source.common)}
+    settings["model"] = model.model_dump(mode="json", by_alias=True)
     with atomic_folder(output) as made:
         offline.write_state(made, tensors.read_all(states), settings, progress=progress)
         if unread := source.unread():
@@ -88,8 +86,12 @@ def _progress(
 
 
 def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `[optimizer]` of what wrote the moments, as far as it matters for taking them over."""
-    return {"name": "adamw", "lr": float((common.get("opt_param_scheduler") or {}).get("max_lr") or 1e-3)}
+    """The section `[optimizer]` of what wrote the moments, as far as the common state has it."""
+    schedule = common.get("opt_param_scheduler") or {}
+    keys = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "end_wd"}
+    return {"name": "adamw", "lr": 1e-3} | {
+        ours: schedule[theirs] for ours, theirs in keys.items() if theirs in schedule
+    }
 
 
 class _Tensors:

@@ -101,7 +101,7 @@ def _optimizer(config: Mapping[str, Any], step: int, samples: int) -> dict[str, 
         config.get("optimizer") or {}
     )
     batch = (config.get("batch") or {}).get("global") or samples // step
-    steps = (config.get("train") or {}).get("steps") or step
+    steps = (config.get("train") or {}).get("steps", 1 << 32)  # beyond them the rate would be min_lr
     lr, decay = settings["lr"], settings["weight_decay"]
     rates = {"max_lr": lr, "min_lr": settings["min_lr"]}
     groups = [

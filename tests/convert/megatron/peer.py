@@ -1,5 +1,5 @@
-"""megatron-core as it trains on CPU processes, saves and loads checkpoints: what conversions are compared with. Ranks of
-a world run it, and nothing else after it, because what megatron-core takes for granted of a GPU is replaced in torch.
+"""megatron-core as it trains on CPU processes, saves and loads: what conversions are compared with. Ranks of a world
+run it, and nothing else after it, because what megatron-core takes for granted of a GPU is replaced in torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.core.rank import Rank
+from tests.oracles.ours import Array
 from tests.parallel.experts.megatron_layer import without_streams
 
 LR, BETAS, WEIGHT_DECAY = 1e-2, (0.9, 0.95), 0.1
@@ -57,7 +58,7 @@ class Outcome:
     """
 
     losses: list[float]
-    state: dict[str, dict[str, Tensor]]
+    state: dict[str, dict[str, Array]]
 
 
 def without_gpu() -> None:
@@ -82,6 +83,20 @@ def without_gpu() -> None:
 
     filesystem_async._get_write_results_queue = Queue  # of this process, which waits for those that write
     multiprocessing.current_process()._config["daemon"] = False  # they are children of a rank
+
+
+def with_torch_adam() -> None:
+    """Moments load into torch's Adam, where neither Transformer Engine nor Apex is installed: its step is a tensor of
+    each parameter, which was loaded before.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def put_with_step(self: Any, parameter: Tensor, tensors: dict[str, Tensor]) -> None:
+        put(self, parameter, {"step": self._get_main_param_and_optimizer_states(parameter)["step"]} | tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = put_with_step
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -271,25 +286,30 @@ class Session:
         """Load strictly. Returns the step."""
         from megatron.core import dist_checkpointing
 
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()  # torch's Adam has none before the first step
         path = folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
         state = dist_checkpointing.load(self.sharded(loading=True), str(path), strict="raise_all")
         for number, chunk in enumerate(self.model):
             _bare(chunk).load_state_dict(state["model" if len(self.model) == 1 else f"model{number}"], strict=True)
         self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer in self.optimizer.chained_optimizers:
+            for moments in optimizer.optimizer.state.values():  # which share the step, that torch's Adam counts up
+                moments["step"] = moments["step"].clone()
         self.schedule.load_state_dict(state["opt_param_scheduler"])
         step: int = state["iteration"]
         return step
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> dict[str, dict[str, Array]]:
         """Parameters of this rank by chunk and name, each with its moments, or the part of them that the rank has."""
-        names, found = dict[Any, str](), dict[str, dict[str, Tensor]]()
+        names, found = dict[Any, str](), dict[str, dict[str, Array]]()
         for number, chunk in enumerate(self.model):
             for name, parameter in _bare(chunk).named_parameters():
                 names[parameter] = f"{number}.{name}"
-                found[names[parameter]] = {"weight": parameter.detach().clone()}
+                found[names[parameter]] = {"weight": parameter.detach().float().numpy().copy()}
         for parameter, name in names.items():
             for moment, tensor in self._moments(parameter).items():
-                found[name][moment] = tensor.clone()
+                found[name][moment] = tensor.detach().numpy().copy()
         return found
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -348,9 +368,10 @@ def transformer_config(task: Task) -> Any:
 def run(rank: Rank, task: Task) -> Outcome:
     """Train, with a checkpoint on the way, or from one."""
     without_gpu()
+    with_torch_adam()
     session = Session(task)
     first, losses = task.first, []
-    state: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, dict[str, Array]] = {}
     if task.load:
         first = session.load(task.load)
         state = session.state()
