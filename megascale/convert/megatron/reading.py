@@ -16,7 +16,7 @@ from megascale.config.run import RunConfig
 from megascale.convert.families.config_json import read_keys
 from megascale.convert.families.megatron import FAMILY, VOCABULARY
 from megascale.convert.megatron.legacy import LegacyFolder
-from megascale.convert.megatron.source import MASTER, MODEL, MOMENTS, Source, iteration_folder
+from megascale.convert.megatron.source import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, Source, iteration_folder
 from megascale.convert.megatron.torch_dist import TorchDist
 from megascale.convert.tensor_map import model_tensors, read_region, stack_biases, tensor_map
 from megascale.core.errors import CheckpointError
@@ -35,8 +35,7 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     path = iteration_folder(folder)
     source: Source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
     args = vars(source.common["args"]) if "args" in source.common else {}
-    model = _model(args, path, config)
-    tensors = _Tensors(source, model)
+    tensors = _Tensors(source, model := _model(args, path, config))
     progress, notes = _progress(source, args, model, config)
     states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
     states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
@@ -46,7 +45,7 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
         offline.write_state(made, tensors.read_all(states), settings, progress=progress)
         if unread := source.unread():
             what = f"{path} has {len(unread)} tensors unknown to its arguments: {', '.join(unread[:3])}"
-            raise CheckpointError(what, hint=CONFIG_HINT)
+            raise CheckpointError(what, hint="weights and arguments of one model")
     return notes + tensors.notes
 
 
@@ -54,14 +53,13 @@ def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> Mod
     """The model of Megatron-LM's arguments, or of `config`. Raises: CheckpointError if they differ, or both lack"""
     if not args and config is None:
         raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
-    if config is None:
-        return read_keys(FAMILY, dict(args), f"{path}: args", "a model without this argument")
-    if args:
-        sized = dict(args) | {"vocab_size": config.model.vocab_size}
-        there = read_keys(FAMILY, sized, f"{path}: args", "a model without this argument")
-        if different := model_differences(there.model_dump(mode="json", by_alias=True), config.model):
-            raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
-    return config.model
+    size = {"vocab_size": config.model.vocab_size} if config else {}
+    there = read_keys(FAMILY, {**args, **size}, f"{path}: args", "a model without this argument") if args else None
+    if config and there and (different := model_differences(there.model_dump(by_alias=True), config.model)):
+        raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
+    model = config.model if config else there
+    assert model is not None, "either tells the model"
+    return model
 
 
 def _progress(
@@ -70,28 +68,25 @@ def _progress(
     """The progress of a run that goes on, and what differs. Raises: CheckpointError if the state is not Adam's"""
     step = int(source.common.get("iteration", 0))
     if source.step is None or not step:
-        return Progress(), ["there is no optimizer state: a run begins at step 0 with the weights alone"]
-    if missing := set(MOMENTS) - source.states:
-        what = f"{source.path}: the optimizer has no {' and no '.join(sorted(missing))}"
-        raise CheckpointError(what, hint="a run with --optimizer adam, or a checkpoint saved with --no-save-optim")
-    batch = args.get("global_batch_size") or (config.batch.total if config else 0)
-    samples = args.get("consumed_train_samples") or step * batch
+        what = "no optimizer state is read: a run begins at step 0 with the weights alone"
+        return Progress(), [what + (f"; to keep it, {RESHARDABLE_HINT}" if "optimizer" in source.common else "")]
+    if missing := sorted(set(MOMENTS) - source.states):
+        what = f"{source.path}: the optimizer has no {' and no '.join(missing)}"
+        raise CheckpointError(what, hint="the state of --optimizer adam, or weights saved with --no-save-optim")
+    samples = args.get("consumed_train_samples") or step * (config.batch.total if config else 0)
     if not samples:
         raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
-    length = args.get("seq_length") or model.seq_length
-    notes = [f"samples are in another order here than after the first {samples} of Megatron-LM"]
+    notes = [f"samples are in another order here than the first {samples} of Megatron-LM"]
     if source.step != step:
         notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
-    return Progress(step, samples, samples * length), notes
+    return Progress(step, samples, samples * (args.get("seq_length") or model.seq_length)), notes
 
 
 def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
     """The section `[optimizer]` of what wrote the moments, as far as the common state has it."""
     schedule = common.get("opt_param_scheduler") or {}
     keys = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "end_wd"}
-    return {"name": "adamw", "lr": 1e-3} | {
-        ours: schedule[theirs] for ours, theirs in keys.items() if theirs in schedule
-    }
+    return {"name": "adamw", "lr": 1e-3} | {ours: schedule[name] for ours, name in keys.items() if name in schedule}
 
 
 class _Tensors:
@@ -119,20 +114,18 @@ class _Tensors:
             yield BALANCE_BIAS, stack_biases(self._model, partial(self._read, MODEL))
 
     def _read(self, state: str, name: str) -> Tensor:
-        def read(stored: str, box: tuple[slice | int, ...]) -> Tensor:
-            return self._whole(state, stored)[box]
-
-        return read_region(self._places[name], self._specs[name], read, None)
+        places, spec = self._places[name], self._specs[name]
+        return read_region(places, spec, lambda stored, box: self._whole(state, stored)[box], None)
 
     def _load(self, state: str, stored: str) -> Tensor:
         """Load a whole tensor of the source, without the rows that pad the vocabulary. Raises: CheckpointError"""
-        expected = self._shapes[stored]
-        tensor = self._source.tensor(state, stored, expected)
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if stored in VOCABULARY and rows > expected[0] and tuple(tensor.shape[1:]) == expected[1:]:
-            padding = f"{rows - expected[0]} rows that pad the vocabulary are left out: they were part of the softmax"
-            self.notes += [padding] if padding not in self.notes else []
-            return tensor[: expected[0]]
+        tensor, expected = self._source.tensor(state, stored), self._shapes[stored]
+        if stored in VOCABULARY and len(tensor) > expected[0]:
+            rows = (
+                f"{len(tensor) - expected[0]} rows that pad the vocabulary are left out: they were part of the softmax"
+            )
+            self.notes += [rows] if rows not in self.notes else []
+            tensor = tensor[: expected[0]]
         if tuple(tensor.shape) != expected:
             what = f"{self._source.path}: {stored} has shape {list(tensor.shape)}, its arguments say {list(expected)}"
             raise CheckpointError(what, hint="weights and arguments of one model")

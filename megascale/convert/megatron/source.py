@@ -1,28 +1,33 @@
-"""What a conversion reads of a checkpoint of Megatron-LM, and the folder that holds it."""
+"""What a conversion reads of a checkpoint of Megatron-LM; its folder, and its pickles, which are read as plain data."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from megascale.convert.dcp import CODE_HINT, DAMAGED_HINT, Record
 from megascale.core.errors import CheckpointError
-from megascale.core.files import exists
+from megascale.core.files import exists, why_unreadable
 
 TRACKER = "latest_checkpointed_iteration.txt"
-
 FOLDER_HINT = f"the folder of --save, which has {TRACKER}, or an iter_NNNNNNN in it"
 RESHARDABLE_HINT = "save it with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable"
 
-MODEL, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
-MASTER = "master"  # fp32 copies of the weights, which the optimizer keeps
+MODEL, MASTER, MOMENTS = "model", "master", ("exp_avg", "exp_avg_sq")
+"""States of a tensor: the weights that compute, the optimizer's fp32 copy, and Adam's moments."""
+
+INERT = re.compile(r"(argparse\.Namespace|signal\.Signals|pathlib\.\w+|megatron\.[\w.]+|numpy\.[\w.]+)")
+"""Classes and functions that pickles may name: a `Record` stands for each."""
 
 
 class Source(Protocol):
     """A checkpoint. `path`: of its iteration. `common`: what is not of a rank, such as `args` and `iteration`. `step`:
-    of the optimizer, None if there is no optimizer. `states`: those of `MODEL`, `MASTER` and `MOMENTS` that it has.
+    of the optimizer, None without one. `states`: those that it has.
     """
 
     path: Path
@@ -30,11 +35,8 @@ class Source(Protocol):
     step: int | None
     states: frozenset[str]
 
-    def tensor(self, state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read a state of a tensor by the name of `families.megatron`. `shape`: that of the model's arguments.
-
-        Raises: CheckpointError if it is missing or damaged
-        """
+    def tensor(self, state: str, name: str) -> Tensor:
+        """Read a state of a tensor by the name of `families.megatron`. Raises: CheckpointError"""
 
     def unread(self) -> list[str]:
         """Names of tensors that nobody has read in any state."""
@@ -50,27 +52,42 @@ def iteration_folder(folder: Path) -> Path:
         raise CheckpointError(f"{folder} is no checkpoint of Megatron-LM", hint=FOLDER_HINT) from None
     if not text.isdecimal() and text != "release":
         raise CheckpointError(f"{folder / TRACKER} is {text[:40]!r}, no iteration", hint=FOLDER_HINT)
-    path = folder / (text if text == "release" else f"iter_{int(text):07d}")
+    path = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
     if not path.is_dir():
         raise CheckpointError(f"{folder / TRACKER} names {path.name}, which is not there", hint=FOLDER_HINT)
     return path
 
 
+def read_plain(path: Path) -> Any:
+    """Read a file of torch.save, with tensors mapped from it, and without running code.
+
+    Raises: CheckpointError if it is missing or damaged, or names other classes than `INERT`
+    """
+    if reason := why_unreadable(path):
+        raise CheckpointError(reason, hint=DAMAGED_HINT)
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        refused = sorted(name for name in names if not INERT.fullmatch(name))
+        if not refused:
+            with torch.serialization.safe_globals([(Record, name) for name in names]):
+                return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of many classes, as the bytes may be any
+        raise CheckpointError(f"{path} is damaged: {str(error).partition(chr(10))[0]}", hint=DAMAGED_HINT) from None
+    raise CheckpointError(f"{path} names {', '.join(refused)}, which is not opened", hint=CODE_HINT)
+
+
 def optimizers_of(stored: Any) -> list[Mapping[str, Any]]:
     """The optimizers of the entry `optimizer`: one, or those that are chained."""
-    if isinstance(stored, list):
-        return stored
-    chained = isinstance(stored, Mapping) and stored and all(isinstance(key, int) for key in stored)
-    return list(stored.values()) if chained else [stored] if stored else []
+    if isinstance(stored, Mapping) and stored and all(isinstance(key, int) for key in stored):
+        return list(stored.values())
+    return stored if isinstance(stored, list) else [stored] if stored else []
 
 
 def step_of(optimizers: list[Mapping[str, Any]]) -> int | None:
     """The finished steps of optimizers; None without a count."""
-    for optimizer in optimizers:
-        inner = optimizer.get("optimizer", optimizer)
+    counts: list[Any] = []
+    for inner in (optimizer.get("optimizer", optimizer) for optimizer in optimizers):
         state = inner.get("state", {})
-        counts = [state.get("common_step"), *(group.get("step") for group in inner.get("param_groups", ()))]
-        counts += [entry.get("step") for entry in state.values() if isinstance(entry, Mapping)]
-        if found := [int(count) for count in counts if count is not None]:
-            return max(found)
-    return None
+        entries = [*inner.get("param_groups", ()), *(each for each in state.values() if isinstance(each, Mapping))]
+        counts += [state.get("common_step"), *(entry.get("step") for entry in entries)]
+    return max((int(count) for count in counts if count is not None), default=None)

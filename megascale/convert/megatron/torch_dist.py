@@ -10,23 +10,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megascale.convert.dcp import DAMAGED_HINT, DcpFolder
 from megascale.convert.families.megatron import ALIASES, FAMILY
-from megascale.convert.megatron.dp_buckets import BUCKETS, DpBuckets
-from megascale.convert.megatron.plain_pickle import read_plain
-from megascale.convert.megatron.source import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, optimizers_of, step_of
+from megascale.convert.megatron.dp_buckets import BUCKETS, read_buckets
+from megascale.convert.megatron.shards import Shards
+from megascale.convert.megatron.source import (
+    MASTER,
+    MODEL,
+    MOMENTS,
+    RESHARDABLE_HINT,
+    optimizers_of,
+    read_plain,
+    step_of,
+)
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
-COMMON, METADATA = "common.pt", "metadata.json"
-
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
-CHAINED = re.compile(r"chained_\d+\.")
+COMMON = "common.pt"
+LAYER, EXPERT = re.compile(r"decoder\.layers\.(\d+)\.(.+)"), re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+CHAINED = re.compile(r"chained_\d+\.")  # before the names of one of several optimizers
 
 PREFIXES = {MODEL: ("",), MASTER: ("optimizer.state.param.", "optimizer.state.fp32_param.")} | {
     moment: (f"optimizer.state.{moment}.",) for moment in MOMENTS
@@ -45,24 +50,26 @@ class TorchDist:
         self.common: Mapping[str, Any] = read_plain(path / COMMON)
         self._stored = {CHAINED.sub("", name, count=1): name for name in self._folder.tensors}
         self._read: set[str] = set()
-        self.step = step_of(optimizers_of(self.common.get("optimizer")))
+        optimizers = optimizers_of(self.common.get("optimizer"))
+        kinds = {optimizer.get("param_state_sharding_type", "fully_reshardable") for optimizer in optimizers}
+        if kinds - {"fully_reshardable", "dp_reshardable"}:
+            raise CheckpointError(f"{path}: the optimizer is stored as {min(kinds)}", hint=RESHARDABLE_HINT)
+        self.step = step_of(optimizers)
+        self._shards = self._read_buckets() if "dp_reshardable" in kinds else None
         self.states = frozenset(
             state
             for state, prefixes in PREFIXES.items()
-            if any(name.startswith(prefix) for name in self._stored for prefix in prefixes)
+            if self._shards or any(name.startswith(prefix) for name in self._stored for prefix in prefixes)
         )
-        self._buckets: DpBuckets | None = None
-        if any(BUCKETS in name for name in [*self._folder.tensors, *self._folder.objects]):
-            self._open_buckets()
 
-    def tensor(self, state: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, state: str, name: str) -> Tensor:
         if weight := self._find(MODEL, name):
             self._read.add(weight[0])  # also by its master
-        if self._buckets is not None and state != MODEL:
-            return self._buckets.tensor(state, name)
-        if (found := self._find(state, name)) is None:
+        found = self._find(state, name)
+        tensor = self._load(*found) if found else self._shards.join(state, name) if self._shards else None
+        if tensor is None:
             raise CheckpointError(f"{self.path} has no tensor {PREFIXES[state][0]}{name}", hint=DAMAGED_HINT)
-        return _unflattened(self._load(*found), shape)
+        return tensor
 
     def unread(self) -> list[str]:
         return sorted(name for name in self._stored if not name.startswith("optimizer.") and name not in self._read)
@@ -79,31 +86,26 @@ class TorchDist:
         region = (*index, *(0 for _ in whole)), (*(1 for _ in index), *whole)
         return self._folder.read(self._stored[stored], region).view(whole)
 
-    def _open_buckets(self) -> None:
-        """Find the states of a distributed optimizer. Raises: CheckpointError if they are stored in an unknown way"""
-        kind = self.common["optimizer"].get("param_state_sharding_type", "")
-        if kind != "dp_reshardable" or "args" not in self.common:
-            raise CheckpointError(f"{self.path}: the optimizer is stored as {kind!r}", hint=RESHARDABLE_HINT)
-        args = vars(self.common["args"])
-        head, embedding = FAMILY.outer[HEAD], FAMILY.outer[TOKEN_EMBEDDING]
-        copied = (
-            not args.get("untie_embeddings_and_output_weights") and (args.get("pipeline_model_parallel_size") or 1) > 1
+    def _read_buckets(self) -> Shards:
+        args = vars(self.common["args"]) if "args" in self.common else {}
+        tied, stages = (
+            not args.get("untie_embeddings_and_output_weights"),
+            args.get("pipeline_model_parallel_size") or 1,
         )
 
         def weight(name: str) -> Tensor | None:
-            found = self._find(MODEL, embedding if name == head and copied else name)
+            copied = name == FAMILY.outer[HEAD] and tied and stages > 1  # on the last stage
+            found = self._find(MODEL, FAMILY.outer[TOKEN_EMBEDDING] if copied else name)
             return self._load(*found) if found else None
 
-        names = (name for name in self._folder.objects if name.endswith(".optimizer/shard_0_1"))
+        names = (name for name in self._folder.objects if BUCKETS in name and ".optimizer/" in name)
         self.step = step_of([each for name in names for each in self._folder.read_object(name)])
-        self._buckets = DpBuckets(self._folder, args, weight)
-        self.states |= {MASTER, *MOMENTS}
+        return read_buckets(self._folder, args, weight)
 
 
 def stored_forms(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names under which a tensor may be stored, each with its index in a stack of layers, and of experts."""
-    others = (name.replace(ours, theirs) for ours, theirs in ALIASES if ours in name)
-    for form in [name, *others]:
+    for form in [name, *(name.replace(ours, theirs) for ours, theirs in ALIASES if ours in name)]:
         if not (layer := LAYER.fullmatch(form)):
             yield form, ()
             continue
@@ -112,17 +114,3 @@ def stored_forms(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         rest, inner = (f"mlp.experts.experts.{expert[2]}", (int(expert[1]),)) if expert else (rest, ())
         yield f"decoder.layers.{rest}", (number, *inner)
         yield f"decoder.layers.{number}.{rest}", inner
-
-
-def _unflattened(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of `shape` that older versions stored as a grid of shards, the last dimension the elements of each
-    (`fully_sharded_model_space`); any other as it is.
-    """
-    if tensor.dim() != len(shape) + 1:
-        return tensor
-    *grid, elements = tensor.shape
-    inner = [size // count for size, count in zip(shape[1:], grid[1:], strict=True)]
-    rows = elements // max(1, torch.Size(inner).numel())
-    shards = tensor.view(*grid, rows, *inner)
-    order = [dim + offset for dim in range(len(shape)) for offset in (0, len(shape))]
-    return shards.permute(order).reshape([a * b for a, b in zip(grid, (rows, *inner), strict=True)])

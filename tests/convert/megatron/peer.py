@@ -26,7 +26,8 @@ from tests.parallel.experts.megatron_layer import without_streams
 
 LR, BETAS, WEIGHT_DECAY = 1e-2, (0.9, 0.95), 0.1
 
-RESHARDABLE = "fully_reshardable"
+RESHARDABLE, BUCKETS = "fully_reshardable", "dp_reshardable"
+LEGACY = "legacy"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Task:
     """A run of megatron-core from step `first` up to `last` on `tokens` [steps, samples, s + 1].
 
     `arguments`: Megatron-LM's, of the model. `layout`: tp, pp, vpp, ep. `distributed`: the kind of
-    distributed optimizer, none of a plain one. `load`, `save`: folders of checkpoints. `legacy`: saved with torch.save.
+    distributed optimizer, none of a plain one. `load`, `save`: folders of checkpoints, of which LEGACY in the latter has
+    the same one in the format `torch`.
     """
 
     arguments: dict[str, Any]
@@ -44,7 +46,6 @@ class Task:
     bucket_size: int | None = None
     load: Path | None = None
     save: Path | None = None
-    legacy: bool = False
     first: int = 0
     save_at: int = 5
     last: int = 10
@@ -253,16 +254,15 @@ class Session:
         from megatron.core import dist_checkpointing
 
         path = folder / f"iter_{step:07d}"
-        if self.task.legacy:
-            self._save_legacy(path, step)
-        else:
-            path.mkdir(parents=True, exist_ok=True)
-            content = {key: value for key, value in self.metadata.items() if key != "dp_cp_group"}
-            state = self.common(step) | self.sharded(loading=False)
-            dist_checkpointing.save(state, str(path), content_metadata=content)
+        path.mkdir(parents=True, exist_ok=True)
+        content = {key: value for key, value in self.metadata.items() if key != "dp_cp_group"}
+        state = self.common(step) | self.sharded(loading=False)
+        dist_checkpointing.save(state, str(path), content_metadata=content)
+        self._save_legacy(folder / LEGACY / path.name, step)
         dist.barrier()
         if dist.get_rank() == 0:
-            (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+            for saved in (folder, folder / LEGACY):
+                (saved / "latest_checkpointed_iteration.txt").write_text(str(step))
 
     def _save_legacy(self, path: Path, step: int) -> None:
         tp, pp, ep = (
@@ -272,8 +272,6 @@ class Session:
         name = f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.ps.get_pipeline_model_parallel_world_size() > 1)
         name += f"_{ep:03d}" * (self.task.layout.get("ep", 1) > 1)
         (path / name).mkdir(parents=True, exist_ok=True)
-        if self.task.distributed:
-            self.optimizer.save_parameter_state(str(path / name / "distrib_optim.pt"))
         if self.ps.get_data_parallel_rank() == 0 or self.ps.get_expert_data_parallel_rank() == 0:
             nets = {
                 "model" if len(self.model) == 1 else f"model{number}": _bare(chunk).state_dict_for_save_checkpoint()
