@@ -34,9 +34,9 @@ LEGACY = "legacy"
 class Task:
     """A run of megatron-core from step `first` up to `last` on `tokens` [steps, samples, s + 1].
 
-    `arguments`: Megatron-LM's, of the model. `layout`: tp, pp, vpp, ep. `distributed`: the kind of
-    distributed optimizer, none of a plain one. `load`, `save`: folders of checkpoints, of which LEGACY in the latter has
-    the same one in the format `torch`.
+    `arguments`: Megatron-LM's, of the model. `layout`: tp, pp, vpp, ep. `distributed`: the kind of distributed
+    optimizer, none of a plain one. `load`, `save`: folders of checkpoints; in the latter, LEGACY has the same one in
+    the format `torch`.
     """
 
     arguments: dict[str, Any]
@@ -183,6 +183,8 @@ class Session:
         whole = chunk is None
         if config.num_moe_experts:
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=chunk)
+            for layer in spec.layer_specs:  # named as in Transformer Engine, which fuses the norm with no experts
+                layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         else:
             spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
         net = GPTModel(
@@ -241,6 +243,7 @@ class Session:
             "pipeline_model_parallel_size": self.task.layout.get("pp", 1),
             "virtual_pipeline_model_parallel_size": self.task.layout.get("vpp"),
             "expert_model_parallel_size": self.task.layout.get("ep", 1),
+            "expert_tensor_parallel_size": 1 if self.task.layout.get("ep", 1) > 1 else None,
             "consumed_train_samples": step * self.task.tokens.shape[1],
             "params_dtype": self.task.dtype,
             "use_distributed_optimizer": bool(self.task.distributed),
@@ -354,7 +357,7 @@ def transformer_config(task: Task) -> Any:
         attention_dropout=0.0, tensor_model_parallel_size=task.layout.get("tp", 1), pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=task.layout.get("vpp") if several else None,
         expert_model_parallel_size=task.layout.get("ep", 1),
-        expert_tensor_parallel_size=1 if args.num_experts else None,
+        expert_tensor_parallel_size=1 if task.layout.get("ep", 1) > 1 else task.layout.get("tp", 1),
         params_dtype=task.dtype, pipeline_dtype=task.dtype, bf16=task.dtype == torch.bfloat16,
         use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False,
         masked_softmax_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False,
