@@ -145,7 +145,7 @@ class DcpFolder:
                 filled[slices(to, shared)] = chunk[slices(within, shared)]
         return filled
 
-    def read_object(self, name: str) -> Any:
+    def read_value(self, name: str) -> Any:
         """Read an object that is no tensor: numbers, texts, bytes and containers of them.
 
         Raises: CheckpointError if it is missing or damaged, or if it has objects of other classes

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megascale.config.run import RunConfig
+from megascale.convert import torchtitan
 from megascale.core.storage import Location
 
 
@@ -19,5 +20,5 @@ class System(NamedTuple):
     write: Callable[[Location, Path], list[str]]
 
 
-SYSTEMS: dict[str, System] = {}
+SYSTEMS = {"torchtitan": System(torchtitan.import_checkpoint, torchtitan.export_checkpoint)}
 """Systems by prefix."""

@@ -60,7 +60,7 @@ def test_tensors_and_objects_are_read(folder: Path) -> None:
         "matrix": ((5, 7), torch.float32), "half": ((5, 7), torch.bfloat16), "scalar": ((), torch.float32),
     }  # fmt: skip
     assert found.read("half").equal(MATRIX.bfloat16()) and found.read("scalar").item() == 3
-    assert {name: found.read_object(name) for name in found.objects} == {"run.step": 7, "run.bytes": b"ab"}
+    assert {name: found.read_value(name) for name in found.objects} == {"run.step": 7, "run.bytes": b"ab"}
     assert found.metadata.planner_data["run.step"] == ("run", "step")
 
 
@@ -138,13 +138,13 @@ def test_an_object_with_code_is_refused_by_its_class(tmp_path: Path) -> None:
     write_dcp(tmp_path, [("run.step", Code()), ("path", [io.BytesIO()])])
     found = DcpFolder(tmp_path)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: run.step has objects of posix.mkdir, which are not"):
-        found.read_object("run.step")
+        found.read_value("run.step")
     with pytest.raises(CheckpointError, match=r"path has objects of _io.BytesIO"):
-        found.read_object("path")
+        found.read_value("path")
 
 
 def test_what_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="has no tensor other"):
         DcpFolder(folder).read("other")
     with pytest.raises(CheckpointError, match="has no object matrix"):
-        DcpFolder(folder).read_object("matrix")
+        DcpFolder(folder).read_value("matrix")
