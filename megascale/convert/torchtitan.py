@@ -49,7 +49,7 @@ MODULES = {
 }
 """Module of the model, or of a layer -> module of torchtitan 0.3."""
 
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 OLDER = {"lm_head.": "output.", ".qkv_linear.": "."}  # parts of names of 0.3 -> of 0.2
 QKV = re.compile(r"\.w[qkv]\.")  # part of the names of three tensors whose moments may be in one
 ROTATED = re.compile(r"attention\.[qk]\.weight")
@@ -138,7 +138,7 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
     facts = config.model_dump(mode="json", by_alias=True, include={"model", "batch", "train", "optimizer"})
     progress, remarks = Progress(), list[str]()
     if moments:
-        settings, remarks = _settings(found, model)
+        settings, remarks = _settings(found)
         facts["optimizer"] |= {"name": "adamw", "options": {}, "groups": []} | settings
         step = _step(found)
         samples = batch_sizes(config.batch).before_step(step + 1)
@@ -157,7 +157,7 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
 
 
 def _checked_tensors(found: DcpFolder, model: ModelConfig, moments: bool) -> list[Stored]:
-    """The tensors by their names in a folder. Raises: CheckpointError unless they are those of the model, all of them"""
+    """The tensors by their names in a folder. Raises: CheckpointError unless they are all those of the model"""
     older = "layers.0.attention.wq.weight" in found.tensors
     fused = any(".wqkv." in name for name in found.tensors)
 
@@ -177,8 +177,7 @@ def _checked_tensors(found: DcpFolder, model: ModelConfig, moments: bool) -> lis
             raise CheckpointError(what, hint="the [model] of the run that wrote the checkpoint")
     unknown = found.tensors.keys() - {each.name for each in stored}
     unknown -= {name for name in unknown if name.startswith(STATE) and name.endswith(".step")}
-    embedding, head = there(MODULES["embedding.token"] + ".weight"), there(HEAD)
-    if model.tie_embeddings and head in unknown and found.read(head).equal(found.read(embedding)):
+    if model.tie_embeddings and (head := there(HEAD)) in unknown and found.read(head).equal(found.read(EMBEDDING)):
         unknown.remove(head)
     if unknown:
         listed = ", ".join(sorted(unknown)[:3])
@@ -187,22 +186,26 @@ def _checked_tensors(found: DcpFolder, model: ModelConfig, moments: bool) -> lis
     return stored
 
 
-def _settings(found: DcpFolder, model: ModelConfig) -> tuple[dict[str, Any], list[str]]:
-    """The keys of `[optimizer]` of AdamW's settings, by the first parameter, and what they do not tell."""
+def _settings(found: DcpFolder) -> tuple[dict[str, Any], list[str]]:
+    """The keys of `[optimizer]` of AdamW's settings, by those of the first parameter, and what they do not tell."""
     groups: dict[str, dict[str, Any]] = {}
     for name in found.objects:
-        if name.startswith(GROUPS):
-            parameter, _, key = name.removeprefix(GROUPS).rpartition(".")
-            if key in SETTINGS:
-                value = found.read_value(name)
-                groups.setdefault(parameter, {})[SETTINGS[key]] = list(value) if key == "betas" else value
-    first = groups[MODULES["embedding.token"] + ".weight"]
-    without_decay = first | {"weight_decay": 0.0}
-    other = [name for name, group in groups.items() if group != (without_decay if "norm" in name else first)]
-    if not other:
-        return first, []
-    what = f"{len(other)} parameters, such as {other[0]}, have other settings than [optimizer] gives them"
-    return first, [f"{what}: norms do not decay here; [[optimizer.groups]] sets others"]
+        parameter, _, key = name.removeprefix(GROUPS).rpartition(".")
+        if name.startswith(GROUPS) and key in SETTINGS:
+            value = found.read_value(name)
+            groups.setdefault(parameter, {})[SETTINGS[key]] = list(value) if key == "betas" else value
+    first = groups.get(EMBEDDING, {})
+    if lacking := SETTINGS.values() - first.keys():
+        what = f"{found.folder} lacks {', '.join(sorted(lacking))} of the parameter group of {EMBEDDING}"
+        raise CheckpointError(what, hint="a checkpoint with AdamW, or of weights alone")
+    remarks, vectors = list[str](), first | {"weight_decay": 0.0}
+    if other := [name for name, group in groups.items() if group != (vectors if "norm" in name else first)]:
+        what = f"{len(other)} parameters, such as {other[0]}, have other settings than [optimizer] gives them"
+        remarks.append(f"{what}: norms do not decay here; [[optimizer.groups]] sets others")
+    decoupled = f"{GROUPS}{EMBEDDING}.decoupled_weight_decay"
+    if first["weight_decay"] and decoupled in found.objects and not found.read_value(decoupled):
+        remarks.append("weight decay was a part of the gradient, as in Adam: here it is decoupled, as in AdamW")
+    return first, remarks
 
 
 def _step(found: DcpFolder) -> int:
@@ -238,7 +241,7 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
             yield from _run_items(saved.facts, parameters(model, fused=True))
 
     with atomic_folder(output) as folder:
-        write_dcp(folder, items())
+        write_dcp(folder, items(), ("optimizer", "train_state", "lr_scheduler"))
     if not moments:
         return ["weights alone: the checkpoint has no moments of AdamW"]
     return [
