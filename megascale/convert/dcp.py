@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -43,7 +43,7 @@ class Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records, sizes and dtypes. Raises: pickle.UnpicklingError with the name of any other class"""
+    """Makes records, sizes and dtypes alone. Raises: CheckpointError with the name of any other class"""
 
     def find_class(self, module: str, name: str) -> Any:
         if INERT.match(module) or (module, name) == ("torch.serialization", "_get_layout"):
@@ -52,7 +52,7 @@ class _Unpickler(pickle.Unpickler):
             return tuple
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"{module}.{name}")
+        raise CheckpointError(f"{METADATA} names {module}.{name}, which is not opened", hint=CODE_HINT)
 
 
 class Span(NamedTuple):
@@ -86,11 +86,11 @@ class DcpFolder:
         self.objects: dict[str, Span] = {}
         try:
             self._index()
+            spans = [span for tensor in self.tensors.values() for span in tensor.chunks.values()]
+            self._check_files([*spans, *self.objects.values()])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{folder / METADATA} is not what torch.distributed.checkpoint writes: {error!r}"
             raise CheckpointError(what, hint=DAMAGED_HINT) from None
-        spans = [span for tensor in self.tensors.values() for span in tensor.chunks.values()]
-        self._check_files([*spans, *self.objects.values()])
 
     def _index(self) -> None:
         """Fill `tensors` and `objects`."""
@@ -103,6 +103,8 @@ class DcpFolder:
         for name, item in self.metadata.state_dict_metadata.items():
             if "chunks" in vars(item):
                 chunks = {(chunk.offsets, chunk.sizes): spans[name, chunk.offsets] for chunk in item.chunks}
+                if any(len(side) != len(item.size) for region in chunks for side in region):
+                    raise ValueError(f"a chunk of {name} has other dimensions")
                 self.tensors[name] = DcpTensor(item.size, item.properties.state[0], chunks)
             else:
                 self.objects[name] = spans[name, None]
@@ -146,7 +148,7 @@ class DcpFolder:
                 filled[slices(to, shared)] = chunk[slices(within, shared)]
         return filled
 
-    def read_object(self, name: str) -> Any:
+    def read_value(self, name: str) -> Any:
         """Read an object that is no tensor: numbers, texts, bytes and containers of them.
 
         Raises: CheckpointError if it is missing or damaged, or if it has objects of other classes
@@ -162,7 +164,7 @@ class DcpFolder:
             data = io.BytesIO(file.read(span.length))
         try:
             return torch.load(data, map_location="cpu", weights_only=True)
-        except Exception as error:  # of many classes, as the bytes may be any
+        except Exception as error:  # the bytes may be any
             if isinstance(error, pickle.UnpicklingError) and (classes := _refused(data)):
                 what = f"{path}: {name} has objects of {', '.join(classes)}, which are not opened"
                 raise CheckpointError(what, hint=CODE_HINT) from None
@@ -174,7 +176,7 @@ def _refused(data: io.BytesIO) -> list[str]:
     data.seek(0)
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
-    except (RuntimeError, ValueError):
+    except Exception:  # the bytes may be any
         return []
 
 
@@ -186,11 +188,9 @@ def _read_metadata(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
             return _Unpickler(file).load()
-    except pickle.UnpicklingError as error:
-        if re.fullmatch(r"[\w.]+", str(error)):
-            raise CheckpointError(f"{path} names {error}, which is not opened", hint=CODE_HINT) from None
-        raise CheckpointError(f"{path} is damaged: {error}", hint=DAMAGED_HINT) from None
-    except Exception as error:  # a damaged pickle raises errors of many classes
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.parent}: {error.message}", hint=error.hint) from None
+    except Exception as error:  # the bytes may be any
         raise CheckpointError(f"{path} is damaged: {error!r}", hint=DAMAGED_HINT) from None
 
 
@@ -206,9 +206,10 @@ def _append(file: IO[bytes], item: Any) -> Any:
     return filesystem._StorageInfo(SHARD_FILE, start, file.tell() - start)
 
 
-def write_dcp(folder: Path, items: Iterable[tuple[str, Any]]) -> None:
+def write_dcp(folder: Path, items: Iterable[tuple[str, Any]], dicts: Collection[str] = ()) -> None:
     """Write tensors and other objects by name into an existing folder, for torch.distributed.checkpoint.load. Of a
-    `GlobalTensor` each item may have other shards. One item at a time is in memory.
+    `GlobalTensor` each item may have other shards. One item at a time is in memory. `dicts`: of the state dict, which have
+    the items named DICT.NAME.
 
     Raises: OSError
     """
@@ -231,6 +232,6 @@ def write_dcp(folder: Path, items: Iterable[tuple[str, Any]]) -> None:
                 offset, size = torch.Size(shard.offset), torch.Size(shard.size)
                 listed.chunks.append(metadata.ChunkStorageMetadata(offset, size))
                 stored[metadata.MetadataIndex(name, offset)] = _append(file, shard.data.view(size))
-    paths = {name: (name,) for name in described}
+    paths = {name: tuple(name.split(".", 1 if name.partition(".")[0] in dicts else 0)) for name in described}
     with open(folder / METADATA, "wb") as file:
         pickle.dump(metadata.Metadata(described, paths, stored, version=filesystem.CURRENT_DCP_VERSION), file)

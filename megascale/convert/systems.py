@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megascale.config.run import RunConfig
+from megascale.convert import torchtitan
 from megascale.convert.megatron.reading import from_megatron
 from megascale.convert.megatron.writing import to_megatron
 from megascale.core.storage import Location
@@ -21,5 +22,8 @@ class System(NamedTuple):
     write: Callable[[Location, Path], list[str]]
 
 
-SYSTEMS: dict[str, System] = {"megatron": System(from_megatron, to_megatron)}
+SYSTEMS = {
+    "torchtitan": System(torchtitan.import_checkpoint, torchtitan.export_checkpoint),
+    "megatron": System(from_megatron, to_megatron),
+}
 """Systems by prefix."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from megascale.convert.dcp import METADATA, DcpFolder, write_dcp
 from megascale.core.errors import CheckpointError
@@ -48,7 +49,9 @@ def save_sharded(rank: Rank, folder: Path) -> None:
 def test_tensors_of_any_layout_are_read_whole_and_in_part(tmp_path: Path) -> None:
     run_world(4, save_sharded, tmp_path / "theirs")
     found = DcpFolder(tmp_path / "theirs")
-    assert {name: len(tensor.chunks) for name, tensor in found.tensors.items()} == {"rows": 3, "columns": 4, "both": 4}
+    assert {name: len(tensor.chunks) for name, tensor in found.tensors.items()} == dict.fromkeys(
+        ("rows", "columns", "both"), 4
+    )
     for name in found.tensors:
         assert found.read(name).equal(MATRIX)
         assert found.read(name, ((1, 2), (3, 4))).equal(MATRIX[1:4, 2:6])
@@ -60,15 +63,16 @@ def test_tensors_and_objects_are_read(folder: Path) -> None:
         "matrix": ((5, 7), torch.float32), "half": ((5, 7), torch.bfloat16), "scalar": ((), torch.float32),
     }  # fmt: skip
     assert found.read("half").equal(MATRIX.bfloat16()) and found.read("scalar").item() == 3
-    assert {name: found.read_object(name) for name in found.objects} == {"run.step": 7, "run.bytes": b"ab"}
+    assert {name: found.read_value(name) for name in found.objects} == {"run.step": 7, "run.bytes": b"ab"}
     assert found.metadata.planner_data["run.step"] == ("run", "step")
 
 
 def test_torch_loads_what_is_written(tmp_path: Path) -> None:
-    write_dcp(tmp_path, [("matrix", MATRIX.t()), ("row", MATRIX[1]), ("run.step", 7)])
+    write_dcp(tmp_path, [("matrix", MATRIX.t()), ("row", MATRIX[1]), ("run.step", 7)], ("run",))
     state: dict[str, Any] = {"matrix": torch.zeros(7, 5), "row": torch.zeros(7), "run": {"step": 0}}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     assert state["matrix"].equal(MATRIX.t()) and state["row"].equal(MATRIX[1]) and state["run"] == {"step": 7}
+    assert _load_state_dict_from_keys(checkpoint_id=tmp_path)["run"] == {"step": 7}
     assert (tmp_path / "__0_0.distcp").stat().st_size < 6000  # of the row alone, not of what it is a view of
     assert DcpFolder(tmp_path).read("matrix").equal(MATRIX.t())
 
@@ -120,7 +124,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a part": (changed_metadata(without_chunk), "FOLDER holds only a part of matrix [6, 7]: it lacks [5:6, 0:7]"),
     "transformed": (changed_metadata(transformed), "is stored transformed, by stream.zstd"),
     "elsewhere": (changed_metadata(elsewhere), "FOLDER lacks the file ../other.distcp"),
-    "code": (changed_metadata(with_code), "FOLDER/.metadata names posix.mkdir, which is not opened"),
+    "code": (changed_metadata(with_code), "FOLDER: .metadata names posix.mkdir, which is not opened"),
 }
 
 
@@ -138,13 +142,13 @@ def test_an_object_with_code_is_refused_by_its_class(tmp_path: Path) -> None:
     write_dcp(tmp_path, [("run.step", Code()), ("path", [io.BytesIO()])])
     found = DcpFolder(tmp_path)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: run.step has objects of posix.mkdir, which are not"):
-        found.read_object("run.step")
+        found.read_value("run.step")
     with pytest.raises(CheckpointError, match=r"path has objects of _io.BytesIO"):
-        found.read_object("path")
+        found.read_value("path")
 
 
 def test_what_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="has no tensor other"):
         DcpFolder(folder).read("other")
     with pytest.raises(CheckpointError, match="has no object matrix"):
-        DcpFolder(folder).read_object("matrix")
+        DcpFolder(folder).read_value("matrix")
