@@ -208,8 +208,8 @@ def _append(file: IO[bytes], item: Any) -> Any:
 
 def write_dcp(folder: Path, items: Iterable[tuple[str, Any]], dicts: Collection[str] = ()) -> None:
     """Write tensors and other objects by name into an existing folder, for torch.distributed.checkpoint.load. Of a
-    `GlobalTensor` each item may have other shards. One item at a time is in memory. `dicts`: of the state dict, which have
-    the items named DICT.NAME.
+    `GlobalTensor` each item may have other shards. One item at a time is in memory. `dicts`: of the state dict, which
+    have the items named DICT.NAME.
 
     Raises: OSError
     """

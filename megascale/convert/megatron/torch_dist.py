@@ -99,7 +99,7 @@ class TorchDist:
             return self._load(*found) if found else None
 
         names = (name for name in self._folder.objects if BUCKETS in name and ".optimizer/" in name)
-        self.step = step_of([each for name in names for each in self._folder.read_object(name)])
+        self.step = step_of([each for name in names for each in self._folder.read_value(name)])
         return read_buckets(self._folder, args, weight)
 
 
