@@ -73,7 +73,7 @@ def _read(args: ConfigKeys) -> ConfigKeys:
         keys["rope_scaling"] = {"type": "linear", "factor": float(factor)}
     if args.get("use_rope_scaling"):
         keys["rope_scaling"] = LLAMA3 | {"factor": float(args.get("rope_scaling_factor", 8.0))}
-    return keys | (_read_router(args) if args.get("num_experts") else {})
+    return keys | (_read_router(args) if args.get("num_experts") else {"expert_ffn_size": None})
 
 
 def _read_router(args: ConfigKeys) -> ConfigKeys:
