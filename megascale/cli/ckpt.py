@@ -67,7 +67,7 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("source", metavar="SOURCE", help=f"{CHECKPOINT}; or of Hugging Face weights; or {others}")
     sub.add_argument("output", metavar="DIR", type=_folder, help=f"a new folder for the result, or {others}")
     config = "of SYSTEM:FOLDER: configuration of the run that goes on with it, which has the model and the batch"
-    sub.add_argument("--config", metavar="FILE.toml", type=_file, help=config)
+    sub.add_argument("--config", metavar="FILE.toml", help=config)
     sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
     tokenizer = "tokenizer of the result (default: the tokenizer of the training run)"
     sub.add_argument("--tokenizer", metavar="FILE", type=_file, help=tokenizer)
@@ -228,7 +228,9 @@ def _convert(options: argparse.Namespace) -> int:
     output = Path(made) if writes else options.output
     if exists(output):
         raise OutputError(f"{output} is there already", hint="give a new folder for the result")
-    _refuse_ineffective(options, source if reads else target if writes else "", bool(reads and writes))
+    if reads and writes:
+        raise OutputError(f"{options.source} is no checkpoint of megascale", hint="convert it to one first")
+    _refuse_ineffective(options, source if reads else target if writes else "")
     try:
         if reads:
             config = load_config(options.config, skip_sections=["data"]) if options.config else None
@@ -248,18 +250,12 @@ def _convert(options: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _refuse_ineffective(options: argparse.Namespace, system: str, both: bool) -> None:
-    """Raise ConfigError for options that a conversion does not read. `system`: the prefix, if any; `both` have one."""
-    of_weights = ("dtype", "tokenizer", "average", "experts", "eod")
-    given = [f"--{name}" for name in (of_weights if system else ("config",)) if getattr(options, name)]
-    if both:
-        what, hint = f"both folders are of {system}", "convert to a checkpoint first"
-    elif given:
-        what = f"{given[0]} has no effect {'with ' + system if system else 'without SYSTEM:FOLDER'}"
-        hint = f"leave out {given[0]}"
-    else:
-        return
-    raise ConfigError([Problem("command line", "", what, hint)])
+def _refuse_ineffective(options: argparse.Namespace, system: str) -> None:
+    """Raise ConfigError for an option that a conversion does not read. `system`: the prefix of a folder, if any."""
+    unread = ("dtype", "tokenizer", "average", "experts", "eod") if system else ("config",)
+    if given := [f"--{name}" for name in unread if getattr(options, name)]:
+        what = f"no effect with {system}:FOLDER" if system else "no effect without SYSTEM:FOLDER"
+        raise ConfigError([Problem("command line", given[0], what, "leave it out")])
 
 
 def _convert_huggingface(options: argparse.Namespace) -> list[str]:

@@ -55,7 +55,7 @@ class _Unpickler(pickle.Unpickler):
         raise CheckpointError(f"{METADATA} names {module}.{name}, which is not opened", hint=CODE_HINT)
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Bytes of a file of a folder."""
 
     file: str
@@ -69,7 +69,7 @@ class DcpTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Mapping[Region, Span]
+    chunks: Mapping[Region, ByteSpan]
 
 
 class DcpFolder:
@@ -83,7 +83,7 @@ class DcpFolder:
         self.folder = folder
         self.metadata = _read_metadata(folder / METADATA)
         self.tensors: dict[str, DcpTensor] = {}
-        self.objects: dict[str, Span] = {}
+        self.objects: dict[str, ByteSpan] = {}
         try:
             self._index()
             spans = [span for tensor in self.tensors.values() for span in tensor.chunks.values()]
@@ -99,7 +99,7 @@ class DcpFolder:
             if descriptors := vars(info).get("transform_descriptors"):
                 what = f"{self.folder}: {key.fqn} is stored transformed, by {', '.join(descriptors)}"
                 raise CheckpointError(what, hint="save it without extensions of the storage writer")
-            spans[key.fqn, vars(key).get("offset")] = Span(info.relative_path, info.offset, info.length)
+            spans[key.fqn, vars(key).get("offset")] = ByteSpan(info.relative_path, info.offset, info.length)
         for name, item in self.metadata.state_dict_metadata.items():
             if "chunks" in vars(item):
                 chunks = {(chunk.offsets, chunk.sizes): spans[name, chunk.offsets] for chunk in item.chunks}
@@ -109,7 +109,7 @@ class DcpFolder:
             else:
                 self.objects[name] = spans[name, None]
 
-    def _check_files(self, spans: Iterable[Span]) -> None:
+    def _check_files(self, spans: Iterable[ByteSpan]) -> None:
         """Check that each file is there, and has all its spans. Raises: CheckpointError"""
         ends: dict[str, int] = {}
         for file, start, length in spans:
@@ -157,7 +157,7 @@ class DcpFolder:
             raise CheckpointError(f"{self.folder} has no object {name}", hint="a checkpoint of this model")
         return self._load(name, self.objects[name])
 
-    def _load(self, name: str, span: Span) -> Any:
+    def _load(self, name: str, span: ByteSpan) -> Any:
         path = self.folder / span.file
         with open(path, "rb") as file:
             file.seek(span.start)

@@ -32,21 +32,12 @@ from megascale.optim.lr import learning_rate
 from megascale.parallel.stateful import WEIGHTS
 
 MODULES = {
-    "embedding.token": "tok_embeddings",
-    "final_norm": "norm",
-    "head": "lm_head",
-    "attention_norm": "attention_norm",
-    "attention.q": "attention.qkv_linear.wq",
-    "attention.k": "attention.qkv_linear.wk",
-    "attention.v": "attention.qkv_linear.wv",
-    "attention.q_norm": "attention.q_norm",
-    "attention.k_norm": "attention.k_norm",
-    "attention.out": "attention.wo",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "feed_forward.w1",
-    "mlp.up": "feed_forward.w3",
-    "mlp.down": "feed_forward.w2",
-}
+    "embedding.token": "tok_embeddings", "final_norm": "norm", "head": "lm_head", "attention_norm": "attention_norm",
+    "attention.q": "attention.qkv_linear.wq", "attention.k": "attention.qkv_linear.wk",
+    "attention.v": "attention.qkv_linear.wv", "attention.q_norm": "attention.q_norm",
+    "attention.k_norm": "attention.k_norm", "attention.out": "attention.wo", "mlp_norm": "ffn_norm",
+    "mlp.gate": "feed_forward.w1", "mlp.up": "feed_forward.w3", "mlp.down": "feed_forward.w2",
+}  # fmt: skip
 """Module of the model, or of a layer -> module of torchtitan 0.3."""
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
@@ -119,9 +110,8 @@ def join(model: ModelConfig, parts: list[str], tensors: list[Tensor]) -> Tensor:
     tensors = [_rotated(model, name, tensor, pairs) for name, tensor in zip(parts, tensors, strict=True)]
     if len(parts) == 1:
         return tensors[0]
-    return torch.cat([heads.unflatten(0, (model.num_kv_heads, -1, model.head_dim)) for heads in tensors], 1).flatten(
-        0, 2
-    )
+    groups = [heads.unflatten(0, (model.num_kv_heads, -1, model.head_dim)) for heads in tensors]
+    return torch.cat(groups, 1).flatten(0, 2)
 
 
 def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> list[str]:
@@ -245,7 +235,7 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
     if not moments:
         return ["weights alone: the checkpoint has no moments of AdamW"]
     return [
-        'torchtitan reads the folder with checkpoint.exclude_from_loading = ["dataloader"], and decays norms unless a '
+        "torchtitan reads the folder with --checkpoint.exclude_from_loading dataloader, and decays norms unless a "
         "parameter group of theirs has weight_decay 0"
     ]
 
@@ -256,8 +246,8 @@ def _run_items(facts: manifest.Facts, parameters: dict[str, list[str]]) -> Itera
     optimizer, train = OptimizerConfig(**config["optimizer"]), TrainConfig(**config["train"])
     batch = BatchConfig(**config["batch"])
     rate = learning_rate(optimizer, train.steps, batch_sizes(batch) if batch.rampup else None)
-    betas = optimizer.betas[0], optimizer.betas[1]
-    made = torch.optim.AdamW([torch.zeros(1)], rate(step + 1), betas, optimizer.eps, foreach=False, fused=True)
+    lr, eps, betas = rate(step + 1), optimizer.eps, (optimizer.betas[0], optimizer.betas[1])
+    made = torch.optim.AdamW([torch.zeros(1)], lr=lr, betas=betas, eps=eps, foreach=False, fused=True)
     group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
     for theirs in parameters:
         yield f"{STATE}{theirs}.step", torch.tensor(float(step))
