@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from megascale.config.run import RunConfig
 from megascale.convert import torchtitan
-from megascale.convert.megatron.reading import from_megatron
-from megascale.convert.megatron.writing import to_megatron
+from megascale.convert.megatron_lm.from_megatron import from_megatron
+from megascale.convert.megatron_lm.to_megatron import to_megatron
 from megascale.core.storage import Location
 
 

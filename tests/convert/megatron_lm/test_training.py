@@ -11,12 +11,12 @@ import pytest
 
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
-from megascale.convert.megatron.reading import from_megatron
-from megascale.convert.megatron.writing import to_megatron
+from megascale.convert.megatron_lm.from_megatron import from_megatron
+from megascale.convert.megatron_lm.to_megatron import to_megatron
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
-from tests.convert.megatron.cases import ARGUMENTS, MODELS, draw_tokens, go_on, ours
-from tests.convert.megatron.peer import BUCKETS, LEGACY, RESHARDABLE, Outcome, Task, run
+from tests.convert.megatron_lm.cases import ARGUMENTS, MODELS, draw_tokens, go_on, ours
+from tests.convert.megatron_lm.peer import BUCKETS, LEGACY, RESHARDABLE, Outcome, Task, run
 from tests.runs import config_of
 from tests.worlds import run_world
 

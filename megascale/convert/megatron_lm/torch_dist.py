@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from megascale.convert.dcp import DAMAGED_HINT, DcpFolder
-from megascale.convert.families.megatron import ALIASES, FAMILY
-from megascale.convert.megatron.dp_buckets import BUCKETS, read_buckets
-from megascale.convert.megatron.shards import Shards
-from megascale.convert.megatron.source import (
+from megascale.convert.families.megatron_lm import ALIASES, FAMILY
+from megascale.convert.megatron_lm.dp_buckets import BUCKETS, read_buckets
+from megascale.convert.megatron_lm.iteration import (
     MASTER,
     MODEL,
     MOMENTS,
@@ -25,6 +24,7 @@ from megascale.convert.megatron.source import (
     read_plain,
     step_of,
 )
+from megascale.convert.megatron_lm.shards import Shards
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
@@ -40,7 +40,11 @@ PREFIXES = {MODEL: ("",), MASTER: ("optimizer.state.param.", "optimizer.state.fp
 
 
 class TorchDist:
-    """A `Source` in the format `torch_dist`. Raises: CheckpointError if it is unreadable"""
+    """An iteration in the format `torch_dist`. `common`: the state of no rank, such as `args`. `step`: of the optimizer, None
+    without one. `states`: those that are stored.
+
+    Raises: CheckpointError if it is unreadable
+    """
 
     def __init__(self, path: Path) -> None:
         if not exists(path / COMMON):
@@ -63,6 +67,7 @@ class TorchDist:
         )
 
     def tensor(self, state: str, name: str) -> Tensor:
+        """Read a state of a tensor by the name of `families.megatron_lm`. Raises: CheckpointError"""
         if weight := self._find(MODEL, name):
             self._read.add(weight[0])  # also by its master
         found = self._find(state, name)
@@ -72,6 +77,7 @@ class TorchDist:
         return tensor
 
     def unread(self) -> list[str]:
+        """Names of tensors that were not read in any state."""
         return sorted(name for name in self._stored if not name.startswith("optimizer.") and name not in self._read)
 
     def _find(self, state: str, name: str) -> tuple[str, tuple[int, ...]] | None:

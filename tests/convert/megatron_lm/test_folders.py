@@ -21,14 +21,14 @@ from megascale.checkpoint.format.state import Progress
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import DcpFolder
-from megascale.convert.megatron.reading import from_megatron
-from megascale.convert.megatron.source import MOMENTS, TRACKER, read_plain
-from megascale.convert.megatron.writing import to_megatron
+from megascale.convert.megatron_lm.from_megatron import from_megatron
+from megascale.convert.megatron_lm.iteration import MOMENTS, TRACKER, read_plain
+from megascale.convert.megatron_lm.to_megatron import to_megatron
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS
-from tests.convert.megatron.cases import GPT_ARGUMENTS, LLAMA_ARGUMENTS, MODELS
+from tests.convert.megatron_lm.cases import GPT_ARGUMENTS, LLAMA_ARGUMENTS, MODELS
 from tests.runs import GPT, LLAMA, config_of, settings
 
 MIXTURE = MODELS["mixture"] | {
@@ -329,7 +329,7 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_arguments_of_a_gelu_model_are_read(tmp_path: Path) -> None:
     """Of Megatron-LM's fused activation the tanh form is the default."""
     from megascale.convert.families.config_json import read_keys
-    from megascale.convert.families.megatron import FAMILY
+    from megascale.convert.families.megatron_lm import FAMILY
 
     def read(**arguments: Any) -> ModelConfig:
         return read_keys(FAMILY, GPT_ARGUMENTS | arguments, "args", "")

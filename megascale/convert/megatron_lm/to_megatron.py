@@ -20,9 +20,9 @@ from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
 from megascale.convert.dcp import write_dcp
 from megascale.convert.families.config_json import differences, read_keys
-from megascale.convert.families.megatron import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY
-from megascale.convert.megatron.source import MASTER, MODEL, MOMENTS, TRACKER
-from megascale.convert.megatron.torch_dist import COMMON, PREFIXES, stored_forms
+from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY
+from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, TRACKER
+from megascale.convert.megatron_lm.torch_dist import COMMON, PREFIXES, stored_forms
 from megascale.convert.saved_weights import SavedWeights, saved_model
 from megascale.convert.tensor_map import Place, assemble, indices, model_tensors, tensor_map
 from megascale.core.errors import CheckpointError

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from megascale.convert.dcp import DAMAGED_HINT
-from megascale.convert.families.megatron import ALIASES, FAMILY
-from megascale.convert.megatron.shards import Shards
-from megascale.convert.megatron.source import MODEL, read_plain
+from megascale.convert.families.megatron_lm import ALIASES, FAMILY
+from megascale.convert.megatron_lm.iteration import MODEL, read_plain
+from megascale.convert.megatron_lm.shards import Shards
 from megascale.core.errors import CheckpointError
 from megascale.layout.tensors import HEAD
 
@@ -26,7 +26,7 @@ EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+\.\w+)|(\w+\.(?
 
 
 class LegacyFolder:
-    """A `Source` in the format `torch`. Raises: CheckpointError if it is unreadable, or lacks a rank"""
+    """An iteration in the format `torch`, read as `TorchDist`. Raises: CheckpointError if it lacks a rank"""
 
     step: int | None = None
     states = frozenset({MODEL})

@@ -1,14 +1,13 @@
-"""What a conversion reads of a checkpoint of Megatron-LM; its folder, and its pickles, which are read as plain data."""
+"""The iteration of a folder of Megatron-LM: its own folder, its step, and its pickles, read as plain data."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megascale.convert.dcp import CODE_HINT, DAMAGED_HINT, Record
 from megascale.core.errors import CheckpointError
@@ -23,23 +22,6 @@ MODEL, MASTER, MOMENTS = "model", "master", ("exp_avg", "exp_avg_sq")
 
 INERT = re.compile(r"(argparse\.Namespace|signal\.Signals|pathlib\.\w+|megatron\.[\w.]+|numpy\.[\w.]+)")
 """Classes and functions that pickles may name: a `Record` stands for each."""
-
-
-class Source(Protocol):
-    """A checkpoint. `path`: of its iteration. `common`: what is not of a rank, such as `args` and `iteration`. `step`:
-    of the optimizer, None without one. `states`: those that it has.
-    """
-
-    path: Path
-    common: Mapping[str, Any]
-    step: int | None
-    states: frozenset[str]
-
-    def tensor(self, state: str, name: str) -> Tensor:
-        """Read a state of a tensor by the name of `families.megatron`. Raises: CheckpointError"""
-
-    def unread(self) -> list[str]:
-        """Names of tensors that nobody has read in any state."""
 
 
 def iteration_folder(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascale.core.rank import Rank
 from megascale.data.mix.samples import Sample, SampleSource
-from tests.convert.megatron.peer import BETAS, LR, WEIGHT_DECAY
+from tests.convert.megatron_lm.peer import BETAS, LR, WEIGHT_DECAY
 from tests.runs import GPT, LLAMA, build_run, curve_of
 
 STEPS, SAMPLES, VOCABULARY = 10, 4, 128

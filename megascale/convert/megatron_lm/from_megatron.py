@@ -14,10 +14,16 @@ from megascale.checkpoint.format.state import Progress
 from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
 from megascale.config.run import RunConfig
 from megascale.convert.families.config_json import read_keys
-from megascale.convert.families.megatron import FAMILY, VOCABULARY
-from megascale.convert.megatron.legacy import LegacyFolder
-from megascale.convert.megatron.source import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, Source, iteration_folder
-from megascale.convert.megatron.torch_dist import TorchDist
+from megascale.convert.families.megatron_lm import FAMILY, VOCABULARY
+from megascale.convert.megatron_lm.iteration import (
+    MASTER,
+    MODEL,
+    MOMENTS,
+    RESHARDABLE_HINT,
+    iteration_folder,
+)
+from megascale.convert.megatron_lm.legacy import LegacyFolder
+from megascale.convert.megatron_lm.torch_dist import TorchDist
 from megascale.convert.tensor_map import model_tensors, read_region, stack_biases, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -33,7 +39,7 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     Raises: CheckpointError if the folder is unreadable, its model is unsupported or not that of `config`; OSError
     """
     path = iteration_folder(folder)
-    source: Source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
+    source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
     args = vars(source.common["args"]) if "args" in source.common else {}
     tensors = _Tensors(source, model := _model(args, path, config))
     progress, notes = _progress(source, args, model, config)
@@ -63,7 +69,7 @@ def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> Mod
 
 
 def _progress(
-    source: Source, args: Mapping[str, Any], model: ModelConfig, config: RunConfig | None
+    source: TorchDist | LegacyFolder, args: Mapping[str, Any], model: ModelConfig, config: RunConfig | None
 ) -> tuple[Progress, list[str]]:
     """The progress of a run that goes on, and what differs. Raises: CheckpointError if the state is not Adam's"""
     step = int(source.common.get("iteration", 0))
@@ -92,7 +98,7 @@ def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
 class _Tensors:
     """The tensors of a `model` in a source. `notes`: what differs."""
 
-    def __init__(self, source: Source, model: ModelConfig) -> None:
+    def __init__(self, source: TorchDist | LegacyFolder, model: ModelConfig) -> None:
         self._source, self._model = source, model
         self._places = tensor_map(FAMILY, model)
         self._specs = {tensor.name: tensor for tensor in model_tensors(model)}
