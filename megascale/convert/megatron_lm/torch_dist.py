@@ -40,8 +40,8 @@ PREFIXES = {MODEL: ("",), MASTER: ("optimizer.state.param.", "optimizer.state.fp
 
 
 class TorchDist:
-    """An iteration in the format `torch_dist`. `common`: the state of no rank, such as `args`. `step`: of the optimizer, None
-    without one. `states`: those that are stored.
+    """An iteration in the format `torch_dist`. `common`: the state of no rank, such as `args`. `step`: of the
+    optimizer, None without one. `states`: those that are stored.
 
     Raises: CheckpointError if it is unreadable
     """
