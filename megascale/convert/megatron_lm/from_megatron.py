@@ -15,13 +15,7 @@ from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differenc
 from megascale.config.run import RunConfig
 from megascale.convert.families.config_json import read_keys
 from megascale.convert.families.megatron_lm import FAMILY, VOCABULARY
-from megascale.convert.megatron_lm.iteration import (
-    MASTER,
-    MODEL,
-    MOMENTS,
-    RESHARDABLE_HINT,
-    iteration_folder,
-)
+from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, iteration_folder
 from megascale.convert.megatron_lm.legacy import LegacyFolder
 from megascale.convert.megatron_lm.torch_dist import TorchDist
 from megascale.convert.tensor_map import model_tensors, read_region, stack_biases, tensor_map
@@ -82,7 +76,7 @@ def _progress(
     samples = args.get("consumed_train_samples") or step * (config.batch.total if config else 0)
     if not samples:
         raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
-    notes = [f"samples are in another order here than the first {samples} of Megatron-LM"]
+    notes = [f"{samples} samples count as read: Megatron-LM's, in its first epoch and if data and train.seed are equal"]
     if source.step != step:
         notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
     return Progress(step, samples, samples * (args.get("seq_length") or model.seq_length)), notes
@@ -115,7 +109,8 @@ class _Tensors:
         for ours, theirs in states.items():
             for name in self._specs:
                 if not name.startswith(BALANCE_BIAS):
-                    yield ours + name, self._read(theirs, name)
+                    tensor = self._read(theirs, name)
+                    yield ours + name, tensor if theirs == MODEL else tensor.float()
         if self._model.balance_bias:
             yield BALANCE_BIAS, stack_biases(self._model, partial(self._read, MODEL))
 

@@ -33,11 +33,16 @@ from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS, GlobalTensor, Ten
 
 RESHARDABLE = "fully_reshardable"
 BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+LOAD = (
+    "load it with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --override-opt_param-scheduler; with "
+    "Transformer Engine, whose FP8 state is missing, also --dist-ckpt-strictness log_unexpected; moments of experts at "
+    "an expert parallel size of 1"
+)
 LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")  # of modules with an `_extra_state`, which is empty here
 
 
 def to_megatron(source: Location, output: Path) -> list[str]:
-    """Make a folder of Megatron-LM, with one iteration, of a checkpoint. Returns what it lacks, a line each.
+    """Make a folder of Megatron-LM, with one iteration, of a checkpoint. Returns what to know of it, a line each.
 
     Raises: CheckpointError if the checkpoint is unreadable, or Megatron-LM has no arguments for its model; OSError
     """
@@ -68,7 +73,7 @@ def to_megatron(source: Location, output: Path) -> list[str]:
         versions = {f"{backend}_version": 1 for backend in BACKENDS}
         (path / "metadata.json").write_text(json.dumps(BACKENDS | versions))
         (folder / TRACKER).write_text(str(step) if trained else path.name)
-    return [] if trained else ["no optimizer state of Adam: the weights alone are written, as a release"]
+    return [LOAD if trained else "no optimizer state of Adam: the weights alone are written, as a release"]
 
 
 def _run_arguments(facts: manifest.Facts, dtype: torch.dtype) -> dict[str, Any]:

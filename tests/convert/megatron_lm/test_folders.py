@@ -87,9 +87,10 @@ def theirs(folder: Path, keys: dict[str, Any], **more: Any) -> Path:
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_a_round_trip_is_exact(name: str, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "ours", SHAPES[name])
-    assert to_megatron(Location(str(tmp_path / "ours")), tmp_path / "theirs") == []
+    (note,) = to_megatron(Location(str(tmp_path / "ours")), tmp_path / "theirs")
+    assert "--dist-ckpt-optim-fully-reshardable" in note
     notes = from_megatron(tmp_path / "theirs", tmp_path / "again")
-    assert notes[0] == "samples are in another order here than the first 12 of Megatron-LM"
+    assert notes[0].startswith("12 samples count as read: Megatron-LM's, in its first epoch")
     before, after = tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "again")
     assert before.keys() == after.keys()
     for key, tensor in before.items():
