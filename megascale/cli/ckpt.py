@@ -63,7 +63,7 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:
-    others = "SYSTEM:FOLDER of torchtitan or megatron"
+    others = "SYSTEM:FOLDER, such as torchtitan:outputs/checkpoint/step-1000"
     sub.add_argument("source", metavar="SOURCE", help=f"{CHECKPOINT}; or of Hugging Face weights; or {others}")
     sub.add_argument("output", metavar="DIR", type=_folder, help=f"a new folder for the result, or {others}")
     config = "of SYSTEM:FOLDER: configuration of the run that goes on with it, which has the model and the batch"

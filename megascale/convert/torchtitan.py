@@ -191,7 +191,7 @@ def _settings(found: DcpFolder) -> tuple[dict[str, Any], list[str]]:
     remarks, vectors = list[str](), first | {"weight_decay": 0.0}
     if other := [name for name, group in groups.items() if group != (vectors if "norm" in name else first)]:
         what = f"{len(other)} parameters, such as {other[0]}, have other settings than [optimizer] gives them"
-        remarks.append(f"{what}: norms do not decay here; [[optimizer.groups]] sets others")
+        remarks.append(f"{what}: norms do not decay here, and [[optimizer.groups]] sets the others")
     decoupled = f"{GROUPS}{EMBEDDING}.decoupled_weight_decay"
     if first["weight_decay"] and decoupled in found.objects and not found.read_value(decoupled):
         remarks.append("weight decay was a part of the gradient, as in Adam: here it is decoupled, as in AdamW")
