@@ -11,7 +11,7 @@ import torch
 
 from megascale.convert.dcp import CODE_HINT, DAMAGED_HINT, Record
 from megascale.core.errors import CheckpointError
-from megascale.core.files import exists, why_unreadable
+from megascale.core.files import exists, is_folder, why_unreadable
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FOLDER_HINT = f"the folder of --save, which has {TRACKER}, or an iter_NNNNNNN in it"
@@ -35,7 +35,7 @@ def iteration_folder(folder: Path) -> Path:
     if not text.isdecimal() and text != "release":
         raise CheckpointError(f"{folder / TRACKER} is {text[:40]!r}, no iteration", hint=FOLDER_HINT)
     path = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
-    if not path.is_dir():
+    if not is_folder(path):
         raise CheckpointError(f"{folder / TRACKER} names {path.name}, which is not there", hint=FOLDER_HINT)
     return path
 
