@@ -22,7 +22,7 @@ from megascale.convert.dcp import write_dcp
 from megascale.convert.families.config_json import differences, read_keys
 from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, TRACKER
-from megascale.convert.megatron_lm.torch_dist import COMMON, PREFIXES, stored_forms
+from megascale.convert.megatron_lm.torch_dist import COMMON, LAYER, PREFIXES, stored_forms
 from megascale.convert.saved_weights import SavedWeights, saved_model
 from megascale.convert.tensor_map import Place, assemble, indices, model_tensors, tensor_map
 from megascale.core.errors import CheckpointError
@@ -54,9 +54,7 @@ def to_megatron(source: Location, output: Path) -> list[str]:
         listed = ", ".join(f"{key} = {value!r}" for key, value in different.items())
         raise CheckpointError(f"{source}: Megatron-LM's arguments do not express this model, but one with {listed}")
     if any(name.startswith(f"{LOW}.") for name in saved.tensors):
-        raise CheckpointError(
-            f"{source} has compensated weights", hint="train a step with optimizer.master_weights=full"
-        )
+        raise CheckpointError(f"{source} has compensated weights", hint="train on with optimizer.master_weights=full")
     names = [tensor.name for tensor in model_tensors(model) if not tensor.name.startswith(BALANCE_BIAS)]
     trained = all(f"{moment}.{name}" in saved.tensors for moment in MOMENTS for name in names)
     step = saved.facts.progress.step if trained else 0
@@ -103,7 +101,7 @@ def _optimizer(facts: manifest.Facts, step: int) -> dict[str, Any]:
     ]  # fmt: skip
     schedule = rates | {
         "num_steps": samples, "lr_warmup_steps": settings.warmup_steps * batch, "lr_decay_steps": steps * batch,
-        "lr_decay_style": settings.decay, "start_wd": decay, "end_wd": decay, "wd_incr_style": "constant",
+        "lr_decay_style": settings.decay.replace("wsd", "WSD"), "start_wd": decay, "end_wd": decay, "wd_incr_style": "constant",
         "wd_incr_steps": steps,
     }  # fmt: skip
     content = {"distrib_optim_sharding_type": RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False}
@@ -138,10 +136,11 @@ def _tensors(
 
 def _stored(name: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The stored name of a tensor, its index in stacks, and their sizes. Layers that differ have no stack."""
-    for ours, theirs in ALIASES:
-        if not (model.experts and ours == "pre_mlp_layernorm."):  # Transformer Engine fuses it with an MLP alone
+    layer = LAYER.fullmatch(name)
+    for ours, theirs in ALIASES:  # Transformer Engine does not fuse the norm before experts
+        if not (layer and model.has_experts(int(layer[1])) and ours == "pre_mlp_layernorm."):
             name = name.replace(ours, theirs)
-    stored, index = next(itertools.islice(stored_forms(name), bool(model.dense_layers and "layers." in name), None))
+    stored, index = next(itertools.islice(stored_forms(name), bool(model.dense_layers and layer), None))
     counts = (model.experts,) if model.dense_layers else (model.num_layers, model.experts)
     return stored, index, counts[: len(index)]
 

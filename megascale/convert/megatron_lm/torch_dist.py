@@ -56,7 +56,7 @@ class TorchDist:
         self._read: set[str] = set()
         optimizers = optimizers_of(self.common.get("optimizer"))
         kinds = {optimizer.get("param_state_sharding_type", "fully_reshardable") for optimizer in optimizers}
-        if kinds - {"fully_reshardable", "dp_reshardable"}:
+        if kinds - {"fully_reshardable", *(["dp_reshardable"] if "args" in self.common else [])}:
             raise CheckpointError(f"{path}: the optimizer is stored as {min(kinds)}", hint=RESHARDABLE_HINT)
         self.step = step_of(optimizers)
         self._shards = self._read_buckets() if "dp_reshardable" in kinds else None
@@ -93,15 +93,13 @@ class TorchDist:
         return self._folder.read(self._stored[stored], region).view(whole)
 
     def _read_buckets(self) -> Shards:
-        args = vars(self.common["args"]) if "args" in self.common else {}
-        tied, stages = (
-            not args.get("untie_embeddings_and_output_weights"),
-            args.get("pipeline_model_parallel_size") or 1,
-        )
+        args = vars(self.common["args"])
+        tied, stages = not args.get("untie_embeddings_and_output_weights"), args.get("pipeline_model_parallel_size")
 
         def weight(name: str) -> Tensor | None:
-            copied = name == FAMILY.outer[HEAD] and tied and stages > 1  # on the last stage
-            found = self._find(MODEL, FAMILY.outer[TOKEN_EMBEDDING] if copied else name)
+            if tied and (stages or 1) > 1 and name == FAMILY.outer[HEAD]:  # the last stage has a copy
+                name = FAMILY.outer[TOKEN_EMBEDDING]
+            found = self._find(MODEL, name)
             return self._load(*found) if found else None
 
         names = (name for name in self._folder.objects if BUCKETS in name and ".optimizer/" in name)

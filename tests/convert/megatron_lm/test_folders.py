@@ -127,6 +127,7 @@ def test_names_are_those_of_transformer_engine(tmp_path: Path) -> None:
         "mlp.shared_experts.gate_weight",
     }  # fmt: skip
     assert f"{layer}mlp.experts.experts.linear_fc1._extra_state/shard_3_4" in folder.objects
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in folder.tensors
 
 
 def split(name: str, tensor: Tensor, tp: int) -> list[Tensor]:
