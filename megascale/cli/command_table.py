@@ -180,7 +180,7 @@ COMMANDS = {
         module="ckpt",
     ),
     "ckpt convert": Command(
-        "convert a checkpoint to Hugging Face weights, or the reverse",
+        "convert a checkpoint to Hugging Face weights or another system's checkpoint, or the reverse",
         "ckpt convert runs/quickstart exported --dtype bf16",
         "docs/models.md",
         module="ckpt",
