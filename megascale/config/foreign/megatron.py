@@ -259,7 +259,7 @@ CHECKPOINT = (
     same("--save", "output_dir", "a run's folder is output_dir/name; checkpoint.dir puts checkpoints elsewhere"),
     computed("--load", "checkpoint.resume",
              lambda values, context: "auto" if context.get("save") == values else values[0],
-             "auto, the default, is the run's newest; of theirs what `megascale ckpt convert megatron:FOLDER DIR` made"),
+             "auto, the default, is the run's newest; theirs: `megascale ckpt convert megatron:FOLDER DIR`"),
     same("--save-interval, --persistent-save-interval", "checkpoint.every", theirs="none"),
     same("--save-retain-interval", "checkpoint.keep_every"),
     computed("--most-recent-k", "checkpoint.keep", lambda values, _: max(0, int(values[0]))),
