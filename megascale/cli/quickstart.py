@@ -1,6 +1,7 @@
 """`megascale quickstart`: corpus, tokenizer, token dataset, training in 3D parallelism, a sample of text, a summary.
 
-Every step but the corpus is a command of the user interface. Existing files are not made again.
+Every step but the corpus is a command of the user interface. Existing files are not made again. The sample needs
+transformers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shlex
 import sys
 import sysconfig
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from megascale.cli.main import main
@@ -52,7 +54,10 @@ def run(options: argparse.Namespace) -> int:
         for split in ("train", "valid")
         if not is_file(DATA / f"{split}.json")
     ]
-    for words in [*steps, ["train", CONFIG, *overrides], ["sample", f"{folder}", "--prompt", PROMPT]]:
+    steps.append(["train", CONFIG, *overrides])
+    if find_spec("transformers"):
+        steps.append(["sample", f"{folder}", "--prompt", PROMPT])
+    for words in steps:
         print(f"\n$ megascale {shlex.join(words)}", flush=True)
         if status := main(words):
             return status
