@@ -204,7 +204,7 @@ def fetch_coded(connection: duckdb.DuckDBPyConnection, sql: str) -> dict[str, np
                     text = pa.types.is_string(column.type)
                     chunks[name].append(column.dictionary_encode() if text else column.to_numpy().copy())
             types = {field.name: field.type for field in reader.schema}
-    except (duckdb.Error, UnicodeDecodeError) as error:
+    except (duckdb.Error, UnicodeDecodeError, OSError) as error:  # OSError: after the first batch, from pyarrow
         raise read_error(error) from error
     coded = pa.dictionary(pa.int32(), pa.string())
     return {
@@ -215,17 +215,17 @@ def fetch_coded(connection: duckdb.DuckDBPyConnection, sql: str) -> dict[str, np
     }
 
 
-def read_error(error: duckdb.Error | UnicodeDecodeError) -> StoreError:
+def read_error(error: duckdb.Error | UnicodeDecodeError | OSError) -> StoreError:
     """Return the error of a query in the user's words."""
     what = f"the event store cannot be read: {_first_line(error)}"
     return _error_type(error)(what, hint="check the store, and try again")
 
 
-def _error_type(error: duckdb.Error | UnicodeDecodeError) -> type[StoreError]:
+def _error_type(error: duckdb.Error | UnicodeDecodeError | OSError) -> type[StoreError]:
     """Return StoreReadError if a file that has gone or is damaged may be the cause, StoreError if it is the query."""
     import duckdb
 
-    if isinstance(error, UnicodeDecodeError):  # DuckDB's message about a column whose name is damaged
+    if isinstance(error, UnicodeDecodeError | OSError):  # such as DuckDB's message about a column of a damaged name
         return StoreReadError
     if isinstance(error, duckdb.ConversionException | duckdb.OutOfRangeException):
         return StoreError

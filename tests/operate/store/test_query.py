@@ -7,11 +7,13 @@ from pathlib import Path
 
 import duckdb
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megascale.core.storage import Location
 from megascale.operate.store import query
-from megascale.operate.store.query import StoreError, fetch, open_store
+from megascale.operate.store.query import StoreError, StoreReadError, fetch, fetch_coded, open_store
 from megascale.operate.store.schema import TABLES, has_rare_tag
 from megascale.operate.store.table_files import TableFile, write_rows
 from tests.operate.store.tables import rows
@@ -111,6 +113,18 @@ def test_only_the_tables_that_are_asked_for_are_opened(tmp_path: Path) -> None:
         ]
         with pytest.raises(duckdb.CatalogException, match="steps"):
             store.execute("FROM steps")
+
+
+def test_rows_after_the_first_batch_are_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.parquet"
+    pq.write_table(pa.table({"x": np.arange(3_000_000)}), file, row_group_size=100_000, use_dictionary=False)
+    groups = pq.ParquetFile(file).metadata
+    start = groups.row_group(groups.num_row_groups - 1).column(0).data_page_offset
+    data = bytearray(file.read_bytes())
+    data[start : start + 100] = bytes(100)
+    file.write_bytes(data)
+    with duckdb.connect() as connection, pytest.raises(StoreReadError, match="cannot be read"):
+        fetch_coded(connection, f"SELECT * FROM '{file}'")
 
 
 def test_a_file_that_is_replaced_while_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
