@@ -45,7 +45,7 @@ build() {
 # Every file of the package, those of `configs`, which is a link in a checkout, and nothing else.
 compare_files() {
     diff <(git ls-tree -r --name-only HEAD megascale configs | grep -v '^megascale/configs$' |
-        sed -n 's#^configs/.*\.toml$#megascale/&#p; /^megascale/p' | sort) \
+        sed -n 's#^configs/.*\.toml$#megascale/&#; /^megascale/p' | sort) \
         <("$1" -m zipfile --list dist/*.whl | sed 1d | cut -d ' ' -f 1 | grep -v '\.dist-info/' | sort) &&
         "$1" -m zipfile --list dist/*.whl | sed 1d | wc -l
 }

@@ -139,7 +139,7 @@ def read_heading(page: Path) -> Heading:
     rows = dict(re.findall(r"^\| *(.+?) *\| *(.*?) *\|$", found[3], re.MULTILINE))
     wanted = {
         "command": rf"`[^`]+`|{ELSEWHERE}",
-        "commit": rf"\b[0-9a-f]{{7,}}\b|{ELSEWHERE}",
+        "commit": rf"\b[0-9a-f]{{7,}}\b|release \d|{ELSEWHERE}",
         "machine": r"\w",
         "date": r"\b20\d\d-\d\d-\d\d\b",
     }
