@@ -13,7 +13,7 @@ the unpacked sdist. Prints a table; the output is in build/release. The status i
 
 in the environment:
   STEPS  steps of the quickstart (240)
-  TESTS  tests to run with each PYTHON but the first, which runs all quick ones (tests: all quick ones, too)
+  TESTS  folders and files of tests (tests: all quick ones)
   JOBS   tests at a time (3)
 USAGE
     exit
@@ -50,25 +50,24 @@ compare_files() {
         "$1" -m zipfile --list dist/*.whl | sed 1d | wc -l
 }
 
-quickstart() {
+quickstart() (
     mkdir "$1/empty" && cd "$1/empty" && "$1/bin/megascale" quickstart ${STEPS:+train.steps="$STEPS"}
-}
+)
 
-tests() {
-    cd "$work"/megascale-* && "$1/bin/python" -m pytest -n "${JOBS:-3}" --dist loadfile "${@:2}"
-}
+tests() (
+    read -ra selection <<<"${TESTS:-tests}"
+    cd "$work"/megascale-* && "$1/bin/python" -m pytest -n "${JOBS:-3}" --dist loadfile "${selection[@]}"
+)
 
 try "$1" build build "$1"
 try "$1" files compare_files "$1"
 tar -xzf dist/*.tar.gz -C "$work"
-selection=()
 for python in "$@"; do
     venv=$work/$(basename "$python")
     try "$python" venv "$python" -m venv "$venv"
     try "$python" install "$venv/bin/pip" install -c constraints.txt dist/*.whl
     try "$python" quickstart quickstart "$venv"
     try "$python" dev "$venv/bin/pip" install -c constraints.txt "$(echo dist/*.whl)[dev]"
-    try "$python" tests tests "$venv" "${selection[@]}"
-    read -ra selection <<<"${TESTS:-tests}"
+    try "$python" tests tests "$venv"
 done
 exit "$status"
