@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE # else each process of the tests compiles the p
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: setup.py pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megascale needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -18,7 +18,7 @@ import megascale
 ROOT = Path(__file__).parents[1]
 SOURCE = (
     ".dockerignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "configs",
-    "constraints.txt", "docs", "launch", "megascale", "pyproject.toml", "tests", "tools",
+    "constraints.txt", "docs", "launch", "megascale", "pyproject.toml", "setup.py", "tests", "tools",
 )  # fmt: skip
 CONTEXT = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
 IMAGES = ["Dockerfile", "Dockerfile.cpu"]
