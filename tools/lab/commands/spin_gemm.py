@@ -10,8 +10,6 @@ import json
 import statistics
 from collections.abc import Callable
 
-import torch
-
 from lab.spinning import Spin
 from megascale.bench.gemm import GemmShape, gemm_fn
 from megascale.bench.quartiles import intervals
