@@ -43,7 +43,7 @@ SENT: dict[Operand, str] = {
     "input": "collectives in forward",
     "gradient": "all-gathers of output gradients in backward",
 }
-"""What overlaps with GEMMs other than wgrad, by their operand."""
+"""Collectives that overlap with GEMMs other than wgrad, by the operand of those."""
 
 
 def can_fuse(rows: int, inputs: int, blocks: Collection[ScaleBlock | None]) -> bool:
