@@ -72,8 +72,9 @@ def overlaps_on_gpus(
     p, facts = config.parallel, RECIPES[config.fp8.recipe].facts
     block = facts[operand].block
     first = block if operand == "input" or block.serves_transpose else None
-    fused = p.tp <= ranks_per_host and can_fuse(rows, inputs, {first, facts["weight"].block} if fp8 else {None})
-    return fused or max_pieces(rows, 1, p.tp, p.sp) > 0
+    blocks = {first, facts["weight"].block} if fp8 else {None}
+    fused = p.sp and p.tp <= ranks_per_host and can_fuse(rows, inputs, blocks)
+    return fused or max_pieces(rows, 1, p.tp, p.sp) > (0 if p.sp else 1)  # a single all-reduce follows the whole GEMM
 
 
 def exposed_collectives(config: RunConfig, ranks_per_host: int) -> Iterator[Finding]:

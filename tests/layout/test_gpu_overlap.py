@@ -9,7 +9,7 @@ import pytest
 from megascale.cli.check_run import host_warnings
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.layout.gpu_overlap import exposed_collectives
+from megascale.layout.gpu_overlap import SENT, exposed_collectives, overlaps_on_gpus
 from megascale.plan.search.plan import Plan
 from megascale.plan.simulate import profiles
 
@@ -53,6 +53,24 @@ def test_what_stays_exposed_is_named_with_a_valid_hint(
         if " or " not in hint:
             after = hints(load_config(GPT, [*settings, hint.replace(" ", "")], processes))
             assert hint not in after and set(after) <= set(expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fused"),
+    [
+        ("tensorwise", {"input", "gradient"}), ("delayed", {"input", "gradient"}), ("static", {"input", "gradient"}),
+        ("rowwise", {"input"}), ("blockwise", set()),
+    ],
+)  # fmt: skip
+def test_operands_are_fused_by_their_scales(recipe: str, fused: set[str]) -> None:
+    config = load_config(GPT, [FP8, f"fp8.recipe={recipe}"], 1024)
+    assert {name for name in SENT if overlaps_on_gpus(config, 8, 512, name, fp8=True)} == fused
+    assert all(overlaps_on_gpus(config, 8, 512, name) for name in SENT), "layers in 16 bits"
+    assert not any(overlaps_on_gpus(config, 4, 512, name) for name in SENT), "ranks of two hosts"
+    told = [each.message for each in exposed_collectives(config, 8)]
+    assert [[sent in each for each in told] for sent in SENT.values()] == [
+        [name not in fused] * len(told) for name in SENT
+    ]
 
 
 def test_runs_of_processors_have_no_such_warning() -> None:
