@@ -17,7 +17,6 @@ from typing import Literal
 
 from megascale.catalog.recipes import RECIPES, ROW, TENSOR, ScaleBlock
 from megascale.config.finding import Finding, divisors
-from megascale.config.rules import RULES, run_rules, sections_of
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.parts.linear import RowParallel
@@ -106,6 +105,8 @@ def exposed_collectives(config: RunConfig, ranks_per_host: int) -> Iterator[Find
 
 def _larger_micro(config: RunConfig, least: int) -> str:
     """Suggest the smallest valid `batch.micro` of at least `least`."""
+    from megascale.config.rules import RULES, run_rules, sections_of  # ranks need no rules
+
     rules = [rule for rule in RULES if "batch" in sections_of(rule)]
     for micro in divisors(config.batch.total // config.dp):
         batch = config.batch.model_copy(update={"micro": micro})
