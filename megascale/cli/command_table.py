@@ -22,8 +22,8 @@ class Command:
 
 
 GROUPS = {
-    "Configure": ("check", "plan", "doctor"),
-    "Train": ("train", "launch"),
+    "Configure": ("import-config", "check", "plan", "doctor"),
+    "Train": ("quickstart", "train", "launch"),
     "Look at a run": ("watch", "diagnose", "trace", "events", "dashboard"),
     "Data and weights": ("data", "ckpt", "sample"),
     "Measure": ("bench",),
@@ -38,6 +38,11 @@ HIDDEN_COMMANDS = ("agent", "collect", "driver", "standby")  # commands that oth
 LLAMA = "configs/gpu/llama3-8b.toml"
 
 COMMANDS = {
+    "import-config": Command(
+        "translate a script of Megatron-LM or a configuration of torchtitan, and say what differs",
+        "import-config torchtitan:llama3_8b --gpus 64 --output llama3-8b.toml",
+        "docs/from-megatron.md",
+    ),
     "check": Command(
         "find every mistake of a configuration, without launching anything",
         f"check {LLAMA} --gpus 64 parallel.tp=4",
@@ -67,6 +72,11 @@ COMMANDS = {
         "compare the nodes of a job and the links between them, to find the bad one",
         "doctor nodes --processes 3",
         "docs/node-checks.md",
+    ),
+    "quickstart": Command(
+        "train a small GPT on real text in 3D parallelism, on this machine",
+        "quickstart",
+        "docs/first-hour.md",
     ),
     "train": Command(
         "train as a rank of torchrun or srun, or launch the ranks on this host",
@@ -175,7 +185,7 @@ COMMANDS = {
         module="ckpt",
     ),
     "ckpt convert": Command(
-        "convert a checkpoint to Hugging Face weights, or the reverse",
+        "convert a checkpoint to Hugging Face weights or another system's checkpoint, or the reverse",
         "ckpt convert runs/quickstart exported --dtype bf16",
         "docs/models.md",
         module="ckpt",
@@ -271,6 +281,7 @@ COMMANDS_ELSEWHERE = {
     "tokenize": "megascale data prepare INPUT --output PREFIX --tokenizer FILE",
     "generate": "megascale sample CHECKPOINT",
     "validate": "megascale check CONFIG",
+    "import": "megascale import-config SCRIPT, or megascale data import INPUT",
 }
 """Commands of other tools, and what to write."""
 
