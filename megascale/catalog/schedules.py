@@ -35,21 +35,9 @@ SCHEDULES = Registry(
             "megascale.schedule.interleaved:interleaved_1f1b",
             {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop"},
         ),
-        Card(
-            "zb_h1",
-            "1f1b with a split backward: gradients of weights fill a third of the bubble (Qi et al. 2023)",
-            "megascale.schedule.zero_bubble:zb_h1",
-            {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": True},
-        ),
-        Card(
-            "interleaved_zb",
-            "interleaved_1f1b with a split backward, for the activations of 1f1b",
-            "megascale.schedule.zero_bubble:interleaved_zb",
-            {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": True},
-        ),
     ],
     synonyms={
-        "interleaved": "interleaved_1f1b", "interleaved1f1b": "interleaved_1f1b", "zbv": "", "zero_bubble": "zb_h1",
-        "dualpipe": "", "dualpipev": "", "interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "",
+        "interleaved": "interleaved_1f1b", "interleaved1f1b": "interleaved_1f1b", "zbv": "", "zero_bubble": "",
+        "dualpipe": "", "dualpipev": "", "interleavedzerobubble": "", "zbvzerobubble": "",
     },
 )  # fmt: skip

@@ -17,7 +17,7 @@ functions in F and B wait for the all-gathers and start the reductions (bucket b
 
 Sends do not block, unless they are not to `overlap` with compute: the executor releases completed sends after every
 action, and the caller waits for the rest with `finish_sends` after the last step. An exception leaves messages in
-flight: the executor cannot run again. An output for a stage on the same rank is handed over as it is.
+flight: the executor cannot run again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megascale.parallel.microbatch import MicroBatch, StageOutput
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.recompute import run_backward
 from megascale.record.label import Label
-from megascale.schedule.dependencies import TAKEN, Neighbours, neighbours
+from megascale.schedule.dependencies import Neighbours, neighbours
 from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _Execution:
         self._training = training
         # By F or B, B for an I too: the receive posted for the action, and its buffer.
         self._receiving: dict[Action, tuple[TrackedWork, Tensor]] = {}
-        # By F or B: the action's result, until its SEND, or until the next stage on this rank takes it.
+        # By F or B: the action's result, until its SEND.
         self._to_send: dict[Action, Tensor] = {}
         # By (chunk, micro-batch), from F or R to B.
         self._saved: dict[tuple[int, int], _Saved] = {}
@@ -275,16 +275,11 @@ class _Execution:
         self._receiving[served] = (receive, out)
 
     def _wait_received(self, action: Action) -> Tensor | None:
-        """Wait for the activation or gradient that another rank sends for an action, or take that of a stage on this
-        rank; None at an end of the pipeline.
-        """
+        """Wait for the activation or gradient that another rank sends for an action; None at an end of the pipeline."""
         if action not in self._receiving:
-            before = self._stage(action) + TAKEN[action.kind][1]
-            if not 0 <= before < self._p.placement.count:
-                return None
-            rank, chunk = self._p.placement.places[before]
-            assert rank == self._p.channels.rank, f"no RECV was posted for {action}"
-            return self._to_send.pop(action._replace(chunk=chunk))
+            at_end = self._stage(action) == (self._p.placement.count - 1 if action.kind is Kind.B else 0)
+            assert at_end, f"no RECV was posted for {action}"
+            return None
         receive, shard = self._receiving.pop(action)
         receive.wait()
         return self._spec(action).gather_full(shard, _label(action, self._stage(action)))

@@ -25,28 +25,14 @@ def interleaved_1f1b(p: int, v: int, m: int, rank: int) -> RankSchedule:
     """
     if v == 1:
         return one_f_one_b(p, v, m, rank)
-    forwards, backwards, first_group = chunk_passes(p, v, m)
-    # The last rank starts backward after the first forward of its last chunk. Every rank before needs two more warm-up
-    # forwards per hop: the activation goes to the last rank, and the gradient comes back.
-    last_chunk_warmup = (v - 1) * first_group
-    return alternate(forwards, backwards, warmup=last_chunk_warmup + 2 * (p - rank - 1))
-
-
-class ChunkPasses(NamedTuple):
-    """The forwards and the backwards of a rank, each in their order, and the size of the first group."""
-
-    forwards: RankSchedule
-    backwards: RankSchedule
-    first_group: int
-
-
-def chunk_passes(p: int, v: int, m: int) -> ChunkPasses:
-    """List the forwards of m micro-batches, group after group chunk by chunk, and the backwards from the last chunk."""
     sizes = [size for count, size in microbatch_groups(p, m) for _ in range(count)]
     groups = [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
     forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
     backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
-    return ChunkPasses(forwards, backwards, sizes[0])
+    # The last rank starts backward after the first forward of its last chunk. Every rank before needs two more warm-up
+    # forwards per hop: the activation goes to the last rank, and the gradient comes back.
+    last_chunk_warmup = (v - 1) * sizes[0]
+    return alternate(forwards, backwards, warmup=last_chunk_warmup + 2 * (p - rank - 1))
 
 
 class MicrobatchGroups(NamedTuple):

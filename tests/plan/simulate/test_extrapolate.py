@@ -53,7 +53,6 @@ def pipelines(draw: Any) -> tuple[Pipeline, StageTimes, Overlaps]:
         buckets=dict.fromkeys(places, draw(st.sampled_from([1, 4, 16]))),
         slowdown=draw(st.sampled_from([0.0, 0.25])),
         share_link=draw(st.booleans()),
-        weight_gradient={place: back / 2 * took for place, took in forward.items()},
     )
     return Pipeline(name, p, v, m, draw(st.booleans())), times, Overlaps(pp=draw(st.booleans()), dp=draw(st.booleans()))
 
@@ -70,16 +69,11 @@ def test_extrapolation_is_close_to_the_simulation(drawn: tuple[Pipeline, StageTi
 @pytest.mark.parametrize("name", SCHEDULES.names())
 @pytest.mark.parametrize(("p", "m"), [(4, 5000), (100, 100), (100, 150), (100, 430), (200, 9000), (64, 16)])
 def test_a_uniform_pipeline_is_exact(name: str, p: int, m: int) -> None:
-    """Work of all micro-batches plus the bubble of p - 1 stages, with more idle time for m < p. Weights' gradients fill
-    two thirds of it.
-    """
+    """Work of all micro-batches plus the bubble of p - 1 stages, with more idle time for m < p."""
     v = 3 if SCHEDULES[name].facts["multi_chunk"] else 1
     places = list(itertools.product(range(p), range(v)))
-    one, split = dict.fromkeys(places, 1.0), SCHEDULES[name].facts.get("split", False)
-    times = StageTimes(one, dict.fromkeys(places, 2.0), 0.0, 0.0, {}, {}, weight_gradient=one)
+    times = StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.0, 0.0, {}, {})
     ideal = 3 * (m * v + p - 1) if m >= p else 3 * (p * v + m - 1)
-    if split:
-        ideal = 3 * m * v + p - 1 if m >= p else pipeline_time(Pipeline(name, p, v, m), times, ALL, 10**9)
     assert pipeline_time(Pipeline(name, p, v, m), times, ALL, FEW) == pytest.approx(ideal, rel=1e-9)
 
 
