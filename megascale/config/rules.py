@@ -45,6 +45,7 @@ RULES: tuple[Rule, ...] = (
     train_rules.noise_scale,
     data_rules.skipped_samples, data_rules.changed_weights, data_rules.document_order,
     exclusions.MOCK_PACKING, exclusions.NO_DOCUMENTS, data_rules.end_of_document,
+    data_rules.padded_experts,
     exclusions.NOT_DECOMPOSED, data_rules.decomposed_documents,
     exclusions.NO_POLICY, data_rules.data_policy,
     exclusions.MOCK_WEIGHTS, exclusions.SAMPLE_WEIGHTS, exclusions.EXPERT_PARALLEL,

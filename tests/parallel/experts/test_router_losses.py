@@ -33,6 +33,7 @@ def model(**changes: Any) -> ModelConfig:
 def gradient_and_losses(moe: MoeConfig, of: ModelConfig, logits: Tensor) -> tuple[Tensor, dict[str, float]]:
     """The gradient of the weighted losses by the logits, of a step with one label, and the losses."""
     losses = RouterLosses(moe, of, Columns(2), single_rank_group("tp"), loss_tokens=torch.ones(()), samples=2)
+    losses.tokens = torch.tensor(TOKENS)
     losses.before = torch.arange(1.0, 1 + EXPERTS).expand(of.num_layers, -1)
     leaf, routing = logits.clone().requires_grad_(), Routing(of)
     scores = routing.scores(leaf)
