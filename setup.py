@@ -33,6 +33,7 @@ setup(
         "py-spy>=0.4",
         "pyarrow>=17",
         "pydantic>=2.9",
+        "pyyaml>=6",
         "rich>=13.7",
         "safetensors>=0.4.5",
         "setuptools",  # tensorboard imports it

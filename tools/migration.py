@@ -15,13 +15,14 @@ GROUPS = {
     "Model": megatron.MODEL, "Mixture of experts": megatron.EXPERTS, "Parallelism and batch": megatron.PARALLEL,
     "Training": megatron.TRAIN, "Optimizer": megatron.OPTIMIZER, "Data": megatron.DATA,
     "Checkpoints": megatron.CHECKPOINT, "Logs, profiles and faults": megatron.OBSERVE,
+    "Other arguments": megatron.OTHERS,
 }  # fmt: skip
 
 
 def defaults() -> list[str]:
     """Tabulate the settings of Megatron-LM with another default."""
-    other = [setting for setting in megatron.SETTINGS if setting.theirs]
-    rows = [[f"`{one.key}`", _names(one), one.theirs, f"`{default_of(one.key)}`"] for one in other]
+    other = [setting for setting in megatron.SETTINGS if setting.theirs is not None]
+    rows = [[f"`{one.key}`", _names(one), f"`{json.dumps(one.theirs)}`", f"`{default_of(one.key)}`"] for one in other]
     return pipes(["key", "Megatron-LM", "its default", "default here"], *rows)
 
 

@@ -22,7 +22,7 @@ class Command:
 
 
 GROUPS = {
-    "Configure": ("check", "plan", "doctor"),
+    "Configure": ("import-config", "check", "plan", "doctor"),
     "Train": ("train", "launch"),
     "Look at a run": ("watch", "diagnose", "trace", "events", "dashboard"),
     "Data and weights": ("data", "ckpt", "sample"),
@@ -38,6 +38,11 @@ HIDDEN_COMMANDS = ("agent", "collect", "driver", "standby")  # commands that oth
 LLAMA = "configs/gpu/llama3-8b.toml"
 
 COMMANDS = {
+    "import-config": Command(
+        "translate a script of Megatron-LM or a configuration of torchtitan, and say what differs",
+        "import-config torchtitan:llama3_8b --gpus 64 --output llama3-8b.toml",
+        "docs/from-megatron.md",
+    ),
     "check": Command(
         "find every mistake of a configuration, without launching anything",
         f"check {LLAMA} --gpus 64 parallel.tp=4",
@@ -271,6 +276,7 @@ COMMANDS_ELSEWHERE = {
     "tokenize": "megascale data prepare INPUT --output PREFIX --tokenizer FILE",
     "generate": "megascale sample CHECKPOINT",
     "validate": "megascale check CONFIG",
+    "import": "megascale import-config SCRIPT, or megascale data import INPUT",
 }
 """Commands of other tools, and what to write."""
 

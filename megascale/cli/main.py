@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def _list_commands(parser: argparse.ArgumentParser, heading: str, names: Sequenc
 def _functions(command: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
     """Import a command's module, and return the functions that declare its arguments and run it."""
     shared = COMMANDS[command].module if command in COMMANDS else ""
-    module = importlib.import_module(f"megascale.cli.{shared or command.replace(' ', '_')}")
+    module = importlib.import_module(f"megascale.cli.{shared or re.sub('[ -]', '_', command)}")
     return module.VERBS[command.split()[1]] if shared else (module.add_arguments, module.run)
 
 

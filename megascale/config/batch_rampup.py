@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megascale.config.train import BatchConfig, TrainConfig
+from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,8 @@ def full_batch_steps(batch: BatchConfig, train: TrainConfig) -> int:
     that it is the same function of the samples with and without a ramp-up.
     """
     return samples_of_run(batch, train) // batch.total
+
+
+def schedule_steps(batch: BatchConfig, train: TrainConfig, optimizer: OptimizerConfig) -> int:
+    """The steps of `batch.global` of the learning rate's schedule."""
+    return optimizer.schedule_steps or full_batch_steps(batch, train)

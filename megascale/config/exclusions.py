@@ -322,14 +322,14 @@ NO_PRUNING = Exclusions("checkpoint.keep", only(0), (
 
 # Modes: the keys of another mode are mistakes.
 
-
 NO_TAIL = _without_effect(
     "optimizer.decay", lambda decay: not uses_decay_steps(str(decay)), {"optimizer.decay_steps": only(None)},
     "remove the key: the decay ends with train.steps; or optimizer.decay = wsd",
 )  # fmt: skip
 
-CONSTANT_RATE = _without_effect("optimizer.decay", only("constant"), {"optimizer.min_lr": only(0.0)})
-
+CONSTANT_RATE = _without_effect(
+    "optimizer.decay", only("constant"), {"optimizer.min_lr": only(0.0), "optimizer.schedule_steps": only(None)}
+)
 
 NO_AVERAGE = _off(
     "train.weight_average", only("none"), TrainConfig, "weight_average_every",

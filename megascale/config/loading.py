@@ -42,15 +42,17 @@ def load_config(
 
 
 def load_config_tree(
-    tree: Tree, origin: str, overrides: Sequence[str] = (), world_size: int | None = None
-) -> RunConfig:
-    """Check and resolve a configuration from nested values. `origin`: name in messages, in place of a file.
+    tree: Tree, origin: str, overrides: Sequence[str] = (), world_size: int | None = None, *,
+    skip_sections: Collection[str] = (), world_option: str = "",
+) -> RunConfig:  # fmt: skip
+    """Check and resolve a configuration from nested values, as `load_config`. `origin`: name in messages, in place of a
+    file.
 
     Raises: ConfigError with all problems.
     """
     source = Source(origin, tree)
     apply_overrides(source, overrides, _is_text_key)
-    return _check_and_resolve(source, world_size)
+    return _check_and_resolve(source, world_size, skip_sections, world_option)
 
 
 def check_rules(config: RunConfig, where: str) -> None:

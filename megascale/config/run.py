@@ -11,7 +11,7 @@ from pydantic import Field
 
 from megascale.catalog.decays import uses_decay_steps
 from megascale.config.backends import BackendsConfig, Fp8Config
-from megascale.config.batch_rampup import full_batch_steps, samples_of_run
+from megascale.config.batch_rampup import samples_of_run, schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
 from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
@@ -125,7 +125,7 @@ class RunConfig(RunKeys):
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
         optimizer = self.optimizer
         if uses_decay_steps(optimizer.decay):
-            steps = full_batch_steps(self.batch, self.train)
+            steps = schedule_steps(self.batch, self.train, optimizer)
             decay_steps = optimizer.decay_steps or max(min(steps // 10, steps - optimizer.warmup_steps), 1)
             optimizer = optimizer.model_copy(update={"decay_steps": decay_steps})
         resume = self.checkpoint.resume

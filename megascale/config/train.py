@@ -175,6 +175,11 @@ class OptimizerConfig(Section):
     decay_steps: Count | None = Field(
         None, description="for wsd: steps of the final decay; default a tenth of train.steps"
     )
+    schedule_steps: Count | None = Field(
+        None,
+        description="steps of the learning rate's schedule, warm-up and decay, after which it is min_lr; default: "
+        "those of the run",
+    )
     weight_decay: Float32 = Field(0.1, ge=0, description="decoupled weight decay of matrices, not of norms and biases")
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
         [0.9, 0.95], description="decay of the first and second moment"

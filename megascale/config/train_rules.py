@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.batch_rampup import full_batch_steps
+from megascale.config.batch_rampup import schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.finding import Finding, join_values
 from megascale.config.model import ModelConfig
@@ -95,10 +95,12 @@ def learning_rate(batch: BatchConfig, train: TrainConfig, optimizer: OptimizerCo
     lr, min_lr, warmup, decay_steps = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, optimizer.decay_steps
     if min_lr > lr:
         yield Finding("optimizer.min_lr", f"{min_lr:g} is more than lr = {lr:g}", f"at most {lr:g}")
-    steps = full_batch_steps(batch, train)
+    steps = schedule_steps(batch, train, optimizer)
     if warmup >= steps:
         run = f"train.steps = {train.steps}"
-        if steps != train.steps:
+        if optimizer.schedule_steps:
+            run = f"schedule_steps = {steps}"
+        elif steps != train.steps:
             run = f"{steps} steps of batch.global, as many samples as {run} with the ramp-up"
         yield Finding("optimizer.warmup_steps", f"{warmup} is not less than {run}", f"fewer than {steps}")
     elif optimizer.decay == "wsd" and (decay_steps or 0) > steps - warmup:

@@ -13,12 +13,13 @@ def learning_rate(config: OptimizerConfig, steps: int, sizes: BatchSizes | None 
     """Return the learning rate as a function of the step, counted from 1, for a run of `steps`. `sizes`: of batches
     during a ramp-up, if there is one.
 
-    The rate rises linearly to lr over `warmup_steps`, then decays toward min_lr, reached one step after the last:
-    no step trains at a rate of 0.
+    The rate rises linearly to lr over `warmup_steps`, then decays toward min_lr, reached one step after the last of the
+    run, or of `schedule_steps`: no step of them trains at a rate of 0.
     """
     if sizes is not None:
         return _by_samples(config, steps, sizes)
     curve = DECAYS[config.decay].load()
+    steps = config.schedule_steps or steps
     after_warmup = steps - config.warmup_steps
     decay_steps = min(config.decay_steps or max(steps // 10, 1), after_warmup)
 
@@ -36,6 +37,7 @@ def _by_samples(config: OptimizerConfig, steps: int, sizes: BatchSizes) -> Calla
     `decay_steps` count in steps of the whole batch, which has fewer samples while the batch grows.
     """
     curve, unit, total = DECAYS[config.decay].load(), sizes.total, sizes.before_step(steps + 1)
+    total = config.schedule_steps * unit if config.schedule_steps else total
     warmup = config.warmup_steps * unit
     decay_steps = config.decay_steps or max(total // unit // 10, 1)
     decay = min((decay_steps + 1) * unit, total - warmup + unit) - 1

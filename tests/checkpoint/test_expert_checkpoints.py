@@ -31,7 +31,7 @@ MOE = {
 }  # fmt: skip
 ADAMW_IN_LAYER_3 = [{"params": ["layers.3.*"], "name": "adamw"}]
 
-LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != LLAMA.get(key)}
+LATENT = {f"model__{key}": value for key, value in MLA.items() if value != MODEL.get(key)}
 
 CHAIN: list[dict[str, Any]] = [
     {},

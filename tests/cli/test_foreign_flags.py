@@ -60,7 +60,7 @@ def test_a_whole_command_of_megatron(script: str, capsys: pytest.CaptureFixture[
      "--parallel.no_such 4: there is no such option  -> settings have no dashes: write section.key=value"),
     ("--optimizer.options.beta1 0.8",
      "--optimizer.options.beta1 0.8: a setting has no dashes  -> write optimizer.options.beta1=0.8"),
-    ("--save 2026-01-01", "--save 2026-01-01: Megatron-LM has this option  -> write 'output_dir=\"2026-01-01\"' "
+    ("--save 2026-01-01", "--save 2026-01-01: Megatron-LM has this option  -> write output_dir=2026-01-01 "
      "(a run's folder is output_dir/name; checkpoint.dir puts checkpoints elsewhere)"),
     ("--gpus 1 --json -1", "-1: not a setting  -> write section.key=value"),
     ("--resume runs/a", "--resume runs/a: there is no such option  -> write checkpoint.resume=runs/a"),
@@ -118,7 +118,7 @@ def test_a_name_without_dashes_and_equals_sign(capsys: pytest.CaptureFixture[str
 
 def test_the_answers_that_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "from-megatron.md").read_text(encoding="utf-8")
-    block = page.partition("   $ megascale ")[2].partition("   ```")[0]
+    block = page.partition("\n$ megascale ")[2].partition("```")[0]
     command, *lines, count = [line.strip() for line in block.rstrip().splitlines()]
     assert answered(command, capsys) == lines
     assert count == f"{len(lines)} problems"

@@ -128,3 +128,16 @@ def test_only_wsd_reads_decay_steps() -> None:
 def test_a_run_of_one_step_trains() -> None:
     assert course("constant", (1, 0, None)) == [LR]
     assert course("cosine", (1, 0, None)) == [(LR + MIN_LR) / 2]
+
+
+@given(DECAY, runs(), st.integers(1, 400))
+def test_a_schedule_of_its_own_length(decay: str, run: Any, steps: int) -> None:
+    """A run of any length has the rates of the schedule, and min_lr behind it; with a ramp-up, too."""
+    length, warmup, decay_steps = run
+    keys = {"lr": LR, "min_lr": MIN_LR, "warmup_steps": warmup, "decay": decay, "decay_steps": decay_steps}
+    config = OptimizerConfig(schedule_steps=length, **keys)
+    after = LR if decay == "constant" else MIN_LR
+    expected = [*course(decay, run), *[after] * max(0, steps - length)][:steps]
+    for sizes in (None, BatchSizes(3, 3, 1, 0)):
+        at = learning_rate(config, steps, sizes)
+        assert [at(step) for step in range(1, steps + 1)] == pytest.approx(expected, rel=1e-12)

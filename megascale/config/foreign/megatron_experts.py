@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
-from megascale.config.foreign.setting import MANY, Advice, Context, Values, absent, computed, same, switch, words
+from megascale.config.foreign.megatron_values import LOSSES, balance, balance_weight
+from megascale.config.foreign.setting import (
+    MANY,
+    Advice,
+    Context,
+    Needless,
+    Several,
+    Values,
+    absent,
+    computed,
+    needless,
+    same,
+    switch,
+    words,
+)
 
 _ALWAYS = "nothing to write: always so"
 _NO_DEEPEP = "not supported: the exchange is NCCL's, see moe.dispatcher"
+_WHOLE = "not supported: an expert is whole on a rank, of parallel.ep"
 _UPCYCLING = "not in training: `megascale ckpt convert --experts N K` makes a checkpoint of experts"
+
+
+def _experts(values: Values, context: Context) -> Any:
+    """Return the experts, with a bias of the router where linear layers have biases."""
+    biases = "disable_bias_linear" not in context and context.get("add_bias_linear") != [False]
+    if values[0] and biases and "num_layers" in context:
+        return Several({"model.experts": values[0], "model.router_bias": True})
+    return values[0]
 
 
 def _dense_layers(values: Values, context: Context) -> int | Advice:
     if values[0] == 1:
-        return Advice("nothing to write: all layers have experts")
+        return Needless("nothing to write: all layers have experts")
     dense = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(values[0]).replace(" ", ""))
     return int(dense[1]) if dense else Advice("not supported: only model.dense_layers first layers lack experts")
 
 
-EXPERTS = (
-    same("--num-experts", "model.experts"),
+_OF_EXPERTS = (
     same("--moe-router-topk", "model.experts_per_token"),
     same("--moe-ffn-hidden-size", "model.expert_ffn_size"),
     computed("--moe-layer-freq", "model.dense_layers", _dense_layers,
@@ -34,36 +58,40 @@ EXPERTS = (
     same("--moe-router-topk-scaling-factor", "model.router_scale"),
     switch("--moe-router-enable-expert-bias", "model.balance_bias", True),
     same("--moe-router-bias-update-rate", "moe.bias_rate"),
-    words("--moe-router-load-balancing-type", "moe.balance",
-          {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"},
-          "one loss: several are not supported", "aux_loss", MANY,
-          aux_loss="with moe.balance_group = batch.micro",
-          global_aux_loss="the nearest, by the loads of the step before",
-          sinkhorn="not supported: write another moe.balance, or model.balance_bias = true"),
-    computed("--moe-aux-loss-coeff", "moe.balance_weight",
-             lambda values, _: float(values[0]) or Advice('nothing to write: moe.balance is "none"'), takes=MANY),
+    replace(words(
+        "--moe-router-load-balancing-type", "moe.balance", LOSSES, "one loss: several are not supported", takes=MANY,
+        aux_loss="with moe.balance_group = batch.micro",
+        global_aux_loss="the nearest, by the loads of the step before",
+        sinkhorn="not supported: write another moe.balance, or model.balance_bias = true"), convert=balance),
+    computed("--moe-aux-loss-coeff", "moe.balance_weight", balance_weight, "0, their default: moe.balance is none",
+             takes=MANY),
     same("--moe-z-loss-coeff", "moe.z_loss_weight"),
     same("--expert-model-parallel-size", "parallel.ep"),
-    absent("--expert-tensor-parallel-size", "not supported: an expert is whole on a rank, of parallel.ep",
-           one="nothing to write: an expert is whole"),
+    computed("--expert-tensor-parallel-size", "", lambda values, _: Needless(
+             "nothing to write: an expert is whole" if values[0] == 1 else _WHOLE), _WHOLE),
     same("--moe-expert-capacity-factor", "moe.capacity_factor", "of a sequence, theirs is of a rank's tokens"),
-    absent("--moe-token-drop-policy", "nothing to write: the largest weights stay"),
-    absent("--moe-pad-expert-input-to-capacity", "not supported: rows are as many as chosen", 0),
-    words("--moe-token-dispatcher-type", "moe.dispatcher", {"alltoall": "all_to_all", "allgather": "all_gather"},
-          "flex: write all_to_all", "allgather"),
-    absent("--moe-shared-expert-overlap", _ALWAYS, 0),
-    absent("--overlap-moe-expert-parallel-comm", "write moe.token_blocks: of blocks of a micro-batch's tokens", 0),
-    absent("--moe-router-dtype", "nothing to write: logits are in fp32"),
+    needless("--moe-token-drop-policy", "nothing to write: the largest weights stay"),
+    needless("--moe-pad-expert-input-to-capacity", "not supported: rows are as many as chosen", 0),
+    words("--moe-token-dispatcher-type", "moe.dispatcher",
+          {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"}, "", "all_gather"),
+    needless("--moe-shared-expert-overlap", _ALWAYS, 0),
+    needless("--overlap-moe-expert-parallel-comm", "write moe.token_blocks: of blocks of a micro-batch's tokens", 0),
+    needless("--moe-router-dtype", "nothing to write: logits are in fp32"),
     absent("--moe-input-jitter-eps", "not supported"),
-    absent("--moe-grouped-gemm, --moe-per-layer-logging", _ALWAYS, 0),
-    absent("--moe-permute-fusion, --moe-router-fusion", "nothing to write: a switch for speed alone", 0),
+    needless("--moe-grouped-gemm, --moe-per-layer-logging", _ALWAYS, 0),
+    needless("--moe-permute-fusion, --moe-router-fusion", "nothing to write: a switch for speed alone", 0),
     absent("--moe-use-upcycling", _UPCYCLING, 0),
     absent("--moe-upcycling-granularity", _UPCYCLING),
-    absent("--moe-enable-deepep", _NO_DEEPEP, 0),
-    absent("--moe-flex-dispatcher-backend, --moe-deepep-num-sms, --moe-hybridep-num-sms", _NO_DEEPEP),
+    needless("--moe-enable-deepep", _NO_DEEPEP, 0),
+    needless("--moe-flex-dispatcher-backend, --moe-deepep-num-sms, --moe-hybridep-num-sms", _NO_DEEPEP),
     absent("--moe-router-force-load-balancing",
            "not supported: a router chooses by its scores; `megascale plan` counts equal loads", 0),
     absent("--moe-apply-probs-on-input", "not supported: weights multiply the input of the down projection", 0),
-    absent("--moe-router-padding-for-fp8, --moe-router-padding-for-quantization",
+    needless("--moe-router-padding-for-fp8, --moe-router-padding-for-quantization",
            "nothing to write: no rows are padded", 0),
 )  # fmt: skip
+
+EXPERTS = (
+    computed("--num-experts, --num-moe-experts", "model.experts", _experts),
+    *(replace(row, only_with="num_experts") for row in _OF_EXPERTS),
+)

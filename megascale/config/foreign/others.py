@@ -7,15 +7,23 @@ the arguments of its Trainer.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from megascale.config.foreign.setting import (
     MANY,
     NO_FP16,
+    Advice,
+    Context,
+    Needless,
+    Several,
+    Values,
     absent,
-    automatic,
     betas,
     blend,
     computed,
     every,
+    needless,
     rate_of_share,
     same,
     scaled,
@@ -30,89 +38,155 @@ _DTYPES = {
 }  # fmt: skip
 _NO_ZERO3 = "ZeRO-3 is not supported: 2, and more tp or pp"
 _ZERO = {"0": 0, "1": 1, "2": 2}
+_PRESET = 'write model.preset, such as "llama3-8b": docs/presets.md lists them'
+_HEAD = "nothing to write: the head stays in bf16"
+_LAYERS = "not supported: write fp8.first_layers_bf16 and fp8.last_layers_bf16"
+_PRESETS = {(f"llama3{dot}", size): f"llama3.1-{size.lower()}" for dot in ("", "_ft") for size in ("8B", "70B", "405B")}
+_THEIRS = {
+    "parallelism.tensor_parallel_degree": 1, "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.context_parallel_degree": 1, "parallelism.pipeline_parallel_microbatch_size": 1,
+    "training.local_batch_size": 8,
+}  # fmt: skip
 _BETAS = betas(beta1=0.9, beta2=0.95)
 
+
+def _first(context: Context, name: str) -> Any:
+    return context[name][0] if context.get(name) else _THEIRS.get(name)
+
+
+def _global_batch(values: Values, context: Context) -> Any:
+    if values[0] != -1:
+        return values[0]
+    if "gpus" not in context:
+        return Advice("write batch.global: local_batch_size x dp")
+    ranks = math.prod(
+        _first(context, f"parallelism.{axis}_parallel_degree") for axis in ("tensor", "pipeline", "context")
+    )
+    return _first(context, "training.local_batch_size") * (context["gpus"][0] // ranks)
+
+
+def _converters(values: Values, context: Context) -> Any:
+    if not values[0]:
+        return Needless("nothing to write")
+    return {"float8": _FP8, "quantize.linear.float8": _FP8}["".join(values[0])]
+
+
+_FP8 = Several({"train.precision": "fp8", "fp8.first_layers_bf16": 0, "fp8.last_layers_bf16": 0})
+
 TORCHTITAN = (
-    absent("model.flavor, flavor", 'write model.preset, such as "llama3-8b": docs/presets.md lists them'),
-    absent("model.hf_assets_path, model.tokenizer_path, hf_assets_path",
-           "`megascale data prepare --tokenizer FILE`, and data.tokenizer = FILE"),
-    absent("training.dataset", "`megascale data prepare` makes a dataset for data.train"),
+    computed("model.flavor, flavor", "model.preset", lambda values, context: _PRESETS.get(
+             (_first(context, "model.name"), str(values[0]))) or Advice(_PRESET)),
+    computed("model.converters", "train.precision", _converters, "float8 alone"),
+    needless("model.hf_assets_path, model.tokenizer_path, hf_assets_path",
+             "`megascale data prepare --tokenizer FILE`, and data.tokenizer = FILE"),
+    computed("training.dataset", "data.train", lambda values, _: f"data/{values[0]}",
+             "`megascale data prepare` makes a dataset for data.train"),
     computed("training.dataset_path", "data.train", blend, "a dataset by `megascale data prepare`"),
-    same("training.local_batch_size, pipeline_parallel_microbatch_size", "batch.micro",
-         "sequences of a micro-batch; their local batch has several with pp"),
-    automatic("training.global_batch_size", "batch.global", "write batch.global: local_batch_size x dp"),
-    same("training.seq_len, training.max_context_length", "model.seq_length", theirs="2048"),
+    computed("training.local_batch_size", "batch.micro", lambda values, context: _first(
+             context, "parallelism.pipeline_parallel_microbatch_size") if _first(
+             context, "parallelism.pipeline_parallel_degree") > 1 else values[0],
+             "sequences of a micro-batch; their local batch has several with pp"),
+    same("parallelism.pipeline_parallel_microbatch_size, pipeline_parallel_microbatch_size", "batch.micro", "with pp",
+         only_with="parallelism.pipeline_parallel_degree"),
+    computed("training.global_batch_size", "batch.global", _global_batch, "-1: local_batch_size x dp, of --gpus N"),
+    same("training.seq_len, training.max_context_length", "model.seq_length", theirs=2048),
     absent("training.num_tokens_per_microbatch_per_dp_rank", "write batch.micro, in sequences"),
     absent("training.num_tokens_per_train_step", "write batch.global, in sequences"),
-    same("training.steps", "train.steps", theirs="10000"),
+    same("training.steps", "train.steps", theirs=10000),
+    same("optimizer.lr", "optimizer.lr", theirs=8e-4),
+    same("optimizer.eps", "optimizer.eps"),
+    same("optimizer.weight_decay", "optimizer.weight_decay"),
+    words("optimizer.name", "optimizer.name", {"adamw": "adamw"}, "adamw alone"),
+    same("lr_scheduler.warmup_steps", "optimizer.warmup_steps", theirs=200),
     same("training.max_norm", "optimizer.clip_norm"),
-    absent("training.dtype", "nothing to write: master weights are fp32"),
+    needless("training.dtype", "nothing to write: master weights are fp32"),
     words("training.mixed_precision_param", "train.precision", {"bfloat16": "bf16", "float32": "fp32"},
-          "master weights and reductions in fp32"),
-    absent("training.mixed_precision_reduce", "nothing to write: fp32"),
-    absent("training.enable_cpu_offload", "not supported: write train.activation_offload, or parallel.zero = 2"),
-    absent("training.gc_freq, training.gc_debug", "nothing to write: collected on all ranks in the same step"),
+          "master weights and reductions in fp32", "bf16"),
+    needless("training.mixed_precision_reduce", "nothing to write: fp32"),
+    needless("training.enable_cpu_offload", "not supported: write train.activation_offload, or parallel.zero = 2"),
+    needless("training.gc_freq, training.gc_debug", "nothing to write: collected on all ranks in the same step"),
     same("debug.seed", "train.seed"),
-    absent("debug.deterministic", "nothing to write"),
+    needless("debug.deterministic", "nothing to write"),
     same("parallelism.tensor_parallel_degree", "parallel.tp"),
-    switch("parallelism.enable_sequence_parallel", "parallel.sp", True, "with tp above 1", "on"),
+    switch("parallelism.enable_sequence_parallel", "parallel.sp", True, "with tp above 1", True),
     same("parallelism.pipeline_parallel_degree", "parallel.pp"),
     words("parallelism.pipeline_parallel_schedule", "parallel.schedule",
           {"1f1b": "1f1b", "interleaved1f1b": "interleaved_1f1b", "gpipe": "gpipe"},
           "zero-bubble schedules are not supported"),
     absent("parallelism.pipeline_parallel_layers_per_stage, parallelism.module_fqns_per_model_part",
            "write parallel.vpp, and parallel.layers_per_chunk"),
-    absent("parallelism.num_pp_microbatches", "nothing to write: batch.global / (batch.micro x dp)"),
+    needless("parallelism.num_pp_microbatches", "nothing to write: batch.global / (batch.micro x dp)"),
     same("parallelism.context_parallel_degree", "parallel.cp"),
     words("parallelism.context_parallel_rotate_method", "parallel.cp_mode",
           {"allgather": "allgather", "alltoall": "ring"}),
-    absent("parallelism.context_parallel_load_balancer", "nothing to write: head and tail together"),
-    absent("parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree",
-           "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 or 2 shards over all of it"),
-    absent("parallelism.fsdp_reshard_after_forward", f"nothing to write; {_NO_ZERO3}"),
+    needless("parallelism.context_parallel_load_balancer", "nothing to write: head and tail together"),
+    computed("parallelism.data_parallel_shard_degree", "parallel.zero", lambda values, _: 0 if values[0] == 1 else 2,
+             f"sharded over all of dp; {_NO_ZERO3}", 2),
+    needless("parallelism.data_parallel_replicate_degree",
+  "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 or 2 shards over all of it"),
+    needless("parallelism.fsdp_reshard_after_forward", f"nothing to write; {_NO_ZERO3}"),
     same("parallelism.expert_parallel_degree", "parallel.ep"),
-    absent("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank, of parallel.ep",
-           one="nothing to write: an expert is whole"),
+    needless("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank of ep"),
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
-           theirs="off"),
+           theirs=False),
     switch("compile.enable", "train.compile", True),
     computed("optimizer.beta1", "optimizer.betas", _BETAS),
     computed("optimizer.beta2", "optimizer.betas", _BETAS),
-    absent("optimizer.implementation, optimizer.early_step_in_backward", "write backends.optimizer"),
-    absent("lr_scheduler.total_steps", "nothing to write: the decay ends with train.steps"),
+    needless("optimizer.implementation, optimizer.early_step_in_backward", "write backends.optimizer"),
+    same("lr_scheduler.total_steps", "optimizer.schedule_steps"),
     words("lr_scheduler.decay_type", "optimizer.decay", {"linear": "linear", "cosine": "cosine"}, theirs="linear"),
     absent("lr_scheduler.decay_ratio", "write optimizer.decay = wsd and optimizer.decay_steps"),
     computed("lr_scheduler.min_lr_factor", "optimizer.min_lr", rate_of_share, "a rate, theirs is a share of lr"),
     words("activation_checkpoint.mode", "train.recompute", {"none": "none", "selective": "selective", "full": "full"},
           "memory_budget is not supported", "selective"),
-    absent("activation_checkpoint.selective_ac_option", "write train.recompute_ops, or train.recompute_model_chunks"),
+    needless("activation_checkpoint.selective_ac_option", "write train.recompute_ops, or train.recompute_model_chunks"),
     words("quantize.linear.float8.recipe_name, float8.recipe_name", "fp8.recipe",
           {"tensorwise": "tensorwise", "rowwise": "rowwise"}, 'with train.precision = "fp8"'),
-    absent("float8.enable_fsdp_float8_all_gather, float8.filter_fqns",
-           "not supported: write fp8.first_layers_bf16 and fp8.last_layers_bf16"),
+    needless("float8.enable_fsdp_float8_all_gather, float8.precompute_float8_dynamic_scale_for_fsdp, "
+             "quantize.linear.float8.enable_fsdp_float8_all_gather, "
+             "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+             "not supported: parameters are gathered in bf16"),
+    computed("float8.filter_fqns, quantize.linear.float8.filter_fqns", "", lambda values, _: Needless(_HEAD)
+             if set(values[0]) <= {"output", "lm_head"} else Advice(_LAYERS), _LAYERS),
     absent("quantize.linear.mx.recipe_name, mx.recipe_name", "not supported: mxfp8; write fp8.recipe = blockwise"),
-    absent("checkpoint.enable", "nothing to write: checkpoint.every = 0 is off", 0),
-    absent("checkpoint.folder", "checkpoints are in output_dir/name; checkpoint.dir puts them elsewhere"),
-    same("checkpoint.interval", "checkpoint.every", theirs="500"),
-    same("checkpoint.keep_latest_k", "checkpoint.keep", theirs="10"),
+    needless("checkpoint.enable", "nothing to write: checkpoint.every = 0 is off", 0),
+    needless("checkpoint.folder", "checkpoints are in output_dir/name; checkpoint.dir puts them elsewhere"),
+    computed("checkpoint.interval", "checkpoint.every", lambda values, context: values[0] if "model.flavor" not in
+             context or _first(context, "checkpoint.enable") else 0, theirs=0),
+    same("checkpoint.keep_latest_k", "checkpoint.keep", theirs=10),
     same("checkpoint.initial_load_path", "checkpoint.resume", "hf:FOLDER for weights of Hugging Face"),
     absent("checkpoint.load_step", "write checkpoint.resume = RUN/checkpoints/step-N, with another name for the run"),
     words("checkpoint.async_mode", "checkpoint.async",
-          {"disabled": False, "async": True, "async_with_pinned_mem": True}, theirs="disabled"),
-    absent("checkpoint.last_save_in_hf, checkpoint.export_dtype", "`megascale ckpt convert RUN FOLDER --dtype bf16`"),
+          {"disabled": False, "async": True, "async_with_pinned_mem": True}, theirs=False),
+    needless("checkpoint.last_save_in_hf, checkpoint.export_dtype", "`megascale ckpt convert RUN FOLDER --dtype bf16`"),
     same("metrics.log_freq", "train.log_every"),
-    switch("metrics.enable_tensorboard", "observe.tensorboard", True, theirs="off"),
-    absent("metrics.enable_wandb", "not supported: metrics.jsonl, TensorBoard, `megascale dashboard`, Prometheus", 0),
+    switch("metrics.enable_tensorboard", "observe.tensorboard", True, theirs=False),
+    needless("metrics.enable_wandb", "not supported: metrics.jsonl, TensorBoard, `megascale dashboard`, Prometheus", 0),
     same("job.dump_folder, dump_folder", "output_dir", "a run's folder is output_dir/name"),
-    absent("profiling.enable_profiling, profiling.profile_freq", "write observe.profile_step = N"),
-    same("validation.freq, validator.freq", "train.eval_every"),
-    automatic("validation.steps, validator.steps", "train.eval_steps", "write train.eval_steps, a number"),
-    absent("validation.enable", "nothing to write: train.eval_every = 0 is off", 0),
-    same("comm.init_timeout_seconds", "launch.start_timeout_s", theirs="300"),
-    same("comm.train_timeout_seconds", "comm.timeout_s", theirs="100"),
-    absent("fault_tolerance.enable", "use `megascale launch CONFIG --nodes N`, with [fault]", 0),
-    absent("dataloader.num_workers, training.dataloader.num_workers", "write data.reader = host"),
+    needless("profiling.enable_profiling, profiling.profile_freq", "write observe.profile_step = N"),
+    computed("validation.freq, validator.freq", "train.eval_every", lambda values, context: values[0] if
+             "model.flavor" not in context or _first(context, "validation.enable") else 0),
+    computed("validation.steps, validator.steps", "train.eval_steps", lambda values, context: Needless("no validation")
+             if "model.flavor" in context and not _first(context, "validation.enable") else
+             Advice("write train.eval_steps, a number") if values[0] == -1 else values[0]),
+    needless("validation.enable", "nothing to write: train.eval_every = 0 is off", 0),
+    same("comm.init_timeout_seconds", "launch.start_timeout_s", theirs=300.0),
+    same("comm.train_timeout_seconds", "comm.timeout_s", theirs=100.0),
+    computed("validation.dataset, validation.dataset_path", "data.valid", lambda values, context: f"data/{values[0]}"
+             if _first(context, "validation.enable") else Needless("nothing to write: no validation"),
+             "`megascale data prepare` makes a dataset"),
+    absent("debug.moe_force_load_balance", "not supported: a router chooses by its scores"),
+    needless("fault_tolerance.enable", "use `megascale launch CONFIG --nodes N`, with [fault]", 0),
+    needless("dataloader.num_workers, training.dataloader.num_workers", "write data.reader = host"),
 )  # fmt: skip
+
+TORCHTITAN_BEGINNINGS = {
+    **dict.fromkeys(("profiling.", "metrics.", "comm.", "memory_estimation.", "job."), "for logs alone"),
+    **dict.fromkeys(("compile.", "checkpoint.", "activation_checkpoint.", "parallelism.", "debug.deterministic",
+                     "model.name", "model.print"), "the run is the same"),
+    "validation.": "as in training",
+}  # fmt: skip
+"""Beginnings of the names of other settings of torchtitan, which a run does not need."""
 
 NEMO = (
     same("trainer.max_steps, max_steps", "train.steps"),
@@ -121,11 +195,11 @@ NEMO = (
     same("trainer.limit_val_batches, limit_val_batches", "train.eval_steps"),
     same("trainer.log_every_n_steps, log_every_n_steps", "train.log_every"),
     same("trainer.gradient_clip_val, gradient_clip_val", "optimizer.clip_norm"),
-    absent("trainer.devices, trainer.num_nodes, num_nodes", "nothing to write: torchrun, srun or `megascale launch`"),
-    absent("trainer.accumulate_grad_batches", "nothing to write: batch.global / (batch.micro x dp)"),
+    needless("trainer.devices, trainer.num_nodes, num_nodes", "nothing to write: torchrun, srun or `megascale launch`"),
+    needless("trainer.accumulate_grad_batches", "nothing to write: batch.global / (batch.micro x dp)"),
     same("exp_manager.explicit_log_dir, explicit_log_dir, exp_dir, log_dir", "output_dir"),
     same("model.encoder_seq_length, encoder_seq_length", "model.seq_length"),
-    absent("model.mcore_gpt", "nothing to write: one model", 0),
+    needless("model.mcore_gpt", "nothing to write: one model", 0),
     same("model.optim.lr, max_lr", "optimizer.lr"),
     computed("model.optim.betas", "optimizer.betas", every, takes=MANY),
     same("model.optim.sched.warmup_steps", "optimizer.warmup_steps"),
@@ -133,21 +207,21 @@ NEMO = (
     absent("model.optim.sched.constant_steps", "write optimizer.decay = wsd and optimizer.decay_steps"),
     computed("model.data.data_prefix, data_prefix, blend", "data.train", blend, takes=MANY),
     same("softmax_scale", "model.softmax_scale"),
-    absent("model.megatron_amp_O2", "nothing to write: master weights in fp32", 0),
+    needless("model.megatron_amp_O2", "nothing to write: master weights in fp32", 0),
 )  # fmt: skip
 
 DEEPSPEED = (
     same("train_batch_size", "batch.global"),
     same("train_micro_batch_size_per_gpu", "batch.micro"),
-    absent("gradient_accumulation_steps", "nothing to write: batch.global / (batch.micro x dp)"),
-    words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, _NO_ZERO3, "0"),
+    needless("gradient_accumulation_steps", "nothing to write: batch.global / (batch.micro x dp)"),
+    words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, _NO_ZERO3, 0),
     switch("zero_optimization.overlap_comm, overlap_comm", "overlap.dp", True),
     scaled("zero_optimization.reduce_bucket_size, reduce_bucket_size", "overlap.bucket_bytes", 4,
            "bytes of fp32 gradients, theirs are elements"),
     absent("offload_optimizer, offload_param", "not supported: parallel.zero = 2, or optimizer.name = adamw_8bit"),
     switch("bf16.enabled, bf16_enabled", "train.precision", "bf16"),
     switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", NO_FP16),
-    same("gradient_clipping", "optimizer.clip_norm", theirs="0"),
+    same("gradient_clipping", "optimizer.clip_norm", theirs=0.0),
     absent("scheduler.type", "write optimizer.decay"),
     same("warmup_num_steps", "optimizer.warmup_steps"),
     same("total_num_steps", "train.steps"),
@@ -155,7 +229,7 @@ DEEPSPEED = (
     absent("partition_activations", "write parallel.sp = true", 0),
     same("tiled_mlp_num_shards", "train.mlp_tiles"),
     same("steps_per_print", "train.log_every"),
-    absent("wall_clock_breakdown", "nothing to write: observe.record_events", 0),
+    needless("wall_clock_breakdown", "nothing to write: observe.record_events", 0),
     same("sequence_parallel_size, ulysses_degree", "parallel.cp", 'with parallel.cp_mode = "ulysses"'),
     absent("autotp_size", "write parallel.tp"),
 )  # fmt: skip
@@ -169,14 +243,12 @@ TRANSFORMERS = (
     same("n_layer, n_layers, num_hidden_layers", "model.num_layers"),
     same("intermediate_size, hidden_dim", "model.ffn_size"),
     same("seq_len, max_seq_len, n_positions, block_size", "model.seq_length"),
-    same("padded_vocab_size", "model.vocab_size"),
     same("rms_norm_eps, layer_norm_epsilon, layer_norm_eps", "model.norm_eps"),
     same("partial_rotary_factor, rotary_pct", "model.rotary_fraction"),
     same("initializer_range", "model.init_std"),
     words("hidden_act, hidden_activation, activation_function", "model.activation",
           {"silu": "swiglu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
           "a gated MLP: swiglu for silu, geglu for gelu_pytorch_tanh"),
-    switch("add_bias_linear", "model.bias", True),
     switch("tie_word_embeddings", "model.tie_embeddings", True),
     same("sliding_window", "model.window"),
     same("attn_logit_softcapping", "model.attention_softcap"),

@@ -21,7 +21,15 @@ NO_FP16 = "fp16, which needs loss scaling, is not supported: bf16, of the same s
 
 
 class Advice(str):
-    """Says what to write or do in place of the key, for a value that has none."""
+    """Says what to write or do in place of the key, for a value that has none: without it a run differs."""
+
+
+class Needless(Advice):
+    """Says why there is nothing to write: the run is the same."""
+
+
+class Several(dict[str, Any]):
+    """The settings here that a value means together, by key."""
 
 
 def plain(name: str) -> str:
@@ -32,9 +40,9 @@ def plain(name: str) -> str:
 @dataclass(frozen=True)
 class Setting:
     """A setting of another system under its `names`. `key`: the key here, empty if there is none. `takes`: number of
-    values on a command line. `note`: what differs, or what to write in its place. `theirs`: its default, where that
-    differs from the key's. `meanings`: its words in lower case, with the values here. `notes`: by word, in place of
-    `note`.
+    values on a command line. `note`: what differs, or what to write in its place. `theirs`: the key's value without it,
+    where that differs from the default here; `only_with`: the other setting that this needs. `meanings`: its words in
+    lower case, with the values here. `notes`: by word, in place of `note`.
     """
 
     names: tuple[str, ...]
@@ -42,13 +50,18 @@ class Setting:
     convert: Conversion
     takes: int = 1
     note: str = ""
-    theirs: str = ""
+    theirs: Any = None
     meanings: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    only_with: str = ""
 
     def note_of(self, values: Values) -> str:
         """Return the note on a single word, if it has one."""
-        return self.notes.get(str(values[0]).lower(), "") if len(values) == 1 else ""
+        return self.notes.get(_word(values[0]), "") if len(values) == 1 else ""
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value).lower()
 
 
 def first(values: Values, context: Context) -> Any:
@@ -56,12 +69,12 @@ def first(values: Values, context: Context) -> Any:
     return values[0]
 
 
-def same(names: str, key: str, note: str = "", theirs: str = "") -> Setting:
+def same(names: str, key: str, note: str = "", theirs: Any = None, only_with: str = "") -> Setting:
     """Make a setting with the same values."""
-    return Setting(tuple(names.split(", ")), key, first, 1, note, theirs)
+    return Setting(tuple(names.split(", ")), key, first, 1, note, theirs, only_with=only_with)
 
 
-def switch(names: str, key: str, value: Any, note: str = "", theirs: str = "") -> Setting:
+def switch(names: str, key: str, value: Any, note: str = "", theirs: Any = None, only_with: str = "") -> Setting:
     """Make a switch, which means `value` if it is on."""
 
     def convert(values: Values, context: Context) -> Any:
@@ -71,36 +84,50 @@ def switch(names: str, key: str, value: Any, note: str = "", theirs: str = "") -
             return not value
         raise ValueError(values)
 
-    return Setting(tuple(names.split(", ")), key, convert, 0, note, theirs)
+    return Setting(tuple(names.split(", ")), key, convert, 0, note, theirs, only_with=only_with)
 
 
 def words(
-    names: str, key: str, meanings: Mapping[str, Any], note: str = "", theirs: str = "", takes: int = 1, **notes: str
-) -> Setting:
+    names: str, key: str, meanings: Mapping[str, Any], note: str = "", theirs: Any = None, takes: int = 1,
+    only_with: str = "", **notes: str,
+) -> Setting:  # fmt: skip
     """Make a setting with other words for the same values; `meanings` in lower case. `notes`: by word."""
 
     def convert(values: Values, context: Context) -> Any:
         (word,) = values
         return meanings[str(word).lower()]
 
-    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, meanings, notes)
+    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, meanings, notes, only_with)
 
 
-def scaled(names: str, key: str, factor: float, note: str = "", theirs: str = "") -> Setting:
+def scaled(names: str, key: str, factor: float, note: str = "", theirs: Any = None) -> Setting:
     """Make a setting in another unit, `factor` of which is one here."""
     return Setting(tuple(names.split(", ")), key, lambda values, _: float(values[0]) * factor, 1, note, theirs)
 
 
 def computed(
-    names: str, key: str, convert: Conversion, note: str = "", theirs: str = "", takes: int = 1
+    names: str, key: str, convert: Conversion, note: str = "", theirs: Any = None, takes: int = 1, only_with: str = ""
 ) -> Setting:  # fmt: skip
     """Make a setting with a conversion of its own."""
-    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs)
+    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, only_with=only_with)
 
 
-def absent(names: str, note: str, takes: int = 1, one: str = "") -> Setting:
-    """Make a setting without a key here. `note`: what to write or do in its place; `one`: for its value 1."""
-    return Setting(tuple(names.split(", ")), "", first, takes, note, notes={"1": one} if one else {})
+def absent(names: str, note: str, takes: int = 1, harmless: Mapping[str, str] | None = None) -> Setting:
+    """Make a setting without a key here. `note`: what to write or do in its place; `harmless`: words that mean the same
+    run as none, with the reason.
+    """
+    same_run = harmless or {}
+
+    def convert(values: Values, context: Context) -> Advice:
+        reason = same_run.get(_word(values[0])) if values else None
+        return Advice(note) if reason is None else Needless(reason)
+
+    return Setting(tuple(names.split(", ")), "", convert, takes, note, notes=same_run)
+
+
+def needless(names: str, note: str, takes: int = 1) -> Setting:
+    """Make a setting without a key here, which the same run does not need. `note`: why."""
+    return Setting(tuple(names.split(", ")), "", lambda values, _: Needless(note), takes, note)
 
 
 def every(values: Values, context: Context) -> list[Any]:
@@ -116,11 +143,6 @@ def betas(**theirs: float) -> Conversion:
 def options(**theirs: str) -> Conversion:
     """Return the conversion to the options of the optimizer's rule. `theirs`: their names, with those here."""
     return lambda _, context: {ours: context[name][0] for name, ours in theirs.items() if context.get(name)}
-
-
-def automatic(names: str, key: str, advice: str) -> Setting:
-    """Make a setting with the same values, but for -1."""
-    return computed(names, key, lambda values, _: Advice(advice) if values[0] == -1 else values[0])
 
 
 def blend(values: Values, context: Context) -> Any:
@@ -145,11 +167,6 @@ def two_shares(values: Values, context: Context) -> list[float]:
 def steps_of_samples(values: Values, context: Context) -> int:
     """Return the steps of the samples of a run, by the global batch of the context."""
     return int(values[0] // (context.get("global_batch_size") or context["train_batch_size"])[0])
-
-
-def steps_of_share(values: Values, context: Context) -> int:
-    """Return the steps of a warm-up that is a share of the decay."""
-    return round(values[0] * (context.get("lr_decay_iters") or context["train_iters"])[0])
 
 
 def rate_of_share(values: Values, context: Context) -> float:

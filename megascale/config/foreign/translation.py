@@ -11,10 +11,20 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megascale.config.foreign.megatron import PREFIXES
 from megascale.config.foreign.megatron import SETTINGS as MEGATRON
-from megascale.config.foreign.others import DEEPSPEED, NEMO, TORCHTITAN, TRANSFORMERS
-from megascale.config.foreign.setting import Advice, Context, Setting, Values, absent, plain
+from megascale.config.foreign.megatron_others import PREFIXES
+from megascale.config.foreign.others import DEEPSPEED, NEMO, TORCHTITAN, TORCHTITAN_BEGINNINGS, TRANSFORMERS
+from megascale.config.foreign.setting import (
+    Advice,
+    Context,
+    Needless,
+    Setting,
+    Several,
+    Values,
+    absent,
+    needless,
+    plain,
+)
 
 SYSTEMS: dict[str, tuple[Setting, ...]] = {
     "Megatron-LM": MEGATRON, "torchtitan": TORCHTITAN, "NeMo": NEMO, "DeepSpeed": DEEPSPEED,
@@ -28,13 +38,20 @@ FAILURES = (LookupError, TypeError, ValueError, ArithmeticError)
 @dataclass(frozen=True)
 class Translation:
     """The setting to write in place of a setting of `system`. `key`: the key here, empty if there is none; `value`: its
-    value, None where unknown.
+    value, None where unknown; `needless`: the run is the same without it; `converted`: the value is not theirs.
     """
 
     system: str
     key: str
     value: Any
     note: str
+    needless: bool = False
+    converted: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings to write, by key."""
+        return self.value if isinstance(self.value, Several) else {self.key: self.value}
 
     def hint(self, *, command_line: bool) -> str:
         """Say what to write, on a command line or in a file."""
@@ -42,59 +59,80 @@ class Translation:
             return self.note
         if self.value is None:
             text = f"{self.key}=..." if command_line else f"{self.key} = ..."
+        elif command_line:
+            text = " ".join(assignment(key, value) for key, value in self.settings.items())
         else:
-            text = assignment(self.key, self.value) if command_line else f"{self.key} = {toml(self.value)}"
+            text = ", ".join(f"{key} = {toml(value)}" for key, value in self.settings.items())
         return f"write {text}" + (f" ({self.note})" if self.note else "")
 
 
 @cache
-def _by_name() -> dict[str, tuple[str, Setting]]:
-    """Return system and setting by `plain` name, whole and without its table; the first that has a name."""
-    named = [(system, setting, name) for system, rows in SYSTEMS.items() for setting in rows for name in setting.names]
+def _by_name(of: str) -> dict[str, tuple[str, Setting]]:
+    """Return system and setting by `plain` name, whole and without its table; the first that has a name. `of`: the one
+    system to look at, "" for all.
+    """
+    systems = {"": SYSTEMS, "NeMo": {"NeMo": NEMO, "Megatron-LM": MEGATRON}}.get(of) or {of: SYSTEMS[of]}
+    named = [(system, setting, name) for system, rows in systems.items() for setting in rows for name in setting.names]
     found: dict[str, tuple[str, Setting]] = {}
     for shorten in (False, True):
         for system, setting, name in named:
             key = plain(name)
+            if not of and key == setting.key:
+                continue  # ours, too
             found.setdefault(key.rpartition(".")[2] if shorten else key, (system, setting))
     return found
 
 
-def find(name: str) -> tuple[str, Setting] | None:
-    """Return system and setting of a name, with or without dashes and table; None for an unknown name."""
+def find(name: str, of: str = "") -> tuple[str, Setting] | None:
+    """Return system and setting of a name, with or without dashes and table; None for an unknown name. `of`: the one
+    system to look at, "" for all.
+    """
     key = plain(name)
-    for known in (key, key.rpartition(".")[2]):
-        if known in _by_name():
-            return _by_name()[known]
-    reason = next((note for prefix, note in PREFIXES.items() if key.startswith(prefix)), None)
-    return ("Megatron-LM", absent(name, reason)) if reason else None
+    for known in (key,) if of == "torchtitan" else (key, key.rpartition(".")[2]):
+        if known in _by_name(of):
+            return _by_name(of)[known]
+    beginnings = TORCHTITAN_BEGINNINGS if of == "torchtitan" else PREFIXES
+    reason = next((note for beginning, note in beginnings.items() if key.startswith(beginning)), None)
+    if not reason:
+        return None
+    return (of, needless(name, reason)) if of == "torchtitan" else ("Megatron-LM", absent(name, reason))
 
 
-def translate(name: str, values: Values = (), context: Context | None = None) -> Translation | None:
-    """Return what to write in place of a setting with these values; None for an unknown name."""
-    if (found := find(name)) is None:
+def translate(name: str, values: Values = (), context: Context | None = None, of: str = "") -> Translation | None:
+    """Return what to write in place of a setting with these values; None for an unknown name. `of`: its system, "" for
+    any.
+    """
+    if (found := find(name, of)) is None:
         return None
     system, setting = found
     value, own = None, setting.note_of(values)
-    if setting.key and (values or not setting.takes):
+    if values or not setting.takes or not setting.key:
         try:
             value = setting.convert(values, {plain(name).rpartition(".")[2]: values} | dict(context or {}))
         except FAILURES:
             value = None
     if isinstance(value, Advice):
-        return Translation(system, "", None, value)
+        return Translation(system, "", None, value, isinstance(value, Needless))
     if value is None and own:
         return Translation(system, "", None, own)
     if isinstance(value, complex):
         value = None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         value = int(value)
-    converted = value is not None and setting.meanings and "not supported" in setting.note
-    return Translation(system, setting.key, value, own or ("" if converted else setting.note))
+    known = value is not None and setting.meanings and "not supported" in setting.note
+    other = str(value).lower() != str(values[0]).lower() if values else "not supported" in setting.note
+    return Translation(system, setting.key, value, own or ("" if known else setting.note), converted=other)
+
+
+def context_of(given: Mapping[str, Values]) -> dict[str, Values]:
+    """Return settings that are given together by `plain` name, whole and without its table."""
+    named = {plain(name): values for name, values in given.items()}
+    return {name.rpartition(".")[2]: values for name, values in named.items()} | named
 
 
 def translate_all(given: Mapping[str, Values]) -> Iterator[tuple[str, Translation | None]]:
     """Yield the translation of each of the settings given together, by name; None for an unknown one."""
-    context = {plain(name).rpartition(".")[2]: values for name, values in given.items()}
+    context = context_of(given)
     for name, values in given.items():
         yield name, translate(name, values, context)
 

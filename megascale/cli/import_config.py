@@ -1,0 +1,82 @@
+"""`megascale import-config`: the arguments of a run of Megatron-LM or torchtitan as a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from megascale.cli.arguments import positive_int
+from megascale.cli.command_output import writing
+from megascale.config.exclusions import SWITCHED_OFF
+from megascale.config.foreign.imported import Imported, import_arguments
+from megascale.config.foreign.setting import plain
+from megascale.config.foreign.sources import read_arguments
+from megascale.config.foreign.translation import is_ours, read_value
+from megascale.config.loading import load_config_tree
+from megascale.config.rules import run_rules
+from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.files import write_text
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    kinds = (
+        "a script of pretrain_gpt.py, a file of its arguments, or a YAML of them; torchtitan's TOML or torchtitan:NAME"
+    )
+    sub.add_argument("source", metavar="SCRIPT", help=kinds)
+    words = "a word behind the script's name, $1 and on; or section.key=value, to add a setting"
+    sub.add_argument("words", metavar="WORD", nargs="*", help=words)
+    sub.add_argument("--output", metavar="FILE.toml", type=Path, help="file of the configuration (default: print it)")
+    sub.add_argument("--gpus", type=positive_int, metavar="N", help="check for a job of N processes")
+    removed = "arguments to leave out, separated by commas, such as fp16,decoupled-lr"
+    sub.add_argument("--without", metavar="NAMES", default="", help=removed)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    settings = dict(word.split("=", 1) for word in options.words if is_ours(word.partition("=")[0]))
+    words = [word for word in options.words if word.partition("=")[0] not in settings]
+    arguments = read_arguments(options.source, words, os.environ)
+    left_out = {plain(name) for name in options.without.split(",")}
+    given = {name: values for name, values in arguments.given.items() if plain(name) not in left_out}
+    gpus = options.gpus or arguments.gpus
+    made = import_arguments(arguments.system, given, gpus)
+    if made.refused:
+        hint = "remove it from the source, or by --without"
+        raise ConfigError([Problem(options.source, name, why, hint) for name, why in made.refused.items()])
+    made.defaults -= set(settings)
+    made.settings |= {key: read_value(value) for key, value in settings.items()}
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", (options.output or Path(options.source)).stem).lstrip("._-") or "imported"
+    _check(made, name, options.source, gpus)
+    text = made.to_toml(name)
+    if options.output is None:
+        print(text, end="")
+    else:
+        with writing(options.output):
+            write_text(options.output, text)
+    report = sys.stderr if options.output is None else sys.stdout
+    total = len(made.mapped) + len(made.dropped)
+    counts = f"{total} arguments: {len(made.mapped)} mapped, {len(made.dropped)} dropped"
+    print(f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written", file=report)
+    for dropped, why in made.dropped.items():
+        print(f"dropped {dropped}: {why}", file=report)
+    return Exit.OK
+
+
+def _check(made: Imported, name: str, source: str, gpus: int | None) -> None:
+    """Check the configuration, but for the data, which may be on other machines, and take back defaults without effect.
+
+    Raises: ConfigError
+    """
+    taken_back = True
+    while taken_back:
+        try:
+            config = load_config_tree(made.tree(name), source, (), gpus, skip_sections={"data"}, world_option="--gpus")
+            taken_back = made.take_back({finding.key for finding in run_rules(SWITCHED_OFF, dict(config))})
+        except ConfigError as error:
+            taken_back = made.take_back({problem.key for problem in error.problems})
+            if not taken_back:
+                raise

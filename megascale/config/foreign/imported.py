@@ -1,0 +1,119 @@
+"""A run of another system as a configuration: its arguments are mapped, dropped with a reason, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megascale.config.foreign.setting import Context, Values, plain
+from megascale.config.foreign.translation import SYSTEMS, Translation, context_of, find, toml, translate
+from megascale.config.loading import sections
+from megascale.config.toml_writer import LOSS_SECTIONS, section_to_toml
+
+UNKNOWN = "unknown: docs/from-megatron.md has no row of it"
+_VARIABLE = re.compile(r"\$(\w+)")
+
+
+@dataclass
+class Imported:
+    """The arguments of a run in the terms here. `settings`: values by key; `defaults`: keys of them that no argument
+    gives, since the default here is another; `notes`: on converted values, by key; `mapped`: arguments that are
+    written; `dropped` and `refused`: reasons, by argument.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    defaults: set[str] = field(default_factory=set)
+    notes: dict[str, str] = field(default_factory=dict)
+    mapped: list[str] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def tree(self, name: str) -> dict[str, Any]:
+        """Return the configuration of a run of this name, unchecked."""
+        tree: dict[str, Any] = {"name": name, "output_dir": "runs"} | {table: {} for table in sections()}
+        for key, value in self.settings.items():
+            table, _, last = key.rpartition(".")
+            (tree[table] if table else tree)[last] = value
+        return {key: value for key, value in tree.items() if value != {}}
+
+    def take_back(self, keys: Collection[str]) -> bool:
+        """Remove the defaults of these keys, which have no effect. Returns False if there are none."""
+        idle = self.defaults & set(keys)
+        self.settings = {key: value for key, value in self.settings.items() if key not in idle}
+        self.defaults -= idle
+        return bool(idle)
+
+    def to_toml(self, name: str) -> str:
+        """Return the configuration as TOML, with a comment on each value that is converted."""
+        lines = []
+        for table, value in self.tree(name).items():
+            keys = value if isinstance(value, dict) else {table: value}
+            prefix = f"{table}." if keys is value else ""
+            lines += ["", f"[{table}]"] if prefix else []
+            notes = (self.notes.get(prefix + key, "") for key in keys)
+            written = section_to_toml(table, keys).splitlines()[1:]
+            lines += [line + (f"  # {note}" if note else "") for line, note in zip(written, notes, strict=True)]
+        return "\n".join(lines) + "\n"
+
+
+def import_arguments(system: str, given: Mapping[str, Values], gpus: int | None = None) -> Imported:
+    """Translate the arguments of a run by the table of `system`, and write its defaults that differ. `given`: values by
+    name; None, and False for a switch, are as no argument. `gpus`: of the job, for what counts by them.
+    """
+    given = {name: values for name, values in given.items() if not _is_unset(name, values, system)}
+    context = context_of(given) | ({"gpus": [gpus]} if gpus else {})
+    made = Imported()
+    for name, values in given.items():
+        one = _translation(name, values, context, system)
+        if one.value is not None:
+            _write(made, name, one)
+        else:
+            (made.dropped if one.needless else made.refused)[name] = one.note
+    for setting in SYSTEMS[system]:
+        own = not setting.only_with or plain(setting.only_with) in context
+        if setting.theirs is None or not own or any(plain(name) in context for name in setting.names):
+            continue
+        if setting.key not in made.settings:
+            made.settings[setting.key] = setting.theirs
+            made.defaults.add(setting.key)
+    return made
+
+
+def _translation(name: str, values: Values, context: Context, system: str) -> Translation:
+    """Return an argument's translation, with a note if it has no value here."""
+    found, one = find(name, system), translate(name, values, context, system)
+    variable = next(filter(None, (_VARIABLE.search(str(text)) for text in (name, *values))), None)
+    if one is not None and one.needless:
+        return one
+    if variable:
+        return Translation(system, "", None, f"{variable[1]} has no value in the script")
+    if found is None or one is None:
+        return Translation(system, "", None, UNKNOWN)
+    if (only := found[1].only_with) and plain(only) not in context:
+        return Translation(system, "", None, f"nothing to write without {only}", needless=True)
+    if one.key and one.value is None:
+        note = one.note or f"no value of {one.key} means it"
+        return replace(one, note=note, needless=one.key.partition(".")[0] not in LOSS_SECTIONS)
+    return one
+
+
+def _is_unset(name: str, values: Values, system: str) -> bool:
+    if list(values) == [None]:
+        return True
+    found = find(name, system)
+    return list(values) == [False] and found is not None and found[1].takes == 0 and found[1].names[0].startswith("--")
+
+
+def _write(made: Imported, name: str, one: Translation) -> None:
+    """Write what an argument means, unless another one means another value of the key."""
+    other = {key: value for key, value in one.settings.items() if made.settings.get(key, value) != value}
+    if other:
+        key = next(iter(other))
+        made.refused[name] = f"means {key} = {toml(other[key])}, another argument {toml(made.settings[key])}"
+        return
+    made.mapped.append(name)
+    made.settings |= one.settings
+    if one.converted and one.note:
+        made.notes.setdefault(next(iter(one.settings)), f"{name}: {one.note}")

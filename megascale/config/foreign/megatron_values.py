@@ -1,0 +1,170 @@
+"""Conversions of Megatron-LM's arguments whose meaning depends on others."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+from typing import Any
+
+from megascale.config.batch_rampup import BatchSizes
+from megascale.config.foreign.setting import Advice, Context, Needless, Several, Values
+
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+LOSSES = {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"}
+_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 2}
+
+
+def value_of(context: Context, name: str, default: Any = None) -> Any:
+    """Return the first value of an argument, or its default."""
+    values = context.get(name)
+    return values[0] if values else default
+
+
+def norm(values: Values, context: Context) -> str:
+    """Return the norm of `--normalization`, with gains around 1 by `--apply-layernorm-1p`."""
+    name = {"layernorm": "layernorm", "rmsnorm": "rmsnorm"}[str(values[0]).lower()]
+    return "rmsnorm_1p" if name == "rmsnorm" and "apply_layernorm_1p" in context else name
+
+
+def swiglu(values: Values, context: Context) -> str | Several:
+    """Return the activation, with Megatron-LM's default width of the MLP."""
+    if "hidden_size" not in context or "ffn_hidden_size" in context:
+        return "swiglu"
+    width = int(4 * context["hidden_size"][0] * 2 / 3 / 64) * 64
+    return Several({"model.activation": "swiglu", "model.ffn_size": width})
+
+
+def positions(values: Values, context: Context) -> Any:
+    """Return the length of sequences, or the learned position vectors of a longer model."""
+    if "seq_length" not in context:
+        return values[0]
+    rotated = {"use_rotary_position_embeddings", "no_position_embedding"} & set(context)
+    learned = value_of(context, "position_embedding_type", "learned_absolute") == "learned_absolute" and not rotated
+    if "num_layers" in context and learned and values[0] > context["seq_length"][0]:
+        return Several({"model.positions": values[0]})
+    return Needless("nothing to write: model.seq_length says it; with learned positions of more: model.positions")
+
+
+def window(values: Values, context: Context) -> int | list[int]:
+    """Return the keys of a query, in a list with 0 for the layers that `--window-attn-skip-freq` leaves out."""
+    pair = values[0] if isinstance(values[0], list) else str(values[0]).strip("() ").split(",")
+    keys, every = int(pair[0]) + 1, value_of(context, "window_attn_skip_freq")
+    if every is None:
+        return keys
+    return [keys * int(one) for one in every] if isinstance(every, list) else [keys] * (every - 1) + [0]
+
+
+def latent_scaling(values: Values, context: Context) -> Any:
+    """Return the scaling of rotary embeddings in multi-head latent attention."""
+    if float(values[0]) == 1:
+        return Needless("nothing to write: no scaling")
+    scales = {name: float(value_of(context, name, theirs)) for name, theirs in (("mscale", 1.0), ("mscale_all_dim", 0))}
+    length = value_of(context, "yarn_original_max_position_embeddings", 4096)
+    table = {"type": "yarn", "factor": float(values[0]), "original_seq_length": length}
+    return table | {name: scale for name, scale in scales.items() if scale}
+
+
+def zero(values: Values, context: Context) -> int:
+    """Return the ZeRO stage of the distributed optimizer, or of FSDP up to the gradients."""
+    fully = {"use_megatron_fsdp", "use_torch_fsdp2"} & set(context)
+    if "use_distributed_optimizer" in context and not fully:
+        return 1
+    return _STAGES[str(value_of(context, "data_parallel_sharding_strategy", "optim_grads_params")).lower()]
+
+
+def fp8(values: Values, context: Context) -> str | Several | Advice:
+    """Return the precision, if the format is that of the recipe, and the layers at both ends that stay in bf16."""
+    blockwise = value_of(context, "fp8_recipe") == "blockwise"
+    if "num_layers" not in context:
+        return "fp8"
+    if str(values[0]).lower() != ("e4m3" if blockwise else "hybrid"):
+        return Advice("not supported: delayed and tensorwise are hybrid, blockwise is e4m3")
+    ends = {"fp8.first_layers_bf16": "num_layers_at_start_in_bf16", "fp8.last_layers_bf16": "num_layers_at_end_in_bf16"}
+    kept = "first_last_layers_bf16" in context
+    return Several({"train.precision": "fp8", **{key: value_of(context, ends[key], 1) if kept else 0 for key in ends}})
+
+
+def history(values: Values, context: Context) -> Any:
+    """Return the steps of the history of maxima, of which `most_recent`, the default, takes one."""
+    if value_of(context, "fp8_recipe", "delayed") != "delayed":
+        return Needless("nothing to write: fp8.recipe has no history")
+    whole = value_of(context, "fp8_amax_compute_algo") == "max" or "fp8_format" not in context
+    return values[0] if whole else 1
+
+
+def batch_schedule(values: Values, context: Context) -> Several | Advice:
+    """Return the ramp-up of `BEGIN:SIZE ...`, in tokens: equal increments at equal distances."""
+    pairs = [word.split(":") for value in values for word in re.split("[, ]", str(value))]
+    sizes = [int(size) for _, size in pairs]
+    begins = [float(text.rstrip("KMBT")) * _UNITS.get(text[-1], 1) // context["seq_length"][0] for text, _ in pairs]
+    distances = {after - before for before, after in itertools.pairwise(begins)}
+    increments = {after - before for before, after in itertools.pairwise(sizes)}
+    if begins[0] or len(distances) != 1 or len(increments) != 1:
+        return Advice("not supported: batch.rampup has equal increments at equal distances of samples")
+    return Several({"batch.global": sizes[-1], "batch.rampup": [sizes[0], *increments, int(begins[-1])]})
+
+
+def _sizes(context: Context) -> BatchSizes:
+    """Return the batches of the steps, with a ramp-up."""
+    if schedule := context.get("step_batch_size_schedule"):
+        made: Any = batch_schedule(schedule, context)
+        return BatchSizes(made["batch.global"], *made["batch.rampup"])
+    batch = context["global_batch_size"][0]
+    return BatchSizes(batch, *context.get("rampup_batch_size", (batch, batch, 0)))
+
+
+def whole_batches(values: Values, context: Context) -> int:
+    """Return the steps of batch.global for a number of samples."""
+    return int(values[0] // _sizes(context).total)
+
+
+def steps_of_run(values: Values, context: Context) -> int:
+    """Return the steps of the samples of a run, with those of a ramp-up."""
+    sizes = _sizes(context)
+    return bisect.bisect_right(range(1, int(values[0])), values[0], key=lambda step: sizes.before_step(step + 1))
+
+
+def schedule(values: Values, context: Context) -> Any:
+    """Return the steps of the learning rate's schedule, of batch.global, if they are not those of the run."""
+    if value_of(context, "lr_decay_style") == "constant":
+        return Needless("nothing to write: a constant rate")
+    if values == (context.get("train_iters") or context.get("train_samples")):
+        return Needless("nothing to write: the run's length")
+    return whole_batches(values, context) if "lr_decay_samples" in context else values[0]
+
+
+def steps_of_share(values: Values, context: Context) -> int:
+    """Return the steps of a warm-up that is a share of the decay."""
+    if steps := context.get("lr_decay_iters") or context.get("train_iters"):
+        return round(values[0] * steps[0])
+    return round(values[0] * whole_batches(context.get("lr_decay_samples") or context["train_samples"], context))
+
+
+def decoupled(values: Values, context: Context) -> list[dict[str, Any]] | Advice:
+    """Return the group of the embedding and the head, whose rate is a multiple of the others' from start to end."""
+    factor, least = values[0] / context["lr"][0], value_of(context, "min_lr", 0.0)
+    if math.isclose(value_of(context, "decoupled_min_lr", least), factor * least, rel_tol=1e-3):
+        return [{"kinds": ["embedding", "head"], "lr_mult": factor}]
+    return Advice("not supported: the least rate of a group is min_lr x lr_mult, too")
+
+
+def balance(values: Values, context: Context) -> Any:
+    """Return the loss that balances experts; without a coefficient there is none."""
+    (kind,) = values
+    if "num_experts" in context and not value_of(context, "moe_aux_loss_coeff"):
+        return "none"
+    if kind == "aux_loss" and "micro_batch_size" in context:
+        return Several({"moe.balance": "group", "moe.balance_group": context["micro_batch_size"][0]})
+    return LOSSES[str(kind).lower()]
+
+
+def balance_weight(values: Values, context: Context) -> Any:
+    """Return the weight of the loss that balances experts, with the loss if it is the default."""
+    (weight,) = values
+    if not weight:
+        return Needless('nothing to write: moe.balance is "none"')
+    if "num_experts" not in context or "moe_router_load_balancing_type" in context:
+        return float(weight)
+    return Several(balance(["aux_loss"], context) | {"moe.balance_weight": float(weight)})

@@ -1,0 +1,158 @@
+"""Arguments become settings with the meaning and the defaults of their system."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from megascale.config.foreign.imported import UNKNOWN, Imported, import_arguments
+from megascale.config.foreign.setting import Setting
+from megascale.config.foreign.translation import SYSTEMS, read_flags
+from megascale.config.loading import load_config_tree
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size "
+    "512 --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3 --mock-data"
+)
+"""The arguments that every run of Megatron-LM gives."""
+
+TITAN = {"model.name": ["llama3"], "model.flavor": ["8B"], "training.global_batch_size": [64]}
+
+DEFAULTS = [(system, setting) for system in ("Megatron-LM", "torchtitan") for setting in SYSTEMS[system]
+            if setting.theirs is not None]  # fmt: skip
+
+
+def imported(more: str = "", gpus: int | None = None) -> Imported:
+    return import_arguments("Megatron-LM", read_flags(f"{SMALL} {more}".split()), gpus)
+
+
+def changed(flags: str) -> dict[str, Any]:
+    """The settings that flags change, none of which is refused."""
+    made = imported(flags)
+    assert not made.refused
+    return {key: value for key, value in made.settings.items() if imported().settings.get(key) != value}
+
+
+@pytest.mark.parametrize(("system", "setting"), DEFAULTS,
+                         ids=lambda one: one.names[0] if isinstance(one, Setting) else one)  # fmt: skip
+def test_a_default_that_differs_is_written(system: str, setting: Setting) -> None:
+    needed = f"--{setting.only_with.replace('_', '-')} hybrid 8".split()[: 3 if setting.only_with else 0]
+    given = read_flags([*SMALL.split(), *needed]) if system == "Megatron-LM" else TITAN
+    if "." in setting.only_with:
+        given = {**given, setting.only_with: [2]}
+    made = import_arguments(system, given)
+    assert made.settings[setting.key] == setting.theirs
+    assert setting.key in made.defaults or setting.key in {"checkpoint.every"}
+
+
+def test_defaults_are_those_of_megatron_core() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    optimizer, model = (
+        {field.name: field.default for field in dataclasses.fields(config)}
+        for config in (OptimizerConfig, TransformerConfig)
+    )
+    config = load_config_tree(imported().tree("theirs"), "the arguments", world_size=1)
+    ours = config.optimizer
+    assert ours.betas == [optimizer["adam_beta1"], optimizer["adam_beta2"]]
+    assert (ours.eps, ours.weight_decay) == (optimizer["adam_eps"], optimizer["weight_decay"])
+    assert ours.clip_norm == optimizer["clip_grad"]
+    assert config.model.norm_eps == model["layernorm_epsilon"]
+    assert {config.model.dropout} == {model["hidden_dropout"], model["attention_dropout"]}
+    assert (config.model.bias, config.model.norm) == (model["add_bias_linear"], model["normalization"].lower())
+    fp8 = imported("--bf16 --fp8-format hybrid").settings
+    assert (fp8["fp8.recipe"], fp8["fp8.history"]) == (model["fp8_recipe"], model["fp8_amax_history_len"])
+    assert fp8["fp8.first_layers_bf16"] == fp8["fp8.last_layers_bf16"] == 0 == int(model["first_last_layers_bf16"])
+
+
+@pytest.mark.parametrize(("flags", "settings"), [
+    ("--swiglu", {"model.activation": "swiglu", "model.ffn_size": 128}),
+    ("--swiglu --ffn-hidden-size 96", {"model.activation": "swiglu", "model.ffn_size": 96}),
+    ("--no-bias-gelu-fusion", {"model.activation": "gelu"}), ("--eval-iters 0", {"train.eval_every": 0}),
+    ("--bf16", {"train.precision": "bf16"}),
+    ("--max-position-embeddings 128", {"model.positions": 128}),
+    ("--position-embedding-type rope --max-position-embeddings 128", {"model.position": "rope"}),
+    ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", {"parallel.zero": 1}),
+    ("--use-megatron-fsdp", {"parallel.zero": 2}),
+    ("--lr-decay-iters 15", {"optimizer.schedule_steps": 15}), ("--lr-decay-iters 20", {}),
+    ("--lr-decay-iters 20 --lr-warmup-fraction 0.1", {"optimizer.warmup_steps": 2}),
+    ("--save a --save-interval 5", {"output_dir": "a", "checkpoint.every": 5}), ("--save-interval 5", {}),
+    ("--save a", {"output_dir": "a", "checkpoint.every": 20}),
+    ("--save a --load a", {"output_dir": "a", "checkpoint.every": 20, "checkpoint.resume": "auto"}),
+    ("--window-size 7,0 --window-attn-skip-freq 2", {"model.window": [8, 0]}),
+    ("--step-batch-size-schedule 0:2,1280:4,2560:6,3840:8", {"batch.rampup": [2, 2, 60]}),
+    ("--num-experts 4 --moe-aux-loss-coeff 0.01",
+     {"model.experts": 4, "model.router_bias": True, "moe.balance": "group", "moe.balance_group": 2,
+      "moe.balance_weight": 0.01,
+      "moe.dispatcher": "all_gather"}),
+    ("--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall "
+     "--disable-bias-linear",
+     {"model.bias": False, "model.experts": 4, "moe.balance": "none", "moe.dispatcher": "all_to_all"}),
+    ("--bf16 --fp8-format hybrid --fp8-amax-history-len 1024",
+     {"train.precision": "fp8", "fp8.first_layers_bf16": 0, "fp8.last_layers_bf16": 0, "fp8.history": 1,
+      "fp8.recipe": "delayed"}),
+    ("--decoupled-lr 2e-3", {"optimizer.groups": [{"kinds": ["embedding", "head"], "lr_mult": 2.0}]}),
+    ("--start-weight-decay 0.03 --end-weight-decay 0.03 --weight-decay 0.1", {"optimizer.weight_decay": 0.03}),
+    ("--recompute-granularity selective --recompute-modules moe core_attn",
+     {"train.recompute": "selective", "train.recompute_ops": ["attention"]}),
+])  # fmt: skip
+def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
+    assert changed(flags) == settings
+
+
+@pytest.mark.parametrize(("flags", "reason"), [
+    ("--squared-relu", "not supported: one of the choices of model.activation"),
+    ("--no-such-flag 3", UNKNOWN), ("stray", UNKNOWN),
+    ("--data-cache-path $CACHE/x", "CACHE has no value in the script"),
+    ("$MORE", "MORE has no value in the script"),
+    ("--hidden-dropout 0.0", "not supported: two probabilities; write one for both"),
+    ("--decoupled-lr 2e-3 --min-lr 1e-4", "not supported: the least rate of a group is min_lr x lr_mult, too"),
+    ("--lr-warmup-init 1e-7", "not supported: the warm-up begins at 0"),
+    ("--load elsewhere", "auto, the default, is the run's newest; with another folder than --save, the start from its "
+     "checkpoint"),
+    ("--lr-decay-style inverse-square-root", "no value of optimizer.decay means it"),
+    ("--bf16 --fp8-format e4m3", "not supported: delayed and tensorwise are hybrid, blockwise is e4m3"),
+    ("--step-batch-size-schedule 0:2,1280:8,1300:9",
+     "not supported: batch.rampup has equal increments at equal distances of samples"),
+    ("--reset-position-ids", "not supported: mask and positions together"),
+    ("--use-rotary-position-embeddings --position-embedding-type learned_absolute",
+     'means model.position = "learned", another argument "rope"'),
+])  # fmt: skip
+def test_refused(flags: str, reason: str) -> None:
+    assert list(imported(flags).refused.values()) == [reason]
+
+
+@pytest.mark.parametrize("flags", [
+    "--num-workers $WORKERS", "--kv-lora-rank 32", "--lr-warmup-init 0.0", "--recompute-modules moe",
+    "--cp-comm-type unknown", "--async-strategy nvrx", "--first-last-layers-bf16", "--weight-decay-incr-style constant",
+])  # fmt: skip
+def test_dropped(flags: str) -> None:
+    made = imported(flags)
+    assert list(made.dropped) == [flags.split()[0]] and not changed(flags)
+
+
+def test_samples_of_a_ramp_up() -> None:
+    """The steps of a run of samples have as many samples, with the batches of the ramp-up."""
+    flags = read_flags(SMALL.replace("--train-iters 20", "--train-samples 400").split())
+    made = import_arguments("Megatron-LM", flags | {"--rampup-batch-size": [2, 2, 60]})
+    config = load_config_tree(made.tree("theirs"), "the arguments", ["batch.micro=1"])
+    assert 392 < config.samples <= 400
+
+
+def test_arguments_without_dashes() -> None:
+    """A mapping of all arguments, such as a checkpoint's: None, and False for a switch, are as no argument."""
+    flags = {name.lstrip("-").replace("-", "_"): values or [True] for name, values in read_flags(SMALL.split()).items()}
+    unset = {"swiglu": [False], "add_bias_linear": [True], "num_experts": [None], "bf16": [False], "load": [None]}
+    made = import_arguments("Megatron-LM", {**flags, **unset})
+    assert made.settings == imported().settings | {"model.bias": True}
+
+
+def test_comments_stand_on_converted_values() -> None:
+    text = imported("--fp16 --lr-warmup-fraction 0.1 --seed 7").to_toml("theirs")
+    commented = [line.partition(" = ")[0] for line in text.splitlines() if "#" in line]
+    assert commented == ["precision", "warmup_steps"]
+    assert "seed = 7\n" in text and json.dumps("theirs") in text
