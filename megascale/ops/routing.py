@@ -32,8 +32,10 @@ def sigmoid(logits: Tensor) -> Tensor:
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:
-    """Return the square root of each logit's softplus."""
-    return F.softplus(logits).sqrt()
+    """Return the square root of each logit's softplus. Below -80, where it is below 1e-17, the gradient is 0: a
+    softplus that underflows has none.
+    """
+    return F.softplus(logits.clamp(min=-80)).sqrt()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascale.catalog.layers import ROUTER_SCORES
 from megascale.comm.group import single_rank_group
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
@@ -86,3 +87,15 @@ def test_gradients_are_those_of_finite_differences(balance: Any, score: str) -> 
             change[token, expert] = step
             difference = (total(BY_POSITION + change) - total(BY_POSITION - change)) / (2 * step)
             assert float(gradient[token, expert]) == pytest.approx(difference, abs=1e-9)
+
+
+@pytest.mark.parametrize("score", ROUTER_SCORES.names())
+def test_scores_of_small_logits_have_gradients(score: str) -> None:
+    """Also where a score underflows in fp32, whose gradient is then 0."""
+    logits = torch.tensor([[-110.0, -90.0, -20.0, 3.0]], requires_grad=True)
+    scores = Routing(model(router_score=score)).scores(logits)
+    (gradient,) = torch.autograd.grad(scores.sum(), logits)
+    expected = torch.autograd.functional.jacobian(
+        lambda z: Routing(model(router_score=score)).scores(z).sum(), logits.double()
+    )
+    torch.testing.assert_close(gradient, expected.float(), rtol=1e-6, atol=1e-12)
