@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.catalog.layers import NORMS
+from megascale.config.exclusions import ONE_EXPERT
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
 from megascale.config.train import CheckpointConfig
@@ -125,14 +126,7 @@ def experts(model: ModelConfig) -> Iterator[Finding]:
         )
 
 
-def only_expert(model: ModelConfig) -> Iterator[Finding]:
-    """Check that routers learn from the loss: a single weight divided by itself is 1, whatever the score."""
-    if model.experts and model.experts_per_token == 1 and model.router_normalize:
-        message = "makes the weight of a token's only expert 1, and no gradient of it reaches the router"
-        yield Finding("model.router_normalize", message, "false, or experts_per_token above 1")
-
-
 def new_router(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[Finding]:
-    """Check `only_expert` where no given weights fix the model."""
+    """Check that a router learns from the loss, where no given weights fix the model."""
     if checkpoint.resume in ("auto", "never"):
-        yield from only_expert(model)
+        yield from ONE_EXPERT(model=model)

@@ -32,9 +32,7 @@ def sigmoid(logits: Tensor) -> Tensor:
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:
-    """Return the square root of each logit's softplus. Below -80, where it is below 1e-17, the gradient is 0: a
-    softplus that underflows has none.
-    """
+    """Return the square root of each logit's softplus, a constant below -80: one that underflows has no gradient."""
     return F.softplus(logits.clamp(min=-80)).sqrt()
 
 

@@ -326,8 +326,8 @@ def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Expert
     from megascale.train.expert_steps import BIAS, ExpertState, expert_capacity, router_losses
 
     state = ExpertState(model, config.moe, mesh, device.torch_device)
-    losses = router_losses(config.moe, model, mesh, config.batch.micro, state)
-    tokens = RankTokens(model.seq_length, config.batch.micro, mesh.coord.tp)
+    tokens = RankTokens(model.seq_length, config.batch.micro, mesh.coord.tp, mesh.topology.dp, mesh.coord.dp)
+    losses = router_losses(config.moe, model, mesh, tokens, state)
     capacity = expert_capacity(config.moe, model, mesh, tokens)
     group, bias, moe = mesh.group("ep"), state.layers(BIAS), config.moe
     plan = {"all_to_all": plan_all_to_all, "all_gather": plan_all_gather}[moe.dispatcher]

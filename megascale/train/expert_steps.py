@@ -17,7 +17,7 @@ from megascale.core.errors import MegascaleError
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.experts.capacity import Capacity
 from megascale.parallel.experts.rank_tokens import RankTokens
-from megascale.parallel.experts.router_losses import Columns, RouterLosses
+from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.stateful import BALANCE_BIAS, GlobalTensor
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
 from megascale.train.batch_totals import count_tokens
@@ -50,13 +50,12 @@ class ExpertState(ReplicatedState):
 
 
 def router_losses(
-    moe: MoeConfig, model: ModelConfig, mesh: Mesh, micro: int, state: ExpertState
+    moe: MoeConfig, model: ModelConfig, mesh: Mesh, tokens: RankTokens, state: ExpertState
 ) -> RouterLosses | None:
-    """Build the losses of the routers, with `[moe]`; None without one. `micro`: samples of a micro-batch on a rank."""
+    """Build the losses of the routers, with `[moe]`; None without one."""
     if moe.balance == "none" and not moe.z_loss_weight:
         return None
-    columns = Columns(micro, mesh.topology.dp, mesh.coord.dp)
-    return RouterLosses(moe, model, columns, mesh.group(*moe.region_axes(micro)), state.layers(CHOICES))
+    return RouterLosses(moe, model, tokens, mesh.group(*moe.region_axes(tokens.micro)), state.layers(CHOICES))
 
 
 def expert_capacity(moe: MoeConfig, model: ModelConfig, mesh: Mesh, tokens: RankTokens) -> Capacity | None:

@@ -36,15 +36,6 @@ def _experts(values: Values, context: Context) -> Any:
     return values[0]
 
 
-def _chosen(values: Values, context: Context) -> Any:
-    """Return the experts of a token. The weight of a single one is never normalized; with softmax their check asks for
-    --moe-router-pre-softmax.
-    """
-    if values[0] == 1 and "moe_router_pre_softmax" not in context:
-        return Several({"model.experts_per_token": 1, "model.router_normalize": False})
-    return values[0]
-
-
 def _dense_layers(values: Values, context: Context) -> int | Advice:
     if values[0] == 1:
         return Needless("nothing to write: all layers have experts")
@@ -53,7 +44,9 @@ def _dense_layers(values: Values, context: Context) -> int | Advice:
 
 
 _OF_EXPERTS = (
-    computed("--moe-router-topk", "model.experts_per_token", _chosen),
+    computed("--moe-router-topk", "model.experts_per_token", lambda values, context: values[0]
+             if values[0] > 1 or "moe_router_pre_softmax" in context  # theirs never normalizes a single weight
+             else Several({"model.experts_per_token": 1, "model.router_normalize": False})),
     same("--moe-ffn-hidden-size", "model.expert_ffn_size"),
     computed("--moe-layer-freq", "model.dense_layers", _dense_layers,
              "the first layers without experts, N of `([0]*N+[1]*M)`"),

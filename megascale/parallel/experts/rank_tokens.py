@@ -16,12 +16,15 @@ from megascale.parallel.microbatch import MicroBatch
 @dataclass(frozen=True)
 class RankTokens:
     """Position after position of `micro` sequences of `length` tokens. `tp_index`: of this rank, which has the
-    positions of its shard in the order of tp.
+    positions of its shard in the order of tp. The micro-batches of all `dp` ranks have consecutive samples, the rank's
+    own at `dp_index`.
     """
 
     length: int
     micro: int
-    tp_index: int
+    tp_index: int = 0
+    dp: int = 1
+    dp_index: int = 0
 
     def positions(self, count: int, batch: MicroBatch, device: torch.device) -> Tensor:
         """Return the position in its sequence of each of the rank's `count` tokens [t], i64."""
@@ -33,13 +36,8 @@ class RankTokens:
 
     def padding(self, count: int, batch: MicroBatch) -> Tensor | None:
         """Return a mask [t, 1] of the padding among the rank's `count` tokens; None if the micro-batch has none."""
-        boundaries = batch.boundaries
-        if boundaries is None or not boundaries.padded:
+        found = batch.boundaries
+        if found is None or not found.padded:
             return None
-        filled, device = boundaries.filled, boundaries.device
-
-        def mask() -> Tensor:
-            ends = copy_to_device(np.array(filled), device).repeat(count // self.micro)
-            return (self.positions(count, batch, device) >= ends).unsqueeze(1)
-
-        return boundaries.shared(("padding", batch.shard), mask)
+        ends = found.shared("ends", lambda: copy_to_device(np.array(found.filled), found.device))
+        return (self.positions(count, batch, found.device) >= ends.repeat(count // self.micro)).unsqueeze(1)

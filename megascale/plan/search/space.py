@@ -67,7 +67,7 @@ class Space:
         """Generate the legal layouts with these tp, in a fixed order. `lean`: only candidates for the lowest memory,
         with the smallest micro-batch and the most recomputation.
         """
-        total, pipelines = self._samples, self._pipelines
+        total, pipelines = batch_sizes(self.config.batch).common, self._pipelines
         fits = cache(lambda tensors, **keys: self.free.is_legal(Layout(*tensors, **keys)))
         if lean:  # for every pp, vpp and schedule the last pipeline, with the most recomputation
             pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
@@ -131,14 +131,10 @@ class Space:
     def _values(self, key: str, free: Iterable[Any]) -> list[Any]:
         return [value_of(self.config, key)] if key in self.fixed else list(free)
 
-    @property
-    def _samples(self) -> int:
-        """The samples that every step has."""
-        return batch_sizes(self.config.batch).common
-
     def _in_one(self, micro: int, *tensors: Any, **keys: Any) -> Layout:
         """Build a layout with these keys and one micro-batch a step, to check the rules of an axis alone."""
-        return Layout(*tensors, micro=micro, dp=max(1, self._samples // micro), **keys)
+        dp = max(1, batch_sizes(self.config.batch).common // micro)
+        return Layout(*tensors, **{"micro": micro, "dp": dp, **keys})
 
     @cached_property
     def _micros(self) -> list[int]:

@@ -25,7 +25,7 @@ MODEL = ModelConfig.model_validate(LLAMA | {"seq_length": POSITIONS, "experts": 
 @pytest.mark.parametrize(("factor", "slots"), [(1.0, 6), (0.5, 3), (1.2, 8), (0.01, 1)])
 def test_an_expert_keeps_the_largest_weights_of_a_sequence(factor: float, slots: int) -> None:
     """Of equal weights, of which there are many here, those at the first positions."""
-    capacity = Capacity(factor, MODEL, single_rank_group("tp"), RankTokens(POSITIONS, SAMPLES, 0))
+    capacity = Capacity(factor, MODEL, single_rank_group("tp"), RankTokens(POSITIONS, SAMPLES))
     assert capacity.slots(POSITIONS) == slots
     draw = random.Random(factor)
     experts = torch.tensor([draw.sample(range(8), CHOSEN) for _ in range(POSITIONS * SAMPLES)])

@@ -15,7 +15,8 @@ from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.ops.routing import Routing
 from megascale.parallel.experts.expert_choice import ExpertChoice
-from megascale.parallel.experts.router_losses import Columns, RouterLosses
+from megascale.parallel.experts.rank_tokens import RankTokens
+from megascale.parallel.experts.router_losses import RouterLosses
 from tests.runs import LLAMA
 
 TOKENS, EXPERTS = 6, 4
@@ -33,8 +34,8 @@ def model(**changes: Any) -> ModelConfig:
 
 def gradient_and_losses(moe: MoeConfig, of: ModelConfig, logits: Tensor) -> tuple[Tensor, dict[str, float]]:
     """The gradient of the weighted losses by the logits, of a step with one label, and the losses."""
-    losses = RouterLosses(moe, of, Columns(2), single_rank_group("tp"), loss_tokens=torch.ones(()), samples=2)
-    losses.tokens = torch.tensor(TOKENS)
+    counts = {"loss_tokens": torch.ones(()), "routed": torch.tensor(TOKENS), "samples": 2}
+    losses = RouterLosses(moe, of, RankTokens(3, 2), single_rank_group("tp"), **counts)
     losses.before = torch.arange(1.0, 1 + EXPERTS).expand(of.num_layers, -1)
     leaf, routing = logits.clone().requires_grad_(), Routing(of)
     scores = routing.scores(leaf)
