@@ -143,7 +143,7 @@ EXPERTS = _unsupported(
 )  # fmt: skip
 
 ONE_EXPERT = Exclusions("model.experts_per_token", only(1), (
-    ("model.router_normalize", only(False), "makes the weight of a token's only expert 1, and no gradient of it reaches "
+    ("model.router_normalize", only(False), "makes the weight of a token's only expert 1, and no gradient reaches "
      "the router", "false, or experts_per_token above 1"),
 ))  # fmt: skip
 

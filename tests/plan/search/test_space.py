@@ -161,6 +161,15 @@ def test_tokens_are_gathered_where_a_token_has_more_experts_than_ep() -> None:
     assert {layout.dispatcher for layout in fixed} == {"all_gather"} and {layout.ep for layout in fixed} == {1, 2, 4}
 
 
+def test_groups_of_samples_may_span_ranks() -> None:
+    """A micro-batch of one sample is legal where the ranks of dp have a group together."""
+    config = config_of(
+        model={"experts": 4, "bias": False}, moe={"balance": "group", "balance_group": 4}, batch={"micro": 1}
+    )
+    layouts = all_of(Space(config, DEVICES, frozenset(["batch.micro"])))
+    assert {(layout.dp, layout.micro) for layout in layouts} == {(4, 1), (12, 1)}
+
+
 def test_ways_of_sharing_sequences_can_be_fixed() -> None:
     shared = {"cp": 6, "cp_mode": "usp", "cp_a2a_size": 3}
     config = config_of(model={"seq_length": 36}, parallel=shared)
