@@ -17,6 +17,7 @@ MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpi
 CALLS = {"eval", "exec", "execfile"}
 
 ALLOWED = {
+    "megascale/convert/dcp.py": {"pickle"},  # `.metadata`; `_Unpickler` makes records, sizes and dtypes alone
     "megascale/operate/diagnose/hang/flight.py": {"pickle"},  # torch's dumps; `_SafeUnpickler` imports nothing
 }
 

@@ -1,4 +1,4 @@
-"""Checkpoints without ranks: read whole tensors, verify all of one, and write one of weights alone."""
+"""Checkpoints without ranks: read whole tensors, verify all of one, and write one of whole tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES, MIN_CHE
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, Region
 from megascale.checkpoint.load.reader import CheckpointReader, plan_reads
 from megascale.core.storage import Location
-from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS, GlobalTensor, TensorShard
+from megascale.parallel.stateful import GlobalTensor, TensorShard
 
 TENSORS_INTACT = "its tensors are intact"  # of a file with other bytes than were written
 
@@ -91,15 +91,15 @@ def _file_crc32(path: Location, size: int) -> int | None:
     return checksum
 
 
-def write_weights(
+def write_state(
     folder: Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
     config: dict[str, Any],
     companions: Mapping[str, manifest.StoredFile] | None = None,
-    biases: torch.Tensor | None = None,
+    progress: Progress = Progress(),
 ) -> None:
-    """Write a checkpoint of weights alone, at step 0, into an existing folder. One file at a time is in memory.
-    `companions`: further files, which are there. `biases` [layers x experts]: of experts.
+    """Write a checkpoint of whole tensors, by name of state (`weights.NAME`, `exp_avg.NAME`, ...), into an existing
+    folder. One file at a time is in memory. `companions`: further files, which are there.
 
     Raises: CheckpointError, OSError
     """
@@ -110,11 +110,9 @@ def write_weights(
         if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > FILE_BYTES:
             stored |= _write_file(folder, pending, files)
             pending = {}
-        pending[WEIGHTS + name] = tensor
-    if biases is not None:
-        pending[BALANCE_BIAS] = biases
+        pending[name] = tensor
     stored |= _write_file(folder, pending, files)
-    facts = manifest.Facts.for_run(Progress(), config, layout={})
+    facts = manifest.Facts.for_run(progress, config, layout={})
     files = {**(companions or {}), **files}
     made = manifest.Manifest(facts=facts, chunk=MIN_CHECKSUM_BLOCK_BYTES, files=files, tensors=stored)
     manifest.write(Location(str(folder)), made)
@@ -124,7 +122,7 @@ def _write_file(
     folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, manifest.StoredFile]
 ) -> dict[str, manifest.StoredTensor]:
     """Write tensors to one more file, and add the file to `files`."""
-    name = f"weights-{len(files):05d}.safetensors"
+    name = f"state-{len(files):05d}.safetensors"
     entries = []
     for key, tensor in tensors.items():
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megascale.cli.arguments import add_json, add_run, checked, read_digits
 from megascale.cli.command_output import OutputError, warn
 from megascale.cli.run_location import run_location
-from megascale.core.errors import CheckpointError, Exit, MegascaleError
+from megascale.config.loading import load_config
+from megascale.core.errors import CheckpointError, ConfigError, Exit, MegascaleError, Problem
 from megascale.core.files import SHARED_MEMORY, exists, why_unreadable, write_text
 from megascale.core.storage import Location
 from megascale.core.units import format_bytes, format_count
@@ -62,8 +63,11 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("source", metavar="SOURCE", help=f"{CHECKPOINT}; or of Hugging Face weights")
-    sub.add_argument("output", metavar="DIR", type=_folder, help="a new folder for the result")
+    others = "SYSTEM:FOLDER, such as torchtitan:outputs/checkpoint/step-1000"
+    sub.add_argument("source", metavar="SOURCE", help=f"{CHECKPOINT}; or of Hugging Face weights; or {others}")
+    sub.add_argument("output", metavar="DIR", type=_folder, help=f"a new folder for the result, or {others}")
+    config = "of SYSTEM:FOLDER: configuration of the run that goes on with it, which has the model and the batch"
+    sub.add_argument("--config", metavar="FILE.toml", help=config)
     sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
     tokenizer = "tokenizer of the result (default: the tokenizer of the training run)"
     sub.add_argument("--tokenizer", metavar="FILE", type=_file, help=tokenizer)
@@ -217,34 +221,62 @@ def _model(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from megascale.convert.systems import SYSTEMS
+
+    (source, _, folder), (target, _, made) = options.source.partition(":"), str(options.output).partition(":")
+    reads, writes = SYSTEMS.get(source), SYSTEMS.get(target)
+    output = Path(made) if writes else options.output
+    if exists(output):
+        raise OutputError(f"{output} is there already", hint="give a new folder for the result")
+    if reads and writes:
+        raise OutputError(f"{options.source} is no checkpoint of megascale", hint="convert it to one first")
+    _refuse_ineffective(options, source if reads else target if writes else "")
+    try:
+        if reads:
+            config = load_config(options.config, skip_sections=["data"]) if options.config else None
+            warnings = reads.read(Path(folder), output, config)
+        elif writes:
+            from megascale.checkpoint import folders
+
+            warnings = writes.write(folders.find_checkpoint(run_location(options.source)), output)
+        else:
+            warnings = _convert_huggingface(options)
+    except OSError as error:
+        where = f" {error.filename}:" if error.filename and str(error.filename) != str(output) else ""
+        message = f"cannot convert into {output}:{where} {error.strerror}"
+        raise CheckpointError(message, hint="give another folder, or free disk space") from None
+    warn(warnings)
+    print(f"{output}: {format_bytes(Location(str(output)).size())}")
+    return Exit.OK
+
+
+def _refuse_ineffective(options: argparse.Namespace, system: str) -> None:
+    """Raise ConfigError for an option that a conversion does not read. `system`: the prefix of a folder, if any."""
+    unread = ("dtype", "tokenizer", "average", "experts", "eod") if system else ("config",)
+    if given := [f"--{name}" for name in unread if getattr(options, name)]:
+        what = f"no effect with {system}:FOLDER" if system else "no effect without SYSTEM:FOLDER"
+        raise ConfigError([Problem("command line", given[0], what, "leave it out")])
+
+
+def _convert_huggingface(options: argparse.Namespace) -> list[str]:
+    """Convert from or to Hugging Face weights, or dense to experts. Returns what the result lacks, a line each."""
     from megascale.checkpoint import folders
     from megascale.convert import conversion
     from megascale.convert.saved_weights import weights_folder
     from megascale.convert.upcycling import Upcycling
 
     dtype, to = conversion.DTYPES.get(options.dtype), Upcycling(*options.experts) if options.experts else None
-    warnings, location = list[str](), run_location(options.source)
-    if exists(options.output):
-        raise OutputError(f"{options.output} is there already", hint="give a new folder for the result")
-    try:
-        if folder := weights_folder(location.local_path):
-            if options.average:
-                raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
-            conversion.from_huggingface(folder, options.output, dtype, to)
-        elif to is not None:
-            conversion.upcycle(folders.find_checkpoint(location), options.output, to, dtype, options.average)
-        else:
-            source = folders.find_checkpoint(location)
-            warnings = conversion.to_huggingface(
-                source, options.output, dtype, options.tokenizer, options.eod, options.average
-            )
-    except OSError as error:
-        where = f" {error.filename}:" if error.filename and str(error.filename) != str(options.output) else ""
-        message = f"cannot convert into {options.output}:{where} {error.strerror}"
-        raise CheckpointError(message, hint="give another folder, or free disk space") from None
-    warn(warnings)
-    print(f"{options.output}: {format_bytes(Location(str(options.output)).size())}")
-    return Exit.OK
+    location = run_location(options.source)
+    if folder := weights_folder(location.local_path):
+        if options.average:
+            raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
+        conversion.from_huggingface(folder, options.output, dtype, to)
+        return []
+    source = folders.find_checkpoint(location)
+    if to is not None:
+        conversion.upcycle(source, options.output, to, dtype, options.average)
+        return []
+    return conversion.to_huggingface(source, options.output, dtype, options.tokenizer, options.eod, options.average)
 
 
 def _folder(text: str) -> Path:

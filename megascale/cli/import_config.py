@@ -14,7 +14,7 @@ from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.foreign.imported import Imported, import_arguments
 from megascale.config.foreign.setting import plain
 from megascale.config.foreign.sources import read_arguments
-from megascale.config.foreign.translation import is_ours, read_value
+from megascale.config.foreign.translation import find, is_ours, read_value
 from megascale.config.loading import load_config_tree
 from megascale.config.rules import run_rules
 from megascale.core.errors import ConfigError, Exit, Problem
@@ -44,9 +44,10 @@ def run(options: argparse.Namespace) -> int:
     given = {name: values for name, values in arguments.given.items() if plain(name) not in left_out}
     gpus = options.gpus or arguments.gpus
     made = import_arguments(arguments.system, given, gpus)
-    if made.refused:
-        hint = "remove it from the source, or by --without"
-        raise ConfigError([Problem(options.source, name, why, hint) for name, why in made.refused.items()])
+    keys = {name: found[1].key for name in made.refused if (found := find(name, arguments.system))}
+    if refused := {name: why for name, why in made.refused.items() if keys.get(name) not in settings}:
+        hint = "remove it from the source, or by --without, or add its setting"
+        raise ConfigError([Problem(options.source, name, why, hint) for name, why in refused.items()])
     made.defaults -= set(settings)
     made.settings |= {key: read_value(value) for key, value in settings.items()}
     name = re.sub(r"[^A-Za-z0-9._-]", "-", (options.output or Path(options.source)).stem).lstrip("._-") or "imported"

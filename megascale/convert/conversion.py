@@ -4,6 +4,7 @@ upcycle a checkpoint with experts of a dense one.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from megascale.convert.upcycling import Upcycling, upcycled_model, upcycled_read
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
-from megascale.parallel.stateful import BALANCE_BIAS
+from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -85,9 +86,10 @@ def _write(
         model = upcycled_model(model, to, where)
         read = upcycled_reader(model, read)
     names = [tensor.name for tensor in model_tensors(model) if not tensor.name.startswith(BALANCE_BIAS)]
-    biases = stack_biases(model, read) if model.balance_bias else None
+    biases = [(BALANCE_BIAS, stack_biases(model, read))] if model.balance_bias else []
     config = {"model": model.model_dump(mode="json", by_alias=True)}
-    offline.write_weights(folder, ((name, read(name)) for name in names), config, companions, biases)
+    tensors = itertools.chain(((WEIGHTS + name, read(name)) for name in names), biases)
+    offline.write_state(folder, tensors, config, companions)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:

@@ -111,8 +111,8 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
             if fused.beside and f"layers.{index}.{fused.beside}.weight" not in shapes:
                 continue
             for kind in (".weight", ".bias", ""):
-                names = [f"layers.{index}.{part}{kind}" for part in fused.parts]
-                if names[0] in shapes:
+                names = {part: f"layers.{index}.{part}{kind}" for part in fused.parts}
+                if names := {part: name for part, name in names.items() if name in shapes}:
                     places |= _fused_places(f"{prefix}.{module}{kind}", names, shapes, fused, model)
         for part, modules in family.experts.items():
             weight, bias = (f"layers.{index}.{part}.{kind}" for kind in ("weight", "bias"))
@@ -121,10 +121,8 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
                 places |= {
                     name: _stacked(stored_names[name], tensors[name]) for name in stored_names if name in tensors
                 }
-            elif (name := weight) in shapes:
-                experts, rows = shapes[name][0], shapes[name][-2]
-                stored = (module.replace("*", str(expert)) for expert in range(experts) for module in modules)
-                places[name] = tuple(Place(f"{prefix}.{module}.weight", rows, rows) for module in stored)
+            elif weight in shapes:
+                places[weight] = tuple(_expert_places(prefix, modules, tensors[weight]))
     for layer, name in bias_names(model).items():
         stored_name = f"{family.layer_prefix}.{layer}.{family.balance_bias}"
         places[name] = (Place(stored_name, model.experts, model.experts),)
@@ -153,17 +151,25 @@ def _stacked(stored: str, tensor: TensorSpec) -> Places:
     )
 
 
+def _expert_places(prefix: str, modules: Sequence[str], tensor: TensorSpec) -> Iterator[Place]:
+    """The places of the matrices of a stack of experts, in the modules of each, of which one may hold several."""
+    experts, rows = tensor.shape[0], tensor.shape[-2]
+    each = math.prod(tensor.outer[1:]) // len(modules)
+    for expert, module, number in itertools.product(range(experts), modules, range(each)):
+        yield Place(f"{prefix}.{module.replace('*', str(expert))}.weight", rows, each * rows, number * rows)
+
+
 def _fused_places(
-    stored: str, names: list[str], shapes: Mapping[str, tuple[int, ...]], fused: Fused, model: ModelConfig
+    stored: str, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], fused: Fused, model: ModelConfig
 ) -> dict[str, Places]:
-    """The places of the tensors `names`, one after the other, in the tensor `stored`."""
-    groups = model.num_heads if fused.per_head else 1
-    widths = [shapes[name][0] // groups for name in names]
+    """The places of the tensors `names`, by part, one after the other in the tensor `stored`."""
+    groups = model.num_kv_heads if fused.per_head else 1
+    widths = [shapes[name][0] // groups for name in names.values()]
     starts = [sum(widths[:number]) for number in range(len(widths))]
-    transposed = fused.transposed and len(shapes[names[0]]) == 2
+    transposed = fused.transposed and all(len(shapes[name]) == 2 for name in names.values())
     return {
         name: (Place(stored, width * groups, sum(widths), start, groups, transposed, part in fused.paired),)
-        for name, part, width, start in zip(names, fused.parts, widths, starts, strict=True)
+        for (part, name), width, start in zip(names.items(), widths, starts, strict=True)
     }
 
 

@@ -83,9 +83,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         temporary.mkdir()
         yield temporary
-        for file in temporary.iterdir():
-            sync_file(file)
-        sync_folder(temporary)
+        for folder, _, files in os.walk(temporary, topdown=False):
+            for file in files:
+                sync_file(Path(folder) / file)
+            sync_folder(Path(folder))
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

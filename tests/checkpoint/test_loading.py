@@ -241,7 +241,7 @@ def test_a_rank_reads_only_the_chunks_that_it_needs(tmp_path: Path) -> None:
     from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
 
     tensor = torch.arange(3 << 20, dtype=torch.float32).view(3, 1 << 20)  # 16 chunks a row
-    offline.write_weights(tmp_path, [("wide", tensor)], {})
+    offline.write_state(tmp_path, [("weights.wide", tensor)], {})
     folder = Location(str(tmp_path))
     saved = manifest.read(folder)
     (shard,) = saved.tensors["weights.wide"].shards
@@ -265,7 +265,7 @@ def test_tensors_of_several_dtypes_share_a_file(tmp_path: Path) -> None:
     from megascale.checkpoint import offline
 
     tensors = {"a": torch.arange(3, dtype=torch.bfloat16), "b": torch.arange(5.0), "c": torch.ones(2, 2).double()}
-    offline.write_weights(tmp_path, tensors.items(), {})
+    offline.write_state(tmp_path, ((f"weights.{name}", tensor) for name, tensor in tensors.items()), {})
     folder = Location(str(tmp_path))
     saved = manifest.read(folder)
     for name, tensor in tensors.items():

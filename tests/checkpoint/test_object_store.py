@@ -40,7 +40,7 @@ def test_a_file_of_whole_reads_is_intact(
 ) -> None:
     for name, value in store.items():
         monkeypatch.setenv(name, value)
-    offline.write_weights(tmp_path, [("a", torch.arange(8.0))], {})
+    offline.write_state(tmp_path, [("weights.a", torch.arange(8.0))], {})
     folder = Location("s3://bucket/ends", retry_s=1.0)
     for path in tmp_path.iterdir():
         (folder / path.name).write(path.read_bytes())

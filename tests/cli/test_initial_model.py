@@ -84,7 +84,7 @@ def test_files_beside_the_weights_are_looked_at(tmp_path: Path, capsys: pytest.C
 
 def checkpoint(folder: Path, **keys: Any) -> Path:
     folder.mkdir(parents=True)
-    offline.write_weights(folder, [("a", torch.zeros(1))], {"model": HERE | keys, "optimizer": {"lr": 1.0}})
+    offline.write_state(folder, [("weights.a", torch.zeros(1))], {"model": HERE | keys, "optimizer": {"lr": 1.0}})
     return folder
 
 

@@ -218,7 +218,9 @@ def written(folder: Path, weights: dict[str, torch.Tensor], model: Any = LLAMA, 
     """Write a checkpoint of the weights."""
     folder.mkdir()
     resolved = ModelConfig.model_validate(model).model_dump(mode="json", by_alias=True)
-    offline.write_weights(folder, weights.items(), {"model": resolved, **config})
+    offline.write_state(
+        folder, ((f"weights.{name}", weight) for name, weight in weights.items()), {"model": resolved, **config}
+    )
     return Location(str(folder))
 
 
@@ -520,8 +522,8 @@ def test_a_damaged_folder_is_named(tmp_path: Path, damage: Any, words: str) -> N
 def test_a_model_of_no_family_is_refused(tmp_path: Path, model: dict[str, Any], words: str) -> None:
     config = ModelConfig.model_validate(model)
     (tmp_path / "ours").mkdir()
-    zeros = ((tensor.name, torch.zeros(tensor.shape)) for tensor in model_tensors(config))
-    offline.write_weights(tmp_path / "ours", zeros, {"model": config.model_dump(mode="json", by_alias=True)})
+    zeros = ((f"weights.{tensor.name}", torch.zeros(tensor.shape)) for tensor in model_tensors(config))
+    offline.write_state(tmp_path / "ours", zeros, {"model": config.model_dump(mode="json", by_alias=True)})
     with pytest.raises(CheckpointError) as caught:
         to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     assert words in str(caught.value)

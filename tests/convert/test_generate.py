@@ -25,9 +25,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of random weights, for the byte tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")
     model, generator = ModelConfig.model_validate(BYTES), torch.Generator().manual_seed(0)
-    weights = ((t.name, torch.randn(t.shape, generator=generator)) for t in model_tensors(model))
+    weights = ((f"weights.{t.name}", torch.randn(t.shape, generator=generator)) for t in model_tensors(model))
     keys = model.model_dump(mode="json", by_alias=True)
-    offline.write_weights(folder, weights, {"model": keys, "data": {"tokenizer": "bytes"}})
+    offline.write_state(folder, weights, {"model": keys, "data": {"tokenizer": "bytes"}})
     return folder
 
 

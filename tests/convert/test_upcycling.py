@@ -92,7 +92,7 @@ def test_biases_are_copied(tmp_path: Path) -> None:
     assert len(biases) == 4 * 7
     dumped = {"model": model.model_dump(mode="json", by_alias=True)}
     (tmp_path / "dense").mkdir()
-    offline.write_weights(tmp_path / "dense", (weights | biases).items(), dumped)
+    offline.write_state(tmp_path / "dense", ((f"weights.{name}", t) for name, t in (weights | biases).items()), dumped)
     assert main(["ckpt", "convert", str(tmp_path / "dense"), str(tmp_path / "ours"), "--experts", "4", "2"]) == 0
     dense, mixture = (forward(tmp_path / folder, tmp_path / f"run {folder}") for folder in ("dense", "ours"))
     assert mixture.loss == pytest.approx(dense.loss, rel=1e-13)
@@ -123,8 +123,8 @@ def test_a_model_that_cannot_have_them_is_refused(
 ) -> None:
     config = ModelConfig.model_validate(model)
     (tmp_path / "dense").mkdir()
-    zeros = ((tensor.name, torch.zeros(tensor.shape)) for tensor in model_tensors(config))
-    offline.write_weights(tmp_path / "dense", zeros, {"model": config.model_dump(mode="json", by_alias=True)})
+    zeros = ((f"weights.{tensor.name}", torch.zeros(tensor.shape)) for tensor in model_tensors(config))
+    offline.write_state(tmp_path / "dense", zeros, {"model": config.model_dump(mode="json", by_alias=True)})
     command = ["ckpt", "convert", str(tmp_path / "dense"), str(tmp_path / "ours"), "--experts", *map(str, counts)]
     assert main(command) == 4
     assert f"{tmp_path}/dense: {words}" in capsys.readouterr().err

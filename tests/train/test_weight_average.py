@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megascale.checkpoint.folders import find_checkpoint
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.offline import write_weights
+from megascale.checkpoint.offline import write_state
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.conversion import to_huggingface
@@ -83,8 +83,8 @@ def test_no_average_is_refused(verb: str, tmp_path: Path, capsys: pytest.Capture
     """Of a checkpoint without one, and of Hugging Face weights."""
     model = ModelConfig.model_validate(SMALL)
     (tmp_path / "ours").mkdir()
-    weights = ((tensor.name, torch.zeros(tensor.shape)) for tensor in model_tensors(model))
-    write_weights(tmp_path / "ours", weights, {"model": model.model_dump(mode="json", by_alias=True)})
+    weights = ((f"weights.{tensor.name}", torch.zeros(tensor.shape)) for tensor in model_tensors(model))
+    write_state(tmp_path / "ours", weights, {"model": model.model_dump(mode="json", by_alias=True)})
     to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     for folder in ("ours", "theirs"):
         output = [str(tmp_path / "out")] if verb == "convert" else []

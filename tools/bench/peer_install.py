@@ -13,7 +13,7 @@ from peer_systems import ROOT
 
 ENVIRONMENTS = ROOT / "build" / "peers"
 
-# torchtitan's own requirements may replace torch: they are listed here, and constraints.txt pins torch
+# torchtitan's own requirements may replace torch: they are listed here, and torch is pinned
 TORCHTITAN = ("torchtitan==0.3.0", "torch_checkpointing", "spmd_types==0.2.3")
 REQUIREMENTS = ("torch", "numpy", "torchdata", "datasets<4.8", "tokenizers", "safetensors")
 IMPORTED_PACKAGES = ("tyro", "tensorboard", "einops", "pillow")
@@ -28,11 +28,13 @@ def python_of(system: str) -> Path | None:
 
 
 def install_torchtitan() -> None:
-    """Make torchtitan's environment, with the torch of constraints.txt."""
+    """Make torchtitan's environment, with torch and numpy of constraints.txt: its fsspec is too new for `datasets`."""
     folder = ENVIRONMENTS / "torchtitan"
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [line for line in constraints if line.startswith(("torch==", "numpy=="))]
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *REQUIREMENTS, *IMPORTED_PACKAGES], check=True)
+    subprocess.run([*pip, *pinned, *REQUIREMENTS, *IMPORTED_PACKAGES], check=True)
     subprocess.run([*pip, "--no-deps", *TORCHTITAN], check=True)
 
 

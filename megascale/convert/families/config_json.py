@@ -53,8 +53,11 @@ def read_model(config: ConfigKeys, where: str) -> ModelConfig:
 
     Raises: CheckpointError for a model whose results megascale would not reproduce, or with sizes that are not above 0
     """
-    family = family_of_config(config, where)
-    hint = "the config.json that belongs to the weights"
+    return read_keys(family_of_config(config, where), config, where, "the config.json that belongs to the weights")
+
+
+def read_keys(family: Family, config: ConfigKeys, where: str, hint: str) -> ModelConfig:
+    """The `[model]` section for the keys of a family. Raises: CheckpointError as `read_model`"""
     try:
         return ModelConfig.model_validate(family.model_keys(config))
     except ValidationError as error:
@@ -83,14 +86,15 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
         except CheckpointError as error:
             reasons[family.name] = error.message
             continue
-        if not (differences := _differences(again, model)):
+        if not (different := differences(again, model)):
             return family
-        reasons[family.name] = ", ".join(f"{key} = {value!r}" for key, value in differences.items())
+        reasons[family.name] = ", ".join(f"{key} = {value!r}" for key, value in different.items())
     listed = "; ".join(f"{name} has {reason}" for name, reason in reasons.items())
     raise CheckpointError(f"no supported Hugging Face architecture computes this model: {listed}")
 
 
-def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
+def differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
+    """The keys of `[model]` whose effect differs, with the values `there`."""
     ignored = IGNORED | (ROPE_ONLY if here.position == there.position == "learned" else set())
     if here.experts and not here.dense_layers:
         ignored = ignored | {"ffn_size"}

@@ -36,9 +36,10 @@ class Same:
 
 @dataclass(frozen=True)
 class Fused:
-    """A tensor of Hugging Face that stacks `parts` along its outputs; `transposed`: stored [in, out]; `per_head`: the
-    parts alternate head by head; `paired`: parts whose rows (of a head) are pairs to rotate, which are neighbours in
-    Hugging Face and halves apart here. `beside`: a module of layers that have the tensor, whatever others it replaces.
+    """A tensor of Hugging Face that stacks those of `parts` that the model has along its outputs; `transposed`: stored
+    [in, out]; `per_head`: the parts alternate by key-value head, with all queries of each; `paired`: parts whose rows
+    (of a head) are pairs to rotate, which are neighbours in Hugging Face and halves apart here. `beside`: a module of
+    layers that have the tensor, whatever others it replaces.
     """
 
     parts: tuple[str, ...]
@@ -66,7 +67,8 @@ class Family:
     `[model]` keys of a config.json; `write`: to further keys of a config.json.
     `outer`: megascale tensor -> Hugging Face tensor. `layer`: module of `layer_prefix`.N in Hugging Face -> module of
     `layers.N`, or several (`Fused`). `experts`: stack of matrices of `layers.N` -> modules of each expert in Hugging
-    Face, in the order of the stack, with * for the expert's number, or the tensor that is a stack itself.
+    Face, in the order of the stack, with * for the expert's number, or one that holds them one after the other, or the
+    tensor that is a stack itself.
     `balance_bias`: the tensor of `layer_prefix`.N that has the experts' biases. `ignored_suffixes`: of tensors in files
     that are no weights.
     """

@@ -1,0 +1,133 @@
+"""A checkpoint of Megatron-LM becomes one of a run: weights, moments of Adam, and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megascale.checkpoint import offline
+from megascale.checkpoint.format.state import Progress
+from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
+from megascale.config.run import RunConfig
+from megascale.convert.families.config_json import read_keys
+from megascale.convert.families.megatron_lm import FAMILY, VOCABULARY
+from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, iteration_folder
+from megascale.convert.megatron_lm.legacy import LegacyFolder
+from megascale.convert.megatron_lm.torch_dist import TorchDist
+from megascale.convert.tensor_map import model_tensors, read_region, stack_biases, tensor_map
+from megascale.core.errors import CheckpointError
+from megascale.core.files import atomic_folder
+from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS
+
+CONFIG_HINT = "give the run's configuration with --config FILE.toml"
+
+
+def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -> list[str]:
+    """Make a checkpoint, in a new folder, of the latest iteration in a folder of Megatron-LM, for a run with `config`.
+    Returns what differs, a line each.
+
+    Raises: CheckpointError if the folder is unreadable, its model is unsupported or not that of `config`; OSError
+    """
+    path = iteration_folder(folder)
+    source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
+    args = vars(source.common["args"]) if "args" in source.common else {}
+    tensors = _Tensors(source, model := _model(args, path, config))
+    progress, notes = _progress(source, args, model, config)
+    states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
+    states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
+    settings = config.model_dump(mode="json", by_alias=True) if config else {"optimizer": _optimizer(source.common)}
+    settings["model"] = model.model_dump(mode="json", by_alias=True)
+    with atomic_folder(output) as made:
+        offline.write_state(made, tensors.read_all(states), settings, progress=progress)
+        if unread := source.unread():
+            what = f"{path} has {len(unread)} tensors unknown to its arguments: {', '.join(unread[:3])}"
+            raise CheckpointError(what, hint="weights and arguments of one model")
+    return notes + tensors.notes
+
+
+def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> ModelConfig:
+    """The model of Megatron-LM's arguments, or of `config`. Raises: CheckpointError if they differ, or both lack"""
+    if not args and config is None:
+        raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
+    size = {"vocab_size": config.model.vocab_size} if config else {}
+    there = read_keys(FAMILY, {**args, **size}, f"{path}: args", "a model without this argument") if args else None
+    if config and there and (different := model_differences(there.model_dump(by_alias=True), config.model)):
+        raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
+    model = config.model if config else there
+    assert model is not None, "either tells the model"
+    return model
+
+
+def _progress(
+    source: TorchDist | LegacyFolder, args: Mapping[str, Any], model: ModelConfig, config: RunConfig | None
+) -> tuple[Progress, list[str]]:
+    """The progress of a run that goes on, and what differs. Raises: CheckpointError if the state is not Adam's"""
+    step = int(source.common.get("iteration", 0))
+    if source.step is None or not step:
+        what = "no optimizer state is read: a run begins at step 0 with the weights alone"
+        return Progress(), [what + (f"; to keep it, {RESHARDABLE_HINT}" if "optimizer" in source.common else "")]
+    if missing := sorted(set(MOMENTS) - source.states):
+        what = f"{source.path}: the optimizer has no {' and no '.join(missing)}"
+        raise CheckpointError(what, hint="the state of --optimizer adam, or weights saved with --no-save-optim")
+    samples = args.get("consumed_train_samples") or step * (config.batch.total if config else 0)
+    if not samples:
+        raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
+    notes = [f"{samples} samples count as read: Megatron-LM's, in its first epoch and if data and train.seed are equal"]
+    if source.step != step:
+        notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
+    return Progress(step, samples, samples * (args.get("seq_length") or model.seq_length)), notes
+
+
+def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `[optimizer]` of what wrote the moments, as far as the common state has it."""
+    schedule = common.get("opt_param_scheduler") or {}
+    keys = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "end_wd"}
+    return {"name": "adamw", "lr": 1e-3} | {ours: schedule[name] for ours, name in keys.items() if name in schedule}
+
+
+class _Tensors:
+    """The tensors of a `model` in a source. `notes`: what differs."""
+
+    def __init__(self, source: TorchDist | LegacyFolder, model: ModelConfig) -> None:
+        self._source, self._model = source, model
+        self._places = tensor_map(FAMILY, model)
+        self._specs = {tensor.name: tensor for tensor in model_tensors(model)}
+        self._shapes = {
+            place.name: place.stored_shape(self._specs[name].shape[len(self._specs[name].outer) :])
+            for name, places in self._places.items()
+            for place in places
+        }
+        self._whole = lru_cache(maxsize=1)(self._load)  # parts of a fused tensor are read one after the other
+        self.notes: list[str] = []
+
+    def read_all(self, states: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a run's states, by the names of `states` and of the source's. Raises: CheckpointError"""
+        for ours, theirs in states.items():
+            for name in self._specs:
+                if not name.startswith(BALANCE_BIAS):
+                    tensor = self._read(theirs, name)
+                    yield ours + name, tensor if theirs == MODEL else tensor.float()
+        if self._model.balance_bias:
+            yield BALANCE_BIAS, stack_biases(self._model, partial(self._read, MODEL))
+
+    def _read(self, state: str, name: str) -> Tensor:
+        places, spec = self._places[name], self._specs[name]
+        return read_region(places, spec, lambda stored, box: self._whole(state, stored)[box], None)
+
+    def _load(self, state: str, stored: str) -> Tensor:
+        """Load a whole tensor of the source, without the rows that pad the vocabulary. Raises: CheckpointError"""
+        tensor, expected = self._source.tensor(state, stored), self._shapes[stored]
+        if stored in VOCABULARY and len(tensor) > expected[0]:
+            rows = (
+                f"{len(tensor) - expected[0]} rows that pad the vocabulary are left out: they were part of the softmax"
+            )
+            self.notes += [rows] if rows not in self.notes else []
+            tensor = tensor[: expected[0]]
+        if tuple(tensor.shape) != expected:
+            what = f"{self._source.path}: {stored} has shape {list(tensor.shape)}, its arguments say {list(expected)}"
+            raise CheckpointError(what, hint="weights and arguments of one model")
+        return tensor

@@ -1,0 +1,120 @@
+"""Folders of megatron-core's format `torch_dist`: global tensors in a folder of torch.distributed.checkpoint, and the
+common state in common.pt. Layers of one kind are a stack [layers, ...], experts one [experts, ...] within.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megascale.convert.dcp import DAMAGED_HINT, DcpFolder
+from megascale.convert.families.megatron_lm import ALIASES, FAMILY
+from megascale.convert.megatron_lm.dp_buckets import BUCKETS, read_buckets
+from megascale.convert.megatron_lm.iteration import (
+    MASTER,
+    MODEL,
+    MOMENTS,
+    RESHARDABLE_HINT,
+    optimizers_of,
+    read_plain,
+    step_of,
+)
+from megascale.convert.megatron_lm.shards import Shards
+from megascale.core.errors import CheckpointError
+from megascale.core.files import exists
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
+
+COMMON = "common.pt"
+LAYER, EXPERT = re.compile(r"decoder\.layers\.(\d+)\.(.+)"), re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+CHAINED = re.compile(r"chained_\d+\.")  # before the names of one of several optimizers
+
+PREFIXES = {MODEL: ("",), MASTER: ("optimizer.state.param.", "optimizer.state.fp32_param.")} | {
+    moment: (f"optimizer.state.{moment}.",) for moment in MOMENTS
+}
+"""Beginnings of the names of a state's tensors: of masters those of the distributed optimizer, and of the plain one."""
+
+
+class TorchDist:
+    """An iteration in the format `torch_dist`. `common`: the state of no rank, such as `args`. `step`: of the
+    optimizer, None without one. `states`: those that are stored.
+
+    Raises: CheckpointError if it is unreadable
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not exists(path / COMMON):
+            what = f"{path} has no {COMMON}: it is of another format than torch_dist, such as fsdp_dtensor"
+            raise CheckpointError(what, hint="save it with --ckpt-format torch_dist")
+        self.path, self._folder = path, DcpFolder(path)
+        self.common: Mapping[str, Any] = read_plain(path / COMMON)
+        self._stored = {CHAINED.sub("", name, count=1): name for name in self._folder.tensors}
+        self._read: set[str] = set()
+        optimizers = optimizers_of(self.common.get("optimizer"))
+        kinds = {optimizer.get("param_state_sharding_type", "fully_reshardable") for optimizer in optimizers}
+        if kinds - {"fully_reshardable", *(["dp_reshardable"] if "args" in self.common else [])}:
+            raise CheckpointError(f"{path}: the optimizer is stored as {min(kinds)}", hint=RESHARDABLE_HINT)
+        self.step = step_of(optimizers)
+        self._shards = self._read_buckets() if "dp_reshardable" in kinds else None
+        self.states = frozenset(
+            state
+            for state, prefixes in PREFIXES.items()
+            if self._shards or any(name.startswith(prefix) for name in self._stored for prefix in prefixes)
+        )
+
+    def tensor(self, state: str, name: str) -> Tensor:
+        """Read a state of a tensor by the name of `families.megatron_lm`. Raises: CheckpointError"""
+        if weight := self._find(MODEL, name):
+            self._read.add(weight[0])  # also by its master
+        found = self._find(state, name)
+        tensor = self._load(*found) if found else self._shards.join(state, name) if self._shards else None
+        if tensor is None:
+            raise CheckpointError(f"{self.path} has no tensor {PREFIXES[state][0]}{name}", hint=DAMAGED_HINT)
+        return tensor
+
+    def unread(self) -> list[str]:
+        """Names of tensors that were not read in any state."""
+        return sorted(name for name in self._stored if not name.startswith("optimizer.") and name not in self._read)
+
+    def _find(self, state: str, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """The stored name of a state of a tensor, and its index in stacks; None if there is none."""
+        for prefix, (stored, index) in itertools.product(PREFIXES[state], stored_forms(name)):
+            if prefix + stored in self._stored:
+                return prefix + stored, index
+        return None
+
+    def _load(self, stored: str, index: tuple[int, ...]) -> Tensor:
+        whole = self._folder.tensors[self._stored[stored]].shape[len(index) :]
+        region = (*index, *(0 for _ in whole)), (*(1 for _ in index), *whole)
+        return self._folder.read(self._stored[stored], region).view(whole)
+
+    def _read_buckets(self) -> Shards:
+        args = vars(self.common["args"])
+        tied, stages = not args.get("untie_embeddings_and_output_weights"), args.get("pipeline_model_parallel_size")
+
+        def weight(name: str) -> Tensor | None:
+            if tied and (stages or 1) > 1 and name == FAMILY.outer[HEAD]:  # the last stage has a copy
+                name = FAMILY.outer[TOKEN_EMBEDDING]
+            found = self._find(MODEL, name)
+            return self._load(*found) if found else None
+
+        names = (name for name in self._folder.objects if BUCKETS in name and ".optimizer/" in name)
+        self.step = step_of([each for name in names for each in self._folder.read_value(name)])
+        return read_buckets(self._folder, args, weight)
+
+
+def stored_forms(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names under which a tensor may be stored, each with its index in a stack of layers, and of experts."""
+    for form in [name, *(name.replace(ours, theirs) for ours, theirs in ALIASES if ours in name)]:
+        if not (layer := LAYER.fullmatch(form)):
+            yield form, ()
+            continue
+        number, rest = int(layer[1]), layer[2]
+        expert = EXPERT.fullmatch(rest)
+        rest, inner = (f"mlp.experts.experts.{expert[2]}", (int(expert[1]),)) if expert else (rest, ())
+        yield f"decoder.layers.{rest}", (number, *inner)
+        yield f"decoder.layers.{number}.{rest}", inner
