@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from peer_run import Failure, Measurement, Result
 from peer_systems import OURS
 
-REGION = "peers"
-"""Markers of the table on a page."""
+REGION, EXPERTS_REGION = "peers", "peers of experts"
+"""Markers of the tables on a page: of dense models, and of mixtures of experts."""
 
 Ratios = tuple[float, float, float]
 """Ratios megascale / peer: tokens/s, CPU seconds per step, memory."""

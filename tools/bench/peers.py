@@ -34,7 +34,7 @@ from peer_systems import (
     command,
     with_experts,
 )
-from peer_table import REGION, Failed, Rows, markdown, rows, text
+from peer_table import EXPERTS_REGION, REGION, Failed, Rows, markdown, rows, text
 
 from megascale.cli.parsing import CommandParser
 from megascale.device import detect_device
@@ -56,11 +56,16 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         bench = Bench(options)
         if options.markdown:
-            check_region(options.markdown, REGION)  # fail before the measurements, not after
+            check_region(options.markdown, region_of(options))  # fail before the measurements, not after
         return bench.run(options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def region_of(options: argparse.Namespace) -> str:
+    """Return the markers of the table."""
+    return EXPERTS_REGION if options.experts else REGION
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -138,7 +143,7 @@ class Bench:
         else:
             print(f"{caption}\nx: megascale / the peer")
         if options.markdown:
-            fill(options.markdown, REGION, markdown(tables, caption))
+            fill(options.markdown, region_of(options), markdown(tables, caption))
         return int(any(isinstance(row, Failed) and counts(row) for table in tables.values() for row in table))
 
     def expect(self, scratch: str) -> dict[str, tuple[float, ...]]:
