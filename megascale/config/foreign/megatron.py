@@ -206,7 +206,8 @@ TRAIN = (
     same("--num-layers-at-start-in-bf16", "fp8.first_layers_bf16", only_with="first_last_layers_bf16"),
     same("--num-layers-at-end-in-bf16", "fp8.last_layers_bf16", only_with="first_last_layers_bf16"),
     needless("--first-last-layers-bf16", "nothing to write: one layer at each end stays in bf16 by default", 0),
-    absent("--fp4-format, --fp4-recipe", "not supported: write train.precision = fp8"),
+    absent("--fp4-format", "not supported: write train.precision = fp8"),
+    needless("--fp4-recipe", "said by --fp4-format"),
     needless("--grad-reduce-in-bf16", "not supported: gradients are reduced in fp32", 0),
     needless("--accumulate-allreduce-grads-in-fp32, --calculate-per-token-loss", _ALWAYS, 0),
     words("--recompute-granularity", "train.recompute", {"selective": "selective", "full": "full"}),
@@ -286,6 +287,7 @@ OPTIMIZER = (
     computed("--muon-momentum", "optimizer.options", _MUON),
     computed("--muon-num-ns-steps", "optimizer.options", _MUON),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
+    absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",
            'write optimizer.name = "adamw_8bit", or optimizer.master_weights = "bf16_compensated"', 0),
     needless("--optimizer-cpu-offload", "not supported: write parallel.zero = 2, or optimizer.name = adamw_8bit", 0),
@@ -360,7 +362,8 @@ OBSERVE = (
     same("--profile-step-start", "observe.profile_step", "one step", only_with="profile"),
     needless("--profile-step-end, --profile-ranks", "nothing to write: one step, of each stage's first rank", MANY),
     needless("--enable-ft-package, --inprocess-restart", "use `megascale launch CONFIG --nodes N`, with [fault]", 0),
-    absent("--error-injection-rate, --error-injection-type", "write fault.inject: faults by kind and step"),
+    absent("--error-injection-rate", "write fault.inject: faults by kind and step"),
+    needless("--error-injection-type", "said by --error-injection-rate"),
 )  # fmt: skip
 
 SETTINGS = (*MODEL, *EXPERTS, *PARALLEL, *TRAIN, *OPTIMIZER, *DATA, *CHECKPOINT, *OBSERVE, *OTHERS)
