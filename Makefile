@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE # else each process of the tests compiles the p
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-.venv/installed: setup.py constraints.txt
+.venv/installed: setup.py pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megascale needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -19,7 +19,7 @@ help: ## list the commands
 install: .venv/installed ## make .venv and install into it
 
 quickstart: install ## train a GPT on real text in 3D parallelism on this machine
-	$(BIN)/python tools/quickstart.py
+	$(BIN)/megascale quickstart
 
 test: install ## the tests, 20 minutes on two cores; JOBS=N at a time (3)
 	$(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile
@@ -65,4 +65,4 @@ bench-gpu: install ## speed on one GPU beside the peers, in bf16 and fp8; SMALL=
 	$(BIN)/python tools/bench/gpu.py $(if $(SMALL),--small --rounds 1,--install --markdown docs/results/gpu.md)
 
 clean: ## remove what the commands above made
-	rm -rf .venv build data/quickstart runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist data/quickstart runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,27 +1,36 @@
-"""Packaging. torch is a range, so that GPU users bring their own build; constraints.txt pins a CPU wheel."""
+"""Packages that megascale needs, and its extras; pyproject.toml has the rest. torch is a range, so that GPU users bring
+their own build; constraints.txt pins a CPU wheel.
+"""
 
-from pathlib import Path
+from setuptools import setup
 
-from setuptools import find_packages, setup
+EXTRAS = {
+    "dashboard": ["dash>=2.18", "plotly>=5.24"],
+    "otel": ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"],
+    "plot": ["matplotlib>=3.9"],
+    "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9", "nvidia-ml-py>=12"],
+}
 
-HERE = Path(__file__).parent
-PROFILES = [f"configs/{folder}" for folder in ("hardware", "stacks")]  # what `megascale plan` names
+DEV = [
+    "cryptography>=42",  # certificates of TLS
+    "flask-cors>=4",  # of moto's server
+    "grafana-foundation-sdk>=1769699998!10",  # Grafana dashboards as code
+    "hypothesis>=6.100",
+    "import-linter>=2.1",
+    "megatron-core>=0.16.1,<0.17",  # an oracle
+    "moto[s3]>=5.0",
+    "mypy>=1.13",
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "ruff>=0.8",
+    "s3fs>=2024.6",
+    "selenium>=4.25",  # drives Chromium in the dashboard's tests
+    "setuptools>=77",  # builds the wheel in a test
+    "transformers>=4.48",
+]
 
 setup(
-    name="megascale",
-    version="0.1.0",
-    description="Large language model pretraining in 3D parallelism: an open implementation of MegaScale (NSDI 2024)",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=find_packages(include=["megascale", "megascale.*"]),
-    package_data={"megascale": ["py.typed"], "megascale.operate.show.web": ["assets/*.css"]},
-    data_files=[
-        (f"share/megascale/{folder}", sorted(f"{folder}/{path.name}" for path in (HERE / folder).glob("*.toml")))
-        for folder in PROFILES
-    ]
-    + [("share/megascale/configs", ["configs/errors.toml"])],
     install_requires=[
         "duckdb>=1.1",
         "fsspec>=2024.6",
@@ -41,33 +50,5 @@ setup(
         "tokenizers>=0.20",
         "torch>=2.7",
     ],
-    extras_require={
-        "dashboard": ["dash>=2.18", "plotly>=5.24"],
-        "otel": ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"],
-        "plot": ["matplotlib>=3.9"],
-        "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9", "nvidia-ml-py>=12"],
-        "dev": [
-            "cryptography>=42",  # certificates of TLS
-            "dash>=2.18",
-            "flask-cors>=4",  # of moto's server
-            "grafana-foundation-sdk>=1769699998!10",  # Grafana dashboards as code
-            "hypothesis>=6.100",
-            "import-linter>=2.1",
-            "matplotlib>=3.9",
-            "megatron-core>=0.16.1,<0.17",  # an oracle
-            "moto[s3]>=5.0",
-            "mypy>=1.13",
-            "opentelemetry-exporter-otlp-proto-http>=1.27",
-            "opentelemetry-sdk>=1.27",
-            "plotly>=5.24",
-            "pytest>=8.3",
-            "pytest-timeout>=2.3",
-            "pytest-xdist>=3.6",
-            "ruff>=0.8",
-            "s3fs>=2024.6",
-            "selenium>=4.25",  # drives Chromium in the dashboard's tests
-            "transformers>=4.48",
-        ],
-    },
-    entry_points={"console_scripts": ["megascale = megascale.cli.main:main"]},
+    extras_require={**EXTRAS, "dev": [*EXTRAS["dashboard"], *EXTRAS["otel"], *EXTRAS["plot"], *DEV]},
 )

@@ -209,13 +209,21 @@ class Device:
         q, k, v = heads.permute(1, 2, 0, 3).split([queries, 1, 1], 1)
         return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=enable_gqa)).name
 
-    def leave_sms(self, count: int) -> None:
+    def leave_sms(self, count: int) -> Callable[[], None]:
         """Have this process's GEMMs leave `count` multiprocessors of a GPU to other kernels. A GEMM spreads its tiles
-        over all, and those for one that a message occupies run in a second wave.
+        over all, and those for one that a message occupies run in a second wave. The returned function undoes it.
         """
-        if count and not self.is_cpu:
-            torch._C._set_sm_carveout_experimental(count)
-            torch.backends.cuda.preferred_blas_library("cublaslt")  # cuBLAS itself takes all
+        if not count or self.is_cpu:
+            return _nothing
+        library = torch.backends.cuda.preferred_blas_library()
+        torch._C._set_sm_carveout_experimental(count)
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # cuBLAS itself takes all
+
+        def undo() -> None:
+            torch._C._set_sm_carveout_experimental(None)
+            torch.backends.cuda.preferred_blas_library(library)
+
+        return undo
 
     def timer(self) -> Timer:
         """Return a timer of this device's work."""

@@ -43,18 +43,27 @@ def test_a_gpu_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Device(torch.device("cpu"), "gloo").pci_address is None
 
 
-def test_gemms_leave_multiprocessors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries: list[str] = []
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)
+def test_gemms_leave_multiprocessors_of_a_gpu_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = ["its own"]
+
+    def prefer(library: str | None = None) -> str:
+        libraries.append(library or libraries[-1])
+        return libraries[-1]
+
+    def taken() -> tuple[object, str]:
+        return torch._C._get_sm_carveout_experimental(), libraries[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
     gpu, cpu = Device(torch.device("cuda", 0), "nccl"), Device(torch.device("cpu"), "gloo")
+    for undo in (gpu.leave_sms(0), cpu.leave_sms(4)):
+        assert libraries == ["its own"]
+        undo()
+    undo = gpu.leave_sms(4)
     try:
-        gpu.leave_sms(0)
-        cpu.leave_sms(4)
-        assert torch._C._get_sm_carveout_experimental() is None and not libraries
-        gpu.leave_sms(4)
-        assert torch._C._get_sm_carveout_experimental() == 4 and libraries == ["cublaslt"]
+        assert taken() == (4, "cublaslt")
     finally:
-        torch._C._set_sm_carveout_experimental(None)
+        undo()
+    assert taken() == (None, "its own")
 
 
 def threads(monkeypatch: pytest.MonkeyPatch, cores: int, **env: str) -> int:

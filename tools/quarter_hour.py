@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Write the results of `tools/gpu_quarter_hour.sh` as one JSON file and one table in Markdown.
 
-A part NAME has NAME.status (exit status, seconds, expected seconds, limit) and its JSON object in NAME.json or at the
-end of NAME.out.
+A part NAME has NAME.status (exit status, seconds, expected seconds, limit) and its JSON object in NAME.json, or as the
+last that begins a line of NAME.out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +38,20 @@ def began(path: Path) -> float:
 def read_part(path: Path) -> dict[str, Any]:
     """Return a part's status and times, its figures by name, and its whole result; of a failed part the last lines."""
     status, seconds, expected, limit = map(int, path.read_text(encoding="utf-8").split())
-    file, out = path.with_suffix(".json"), path.with_suffix(".out").read_text(encoding="utf-8")
-    try:
-        result = json.loads(file.read_text(encoding="utf-8") if file.exists() else out[out.find("{") :])
-    except ValueError:
-        result = {}
+    file = path.with_suffix(".json")
+    result = last_object((file if file.exists() else path.with_suffix(".out")).read_text(encoding="utf-8"))
     errors = path.with_suffix(".err").read_text(encoding="utf-8").splitlines() if status else []
     common = {"status": status, "seconds": seconds, "expected": expected, "limit": limit}
     return common | {"figures": figures(result), "result": result, "errors": errors[-20:]}
+
+
+def last_object(text: str) -> dict[str, Any]:
+    """Return the last JSON object that begins a line; an empty one if none does."""
+    for begin in reversed([match.start() for match in re.finditer("^{", text, re.MULTILINE)]):
+        with contextlib.suppress(ValueError):
+            found: dict[str, Any] = json.JSONDecoder().raw_decode(text, begin)[0]
+            return found
+    return {}
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:

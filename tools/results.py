@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import megascale
 from megascale.core.files import write_text
 from megascale.core.process import usable_cores
 
@@ -99,7 +100,9 @@ def own_command() -> str:
 
 
 def commit() -> str:
-    """Return the commit of the working tree, and whether the tree has other changes."""
+    """Return the commit of the working tree, and whether the tree has other changes; the version of an sdist."""
+    if not (ROOT / ".git").exists():
+        return f"release {megascale.__version__}"
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -136,7 +139,7 @@ def read_heading(page: Path) -> Heading:
     rows = dict(re.findall(r"^\| *(.+?) *\| *(.*?) *\|$", found[3], re.MULTILINE))
     wanted = {
         "command": rf"`[^`]+`|{ELSEWHERE}",
-        "commit": rf"\b[0-9a-f]{{7,}}\b|{ELSEWHERE}",
+        "commit": rf"\b[0-9a-f]{{7,}}\b|release \d|{ELSEWHERE}",
         "machine": r"\w",
         "date": r"\b20\d\d-\d\d-\d\d\b",
     }

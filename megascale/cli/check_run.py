@@ -10,7 +10,7 @@ from megascale.config.run import RunConfig
 from megascale.config.run_warnings import run_warnings
 from megascale.core.errors import ConfigError, Problem
 from megascale.data.read.identity import replaced_datasets
-from megascale.layout.pieces import unfused_gemms
+from megascale.layout.gpu_overlap import exposed_collectives
 from megascale.layout.stages import Placement
 from megascale.operate.node.host_limits import datasets_by_split, limit_findings, memory_findings
 from megascale.plan.account.memory import JobMemory
@@ -29,9 +29,9 @@ def check_plug_in_schedule(name: str, placement: Placement, m: int) -> None:
 
 
 def host_warnings(config: RunConfig) -> Iterator[str]:
-    """Describe what is hardly meant (`config.run_warnings`), GEMMs that are too small to overlap in a job of several
-    hosts, limits of this host that a run would exceed here, and datasets that were replaced since the run's last start.
-    The hosts of the run may have other limits.
+    """Describe what is hardly meant (`config.run_warnings`), collectives that GPUs leave exposed in 16 bits and FP8,
+    limits of this host that a run would exceed here, and datasets that were replaced since the run's last start. The
+    hosts of the run may have other limits.
     """
     ranks = min(config.world_size, RANKS_OF_HOST)
     datasets, saves = datasets_by_split(config.data, config.train.eval_every), bool(config.checkpoint.every)
@@ -39,8 +39,8 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.in_memory_every:
         findings += memory_findings(config.checkpoint, ranks, JobMemory(config).fullest().optimizer)
     yield from run_warnings(config)
-    if config.world_size > RANKS_OF_HOST:
-        yield from (f"{each.key} {each.message}  -> {each.hint}" for each in unfused_gemms(config))
+    if config.train.element_bytes[0] == 2:
+        yield from map(str, exposed_collectives(config, RANKS_OF_HOST))
     for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
     if config.checkpoint.resume != "never":

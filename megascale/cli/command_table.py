@@ -23,7 +23,7 @@ class Command:
 
 GROUPS = {
     "Configure": ("import-config", "check", "plan", "doctor"),
-    "Train": ("train", "launch"),
+    "Train": ("quickstart", "train", "launch"),
     "Look at a run": ("watch", "diagnose", "trace", "events", "dashboard"),
     "Data and weights": ("data", "ckpt", "sample"),
     "Measure": ("bench",),
@@ -72,6 +72,11 @@ COMMANDS = {
         "compare the nodes of a job and the links between them, to find the bad one",
         "doctor nodes --processes 3",
         "docs/node-checks.md",
+    ),
+    "quickstart": Command(
+        "train a small GPT on real text in 3D parallelism, on this machine",
+        "quickstart",
+        "docs/first-hour.md",
     ),
     "train": Command(
         "train as a rank of torchrun or srun, or launch the ranks on this host",

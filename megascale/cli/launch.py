@@ -32,7 +32,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--scheduler", default="local", metavar="NAME", help=source)
     manifest = sub.add_argument_group("manifest for --scheduler jobset, instead of a launch")
     manifest.add_argument("--output", type=Path, metavar="FILE", help="write the manifest to FILE")
-    manifest.add_argument("--image", metavar="IMAGE", help="container image with megascale")
+    manifest.add_argument("--image", metavar="IMAGE", help="container image with megascale (launch/Dockerfile)")
     manifest.add_argument("--claim", metavar="CLAIM=PATH", help="volume claim with the data and runs, mounted at PATH")
     manifest.add_argument(
         "--gpus-per-node", type=non_negative_int, default=0, metavar="GPUS", help="GPUs of a pod (default: 0)"

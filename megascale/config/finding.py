@@ -15,6 +15,9 @@ class Finding:
     message: str
     hint: str
 
+    def __str__(self) -> str:
+        return f"{self.key} {self.message}  -> {self.hint}"
+
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
     """Divisors of n up to `limit`, ascending."""

@@ -91,7 +91,7 @@ class OverlapConfig(Section):
         description="all-gather and reduce-scatter of activations in pieces, overlapped with GEMMs on other pieces",
     )
     pp: bool = Field(
-        True, description="post a receive before the action that precedes its use; false: right before its use"
+        True, description="messages between stages overlap with compute; false: the sender's compute waits for them"
     )
     dp: bool = Field(
         True, description="reduce a bucket's gradients and all-gather its parameters during other buckets' compute"

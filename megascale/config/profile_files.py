@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -13,10 +12,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megascale.config.section import Section
-from megascale.config.toml_reader import Source, read_toml
+from megascale.config.toml_reader import OWN_FILES, Source, read_toml
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.files import absolute_path, is_file, is_folder
+from megascale.core.files import absolute_path, is_file
 from megascale.core.registry import closest_name
+
+CONFIGS = OWN_FILES / "configs"
 
 THIS_MACHINE = "this"  # name of this machine's hardware profile, written by `megascale bench profile`
 
@@ -43,7 +44,7 @@ def load_profile(name: str, folder: str, option: str, profile: type[SectionT]) -
 
 def profile_names(folder: str) -> list[str]:
     """List the profiles in a folder of `configs`."""
-    return sorted(path.stem for path in (_configs() / folder).glob("*.toml"))
+    return sorted(path.stem for path in (CONFIGS / folder).glob("*.toml"))
 
 
 def path_of(folder: str, name: str) -> Path:
@@ -51,13 +52,7 @@ def path_of(folder: str, name: str) -> Path:
     if (folder, name) == ("hardware", THIS_MACHINE):
         home = os.environ.get("XDG_CONFIG_HOME") or absolute_path("~/.config")
         return Path(home) / "megascale" / "hardware" / f"{THIS_MACHINE}.toml"
-    return Path(name) if name.endswith(".toml") else _configs() / folder / f"{name}.toml"
-
-
-def _configs() -> Path:
-    """Return the folder of profiles, in the repository or the installation."""
-    repository = Path(__file__).parents[2] / "configs"
-    return repository if is_folder(repository) else Path(sysconfig.get_path("data")) / "share/megascale/configs"
+    return Path(name) if name.endswith(".toml") else CONFIGS / folder / f"{name}.toml"
 
 
 def read_section(path: str, section: type[SectionT], **defaults: object) -> SectionT:

@@ -23,7 +23,7 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """
     switched_off = (*run_rules(SWITCHED_OFF, dict(config)), *_waiting(config))
     for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *switched_off):
-        yield f"{finding.key} {finding.message}  -> {finding.hint}"
+        yield str(finding)
 
 
 def _waiting(config: RunConfig) -> Iterator[Finding]:

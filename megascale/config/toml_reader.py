@@ -12,7 +12,7 @@ from typing import Any
 
 from megascale.config.renamed import with_present_names
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.files import is_file, pointer_notice, why_unreadable
+from megascale.core.files import exists, is_file, pointer_notice, why_unreadable
 
 Tree = dict[str, Any]
 
@@ -32,6 +32,9 @@ SYNTAX = {
     r"": "strings need quotes, tables need [brackets]",
 }
 """Hints, by patterns of an error of TOML's reader with the line that it is about below: the first pattern counts."""
+
+OWN_FILES = Path(__file__).parents[1]
+"""The package, whose folder `configs` is that of the repository."""
 
 QUOTE_NAMES = """quote text in a list or table: 'data.train=[[0.7, "mine/train"], [0.3, "other/train"]]'"""
 
@@ -68,12 +71,16 @@ class Source:
 
 
 def read_toml(path: str, overrides: Sequence[str] = (), is_text: Callable[[str], bool] = lambda key: False) -> Source:
-    """Read a TOML file and its `extends`, then apply `section.key=value` overrides. `is_text`: returns True for keys of
-    type str, whose overrides need no quotes (`name=2026`).
+    """Read a TOML file and its `extends`, then apply `section.key=value` overrides. A path `configs/...` names a file
+    of the package if the current folder has none. `is_text`: returns True for keys of type str, whose overrides need no
+    quotes (`name=2026`).
 
     Raises: ConfigError for a missing file, invalid syntax, a circular `extends`, or an override without `=`.
     """
-    source = _read_file(Path(path), seen=())
+    file = Path(path)
+    if file.parts[:1] == ("configs",) and not exists(file) and is_file(OWN_FILES / file):
+        file = OWN_FILES / file
+    source = _read_file(file, seen=())
     source.path = path
     apply_overrides(source, overrides, is_text)
     return source

@@ -14,7 +14,8 @@ Without sequence parallelism activations are replicated: `all_gather_matmul` is 
 
 The bytes sent are those of one collective. A collective is not split into pieces where this has no benefit: if the
 transport makes no progress while this rank computes (shared memory), or if the GEMM of a piece would have too few rows
-for a GPU (`layout.pieces`). `TensorParallel` holds the tp group and these choices, `LinearParams` a layer's parameters.
+for a GPU (`layout.gpu_overlap`). `TensorParallel` holds the tp group and these choices, `LinearParams` a layer's
+parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import ROW, TENSOR
 from megascale.comm.collectives import (
     ReduceScatterPieces,
     all_gather,
@@ -37,15 +37,14 @@ from megascale.comm.collectives import (
 )
 from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
-from megascale.layout.pieces import MAX_GPU_P2P_RANKS, MAX_PIECES, MIN_GPU_GEMM_ROWS, MIN_PIECE_BYTES, max_pieces
+from megascale.layout.gpu_overlap import can_fuse, max_pieces
+from megascale.layout.pieces import MAX_PIECES, MIN_PIECE_BYTES
 from megascale.ops.quantized import Quantized
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, WeightOperand
 from megascale.record.label import Label
 
 if TYPE_CHECKING:
     from megascale.comm.symmetric_memory import ScaledMatrix, SymmetricMemory
-
-SCALE_ALIGNMENT = 4  # row scales in 16 bytes: cuBLAS requires the fp32 row scales of a GEMM to be aligned to 16 bytes
 
 
 class LinearParams(NamedTuple):
@@ -115,31 +114,20 @@ class TensorParallel:
         return self.gather(x.scale, label.with_suffix("scales"))[0] if x.scales_differ_by_row else x.scale
 
     def fused_for(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> SymmetricMemory | None:
-        """Return torch's fused operators if they can run these GEMMs, with `rows` rows per rank.
-
-        The operators take a single input, and operands without scales, or all with a scale per tensor, or per row.
-        """
+        """Return torch's fused operators if they can run these GEMMs, with `rows` rows per rank."""
         fused = self.symmetric_memory if self.activations_sharded and self.overlap else None
-        if fused is None or len(inputs) > 1 or rows < MIN_GPU_GEMM_ROWS:
-            return None
         blocks = {x.block if isinstance(x, Quantized) else None for x in (*inputs, *weights)}
-        if blocks == {None}:
-            return fused
-        aligned = rows % SCALE_ALIGNMENT == 0
-        serves = blocks == {TENSOR} or (blocks == {ROW} and aligned)
-        return fused if serves and fused.has_scaled_matmul() else None
+        if fused is None or not can_fuse(rows, len(inputs), blocks):
+            return None
+        return fused if blocks == {None} or fused.has_scaled_matmul() else None
 
     def num_pieces(self, shape: Sequence[int], nbytes: int) -> int:
         """Return the number of pieces into which the communication of a shard [s, b, k] is split; 0: one collective."""
         if not self.overlap or self.group.p2p_transport is None:
             return 0
         pieces = max(1, min(MAX_PIECES, nbytes // MIN_PIECE_BYTES))
-        if not self.gpu:
-            return pieces
-        # Pieces of sharded activations are p2p messages to every rank; otherwise each piece is an all-reduce.
-        if self.activations_sharded and self.size > MAX_GPU_P2P_RANKS:
-            return 0
-        return min(pieces, max_pieces(*shape[:2]))
+        on_gpu = max_pieces(shape[0], shape[1], self.size, self.activations_sharded)
+        return min(pieces, on_gpu) if self.gpu else pieces
 
 
 def all_gather_matmul(

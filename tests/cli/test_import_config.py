@@ -293,6 +293,9 @@ def test_a_plan_says_what_an_imported_run_costs(
     assert json.loads(capsys.readouterr().out)["step_time_s"] > 0.1
 
 
+REMOVE = "remove it from the source, or by --without, or add its setting"
+
+
 def refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], *words: str, name: str = "run.sh") -> str:
     """Import a source that is refused: nothing is written."""
     source, output = tmp_path / name, tmp_path / "imported.toml"
@@ -305,7 +308,7 @@ def refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], *word
 def test_everything_refused_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = LLAMA3.replace("--bf16", "--bf16 --squared-relu --no-such $MORE")
     assert (
-        refused(tmp_path, text, capsys).replace("  -> remove it from the source, or by --without", "")
+        refused(tmp_path, text, capsys).replace(f"  -> {REMOVE}", "")
         == """\
 --decoupled-lr: not supported: the least rate of a group is min_lr x lr_mult, too
 --squared-relu: not supported: one of the choices of model.activation
@@ -313,6 +316,13 @@ def test_everything_refused_is_listed(tmp_path: Path, capsys: pytest.CaptureFixt
 3 problems
 """
     )
+
+
+def test_a_setting_takes_the_place_of_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = LLAMA3.replace("--decoupled-lr 5.0e-4", "").replace('--load "$SAVE"', "--load theirs")
+    assert "--load: auto, the default" in refused(tmp_path, text, capsys)
+    output = imported(tmp_path, "train.sh", text, "checkpoint.resume=never")
+    assert load_config(str(output), skip_sections={"data"}).checkpoint.resume == "never"
 
 
 def test_variables_come_from_the_environment(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config.toml_reader import read_toml
+from megascale.core.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,15 @@ def test_the_extending_file_wins_key_by_key() -> None:
         "a.x": "sub/base.toml:2", "a.y": "sub/middle.toml:3", "a.z": "top.toml:3", "b.x": "command line",
         "c.d": "command line",
     }  # fmt: skip
+
+
+def test_the_package_s_own_file_serves_where_the_folder_has_none() -> None:
+    assert read_toml("configs/quickstart.toml").tree["name"] == "quickstart"
+    Path("configs").mkdir()
+    Path("configs/quickstart.toml").write_text('name = "mine"')
+    assert read_toml("configs/quickstart.toml").tree == {"name": "mine"}
+    with pytest.raises(ConfigError, match=r"configs/quick\.toml  there is no such file"):
+        read_toml("configs/quick.toml")
 
 
 def test_one_base_may_be_extended_twice() -> None:

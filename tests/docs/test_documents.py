@@ -30,12 +30,12 @@ TOOLS = sorted(
     path for path, text in TEXTS.items() if "__main__" in text and re.search(r"(Argument|Command)Parser\(", text)
 )
 FOR_USERS = (
-    "tools/quickstart.py", "tools/corpus.py", "tools/demo_observe.py", "tools/test_gpu.py", "tools/bench/peers.py",
+    "tools/corpus.py", "tools/demo_observe.py", "tools/test_gpu.py", "tools/bench/peers.py",
     "tools/bench/gpu.py",
 )  # fmt: skip
 """Tools whose help has an example and a page, as that of the commands."""
 RUN_ELSEWHERE = ("data.md", "checkpointing.md", "models.md", "first-hour.md")
-"""Pages that make the files of their commands: tests/cli/test_data.py, tests/tools/test_quickstart.py, and beside this
+"""Pages that make the files of their commands: tests/cli/test_data.py, tests/cli/test_quickstart.py, and beside this
 file test_models.py and test_first_hour.py run them."""
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
@@ -140,9 +140,9 @@ def test_configurations_that_are_to_be_trained_are_good(
 ) -> None:
     """Each run of the documents, whatever starts it, and what the quickstart says to try next."""
     monkeypatch.chdir(quickstart_data)
-    page = (ROOT / "tools" / "quickstart.py").read_text()
-    page = page.replace("{CONFIG}{overrides}", "configs/quickstart.toml train.precision=bf16")
-    after = page[page.index(".venv/bin/megascale train") :].partition('"""')[0]
+    page = (ROOT / "megascale/cli/quickstart.py").read_text()
+    page = page.replace("{shlex.join([CONFIG, *overrides])}", "configs/quickstart.toml train.precision=bf16")
+    after = page[page.index("megascale train configs") :].partition('"""')[0]
     commands = [shlex.split(after.replace("\\\n", " "))]
     commands += [words for path in PAGES if path.name not in RUN_ELSEWHERE for words in bash_lines(path)]
     checked = Counter[str]()

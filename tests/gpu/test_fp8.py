@@ -1,7 +1,9 @@
-"""FP8 on a GPU: Triton's casts equal those of torch on a CPU, and weights' gradients accumulate in place."""
+"""FP8 on a GPU: Triton's casts equal those of torch on a CPU; weights' gradients accumulate in place, and are timed."""
 
 from __future__ import annotations
 
+import statistics
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megascale.bench.quartiles import intervals
 from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
 from megascale.device import detect_device
 from megascale.ops import fp8
@@ -16,6 +19,7 @@ from megascale.ops.fp8 import CastRecord
 from megascale.ops.quantized import Fp8Format, Quantized
 from megascale.ops.recipe import Quantizer
 from megascale.ops.te_linear import TE_GEMM, te_scaled_wgrad
+from tests.gpu.conftest import Figure
 
 pytestmark = pytest.mark.gpu(1, only=True)
 
@@ -87,6 +91,23 @@ def test_weights_gradients_accumulate_in_place(block: ScaleBlock) -> None:
         assert torch.cuda.max_memory_allocated() - before < N * K, name
         error = float((total.double() - 3 * exact).abs().max() / (3 * exact).abs().max())
         assert error < 1e-4, f"{name}: {error:.1e}; with fewer bits than fp32 it is 1e-3"
+
+
+@pytest.mark.parametrize("block", [TENSOR, ROW], ids=str)
+def test_weights_gradients_are_timed_beside_torchs(block: ScaleBlock, figure: Figure) -> None:
+    """Of the largest weight of llama3-8b and 8,192 tokens: within the GEMM, and by torch's GEMM and an addition."""
+    device, draw = detect_device(), partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    grad, x = (Quantizer(Fp8Format.E4M3, block).encode(draw(rows, 8192)) for rows in (28672, 4096))
+    total = torch.zeros(28672, 4096, device="cuda")
+    for name, wgrad in (wgrads() | {"torch": fp8.scaled_wgrad}).items():
+        wgrad(total, grad, x, True)  # compiles
+        timer = device.timer()
+        marks = [timer.mark()]
+        for _ in range(20):
+            wgrad(total, grad, x, True)
+            marks.append(timer.mark())
+        device.synchronize()
+        figure(name, 1e3 * statistics.median(intervals(timer, marks)), "ms")
 
 
 @pytest.mark.parametrize(("block", "kernels"), [(TENSOR, 3), (ROW, 1), (BLOCK_1D, 1)], ids=str)

@@ -16,6 +16,7 @@ from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.symmetric_memory import SymmetricMemory
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.layout import gpu_overlap
 from megascale.layout.chunks import fp8_layers, fp8_weights
 from megascale.layout.sequence_shard import shard_sequence
 from megascale.layout.topology import Topology
@@ -23,7 +24,6 @@ from megascale.model.modules import Linear
 from megascale.ops import fp8
 from megascale.ops.fp8 import Fp8Kernels, scaled_matmul, scaled_wgrad
 from megascale.ops.quantized import Quantized
-from megascale.parallel import tp_overlap
 from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
@@ -543,7 +543,7 @@ def test_fused_operators_run_fp8_gemms(recipe: str, tmp_path: Path) -> None:
 
 def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict[str, Array], dict[str, Array]]:
     """Return the fused operators called, and the results without and with fused operators."""
-    tp_overlap.MIN_GPU_GEMM_ROWS = 64
+    gpu_overlap.MIN_GPU_GEMM_ROWS = 64
     mesh, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
     plain, fused = (
         two_layers(rank, config, mesh, TensorParallel(mesh.tp, sequence_parallel=True, symmetric_memory=memory))

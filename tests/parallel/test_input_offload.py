@@ -195,6 +195,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "parallel__hybrid_dp": True, "parallel__dp": 2, "parallel__pp": 2, "data__max_tokens_per_rank": 8,
         "data__attention_mask": "document", "data__document_length": 5, "model__dropout": 0.0,
     },
+    "hybrid pp2, more micro-batches than tokens ask for": {
+        "parallel__hybrid_dp": True, "parallel__dp": 2, "parallel__pp": 2, "data__max_tokens_per_rank": 16,
+        "data__attention_mask": "document", "data__document_length": 8, "model__dropout": 0.0, "batch__global": 2,
+    },
 }  # fmt: skip
 CASES: list[dict[str, Any]] = [
     {"model": GPT, "train__precision": "fp32"},

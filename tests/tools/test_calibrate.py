@@ -129,7 +129,7 @@ def test_a_left_out_source_is_not_used(calibration: Any, rows: Sequence[Any]) ->
 def test_the_ablation_ends_where_megascale_is(calibration: Any) -> None:
     from megascale.plan.simulate import profiles
 
-    baseline, megascale = profiles.stack("megatron-2023"), profiles.stack("megascale")
+    baseline, megascale = profiles.stack("megatron-2023"), profiles.stack("megascale-2024")
     last = calibration.ablation.stack(9, baseline, megascale)
     assert last.overlaps == megascale.overlaps
     assert last.attention == megascale.attention

@@ -56,15 +56,31 @@ def call(here: Path, *words: str, fails: str = "nothing", gpus: int = 1, rehears
 
 def test_a_second_call_runs_what_failed(here: Path) -> None:
     first = call(here, "10000", fails="recipe=rowwise")
-    assert "doctor" in first[0] and "device-waits" in first[1] and len(first) == 19
+    assert "doctor" in first[0] and "device-waits" in first[1] and len(first) == 20
     (again,) = call(here, "10000", "elsewhere")
     assert "fp8.recipe=rowwise" in again
     assert call(here, "10000") == []
     found = json.loads((here / "elsewhere" / "quarter-hour.json").read_text())
-    assert len(found) == 19 and {part["status"] for part in found.values()} == {0}
+    assert len(found) == 20 and {part["status"] for part in found.values()} == {0}
     rows = (here / "elsewhere" / "quarter-hour.md").read_text().splitlines()
     assert "| **waits** | status 0, 0 s of 60 |  |" in rows and "|  | a figure | 12 ms |" in rows
     assert shutil.which("xz") is None or (here / "elsewhere" / "quarter-hour.tar.xz").stat().st_size
+
+
+def test_parts_that_have_not_run_come_before_those_that_failed(here: Path) -> None:
+    """A part that fails does so once in a call. The file that it wrote before counts no more."""
+    state = here / "build" / "quarter-hour"
+    assert len(call(here, "10000", fails="doctor")) == 20
+    (state / "machine.json").write_text('{"figures": {"a figure": "of an earlier call"}}')
+    (state / "waits.status").unlink()
+    new, failed = call(here, "10000", "elsewhere", fails="doctor")
+    assert "device-waits" in new and "doctor" in failed
+    assert json.loads((here / "elsewhere" / "quarter-hour.json").read_text())["machine"]["figures"] == {}
+
+
+def test_fp8_is_checked_before_it_is_timed(here: Path) -> None:
+    words = "\n".join(call(here, "10000"))
+    assert 0 < words.index("casts_are_bit_equal") < words.index("train.precision=fp8")
 
 
 def test_a_part_that_does_not_fit_the_time_left_is_left_out(here: Path) -> None:
@@ -101,6 +117,12 @@ def test_a_failed_part_shows_its_last_line(tmp_path: Path) -> None:
     failed = part(tmp_path, "no JSON", 1, "Traceback\nRuntimeError: why\n")
     assert failed["figures"] == {} and failed["errors"][-1] == "RuntimeError: why"
     assert quarter_hour.table({"x": failed})[-1] == "| **x** | status 1, 3 s of 5 | RuntimeError: why |"
+
+
+def test_a_result_is_the_last_object_that_begins_a_line(tmp_path: Path) -> None:
+    lines = "WARNING: {x} odd\n{also} odd\n", '{"figures": {"a": 1}}\n', '{"figures": {"b": 2}}\nbye {}\n{"cut": \n'
+    assert part(tmp_path, "".join(lines))["figures"] == {"b": 2}
+    assert part(tmp_path, json.dumps({"figures": {"c": 3}}, indent=1))["figures"] == {"c": 3}
 
 
 def test_the_figures_of_every_kind_of_result(tmp_path: Path) -> None:

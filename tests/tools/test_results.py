@@ -32,7 +32,7 @@ def test_a_page_says_how_it_was_measured(folder: Path) -> None:
     page = results.write_page("speed", "Speed", "Steps are timed.", [f"{TABLE}\n", "A sentence."], ["make a", "make b"])
     assert results.read_heading(page) == results.Heading("Speed", "Steps are timed.", ("make a", "make b"))
     assert page.read_text().endswith(f"\n\n{TABLE}\n\nA sentence.\n")
-    assert re.search(r"^\| commit \| [0-9a-f]{8}( with changes)? \|$", page.read_text(), re.MULTILINE)
+    assert re.search(r"^\| commit \| ([0-9a-f]{8}( with changes)?|release \S+) \|$", page.read_text(), re.MULTILINE)
 
 
 def test_a_command_s_table_becomes_a_page_and_again(

@@ -1,9 +1,10 @@
-"""Construction of runs: a model on the meta device, and a mesh with open connections."""
+"""Construction of runs: a model on the meta device, a mesh with open connections, and what a GPU needs of both."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import detect_device
 from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
+from megascale.layout.hybrid.plan import row_step
 from megascale.layout.parameters import parameter_count
 from megascale.layout.tensors import padded_vocab
 from megascale.model.layer_ops import LayerOps
@@ -88,3 +90,39 @@ def test_a_new_mesh_has_connected_its_pipeline_neighbours(vpp: int, tmp_path: Pa
     far = {("pp.up", "send", 2), ("pp.down", "receive", 2)} if vpp > 1 else set()
     assert first == near | far
     assert len(middle) == 4 and len(last) == len(first)
+
+
+ON_GPUS: dict[str, Any] = {
+    "parallel__tp": 2, "parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 1, "parallel__hybrid_dp": True,
+    "data__max_tokens_per_rank": 32, "data__attention_mask": "document", "nccl__pp_carveout": 4,
+    "optimizer__name": "muon", "train__precision": "bf16",
+}  # fmt: skip
+
+
+def told_on_a_gpu(rank: Rank, config: RunConfig) -> tuple[list[tuple[int]], bool, int]:
+    """What a fake GPU, its peers' memory, the warm-up and the loader are told when a run is built."""
+    from megascale.comm import symmetric_memory
+    from tests.fakegpu import FakeGPU, build_fake, open_device, watched
+
+    with (
+        watched(),
+        patch.object(symmetric_memory, "can_map_peers", lambda group, device: True),
+        patch.object(symmetric_memory.SymmetricMemory, "reserve") as reserve,
+        patch.object(FakeGPU, "leave_sms") as leave_sms,
+        patch("megascale.train.build.open_mesh"),
+        patch("megascale.train.build.warm_up") as warm_up,
+    ):
+        build_mesh(config, rank, FakeGPU(open_device(), "nccl"))
+        step = build_fake(config, 0).train_loader.pool.step
+        bytes_and_sms = [called.args for mock in (reserve, leave_sms) for called in mock.call_args_list]
+        return bytes_and_sms, warm_up.call_args.kwargs["matrices"], step
+
+
+def test_what_a_gpu_needs_is_done_before_the_first_step(tmp_path: Path) -> None:
+    """Memory that peers map, SMs for messages, connections for matrices, and few numbers of rows."""
+    config = config_of(settings(LLAMA, tmp_path, **ON_GPUS), tmp_path, world=8)
+    ((bytes_and_sms, matrices, step),) = run_world(1, told_on_a_gpu, config)
+    part = 32 * config.model.hidden_size * 2 // 2  # bytes of an activation in bf16, on each of two ranks
+    assert bytes_and_sms == [(part,), (4,)]
+    assert matrices
+    assert step == row_step(32) > 1

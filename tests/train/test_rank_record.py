@@ -65,8 +65,8 @@ DISAGREEMENTS = [
     ),
     Disagreement(
         "version",
-        f"  version megascale: 0.1.0 on {HOST} (rank 0), 0.1.1 on {HOST} (rank 1)",
-        edit=("__init__.py", '"0.1.0"', '"0.1.1"'),
+        f"  version megascale: {megascale.__version__} on {HOST} (rank 0), 0.0.1 on {HOST} (rank 1)",
+        edit=("__init__.py", f'"{megascale.__version__}"', '"0.0.1"'),
     ),
     Disagreement("source", "  code megascale/optim/lr.py: ", edit=("optim/lr.py", '"""', '"""Changed. ')),
 ]

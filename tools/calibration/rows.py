@@ -53,7 +53,7 @@ class Row:
     @property
     def stacks(self) -> tuple[str, ...]:
         """Names of the stack profiles."""
-        return (self.stack,) if self.step is None else ("megatron-2023", "megascale")
+        return (self.stack,) if self.step is None else ("megatron-2023", "megascale-2024")
 
     @property
     def own(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from megascale.config.foreign.setting import (
 _ALWAYS = "nothing to write: always so"
 _LATENT = "multi_latent_attention"
 _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
-_LOAD = "auto, the default, is the run's newest; or what `megascale ckpt convert megatron:FOLDER DIR` makes of a folder"
+_LOAD = "auto, the default, is the run's newest; theirs: `megascale ckpt convert megatron:FOLDER DIR`"
 _TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
 _DECAY = "not supported: optimizer.weight_decay is constant"
 _WSD = "with decay = wsd; linear, theirs exponential by default"

@@ -101,8 +101,8 @@ def _optimizer(facts: manifest.Facts, step: int) -> dict[str, Any]:
     ]  # fmt: skip
     schedule = rates | {
         "num_steps": samples, "lr_warmup_steps": settings.warmup_steps * batch, "lr_decay_steps": steps * batch,
-        "lr_decay_style": settings.decay.replace("wsd", "WSD"), "start_wd": decay, "end_wd": decay, "wd_incr_style": "constant",
-        "wd_incr_steps": steps,
+        "lr_decay_style": settings.decay.replace("wsd", "WSD"), "start_wd": decay, "end_wd": decay,
+        "wd_incr_style": "constant", "wd_incr_steps": steps,
     }  # fmt: skip
     content = {"distrib_optim_sharding_type": RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False}
     return {

@@ -67,6 +67,12 @@ class JobMemory:
         return activations.layer_bytes(self.sizes, fp8)
 
     @property
+    def _microbatches(self) -> int:
+        """Micro-batches per rank and step; of planned ones, which may be more than the least, enough for all stages."""
+        m, p = self.config.num_microbatches, self.config.parallel
+        return max(m, p.pp) if p.hybrid_dp else m
+
+    @property
     def _zero2(self) -> bool:
         return self.config.parallel.zero == 2 and not self.storage.shards_weights
 
@@ -75,7 +81,7 @@ class JobMemory:
         stages with equal chunks are interpolated, within 4% of a walk.
         """
         p = self.config.parallel
-        if 2 * p.pp * p.vpp * representative_microbatches(p.pp, self.config.num_microbatches) <= MAX_ACTIONS:
+        if 2 * p.pp * p.vpp * representative_microbatches(p.pp, self._microbatches) <= MAX_ACTIONS:
             return [self.rank(stage) for stage in range(p.pp)]
         starts = self._starts()
         walked = {stage: self.rank(stage) for stage in sorted({*starts, *(s - 1 for s in starts[1:]), p.pp - 1})}
@@ -104,7 +110,7 @@ class JobMemory:
     def rank(self, stage: int) -> RankMemory:
         """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p, sizes = self.config, self.config.parallel, self.sizes
-        m, units = config.num_microbatches, self._units(stage)
+        m, units = self._microbatches, self._units(stage)
         first, last = (self.layout.placement.places[end][0] for end in (0, -1))
         head = 0
         if self._zero2 and stage == last:
@@ -138,7 +144,7 @@ class JobMemory:
         offloads = [recompute_policy(c.train, chunk).offload for chunk in range(self.layout.vpp)]
         held = [len(self.layout.layers(self.layout.index(stage, chunk))) for chunk in range(self.layout.vpp)]
         layers = [count * kept for count, kept in zip(held, offloads, strict=True)]
-        order = rank_order(c.parallel, c.num_microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
+        order = rank_order(c.parallel, self._microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
         return most_inputs(order, layers)
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:

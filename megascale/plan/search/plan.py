@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from megascale.config.run import RunConfig
-from megascale.layout.pieces import unfused_gemms
+from megascale.layout.gpu_overlap import exposed_collectives
 from megascale.plan.account.memory import JobMemory, RankMemory
 from megascale.plan.search.space import Layout, layout_of
 from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
 from megascale.plan.simulate.step_time import Estimate, StepParts
 
-MIN_MORE = 0.01  # smallest share of a step that a note tells to come on top
+MIN_EXPOSED = 0.01  # smallest share of a step that tp has exposed, for a note to tell why
 MIN_DEVICES = 64  # fewest devices of the publications by which errors are known
 
 
@@ -97,15 +97,6 @@ class Plan:
             lines.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")
         elif stack.attention == "unfused":
             lines.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
-        for each in unfused_gemms(config) if stack.overlaps.tp == "all" else ():
-            if (more_s := self._without_fusion_s) >= MIN_MORE * self.estimate.step_s:
-                what = f"{more_s:.3g} s on top of this step, which takes them to overlap"
-                lines.append(f"{each.key} {each.message}: {what}  -> {each.hint}")
+        if stack.overlaps.tp == "large" and self.estimate.causes["tp"] >= MIN_EXPOSED * self.estimate.step_s:
+            lines += map(str, exposed_collectives(config, hardware.node.devices))
         return lines
-
-    @property
-    def _without_fusion_s(self) -> float:
-        """Seconds that a step takes longer if tp's collectives overlap with wgrad only."""
-        overlaps = self.stack.overlaps.model_copy(update={"tp": "backward"})
-        stack = self.stack.model_copy(update={"overlaps": overlaps})
-        return StepParts(self.config, self.hardware, stack).estimate.step_s - self.estimate.step_s

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
+from megascale.layout.gpu_overlap import Operand, overlaps_on_gpus
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.tensors import padded_vocab
@@ -105,11 +106,12 @@ class LayerTimes:
         return PassTimes(Seconds(tp=seconds), Seconds(tp=seconds))
 
     def linears(self, shapes: Iterable[tuple[int, int]], fp8: bool, enters: bool, width: int) -> PassTimes:
-        exchange = replace(self.exchange, size=self.exchange.size * width // self.config.model.hidden_size)
+        shapes = list(shapes)
+        exchange = self._exchange(width, "input", 1 if enters else len(shapes), fp8)
         gemms = sum((self._gemms(*shape, fp8) for shape in shapes), PassTimes())
         wgrad = gemms.backward.gemm / 2  # dgrad takes as long
         forward = exchange.exposed(gemms.forward.gemm, enters=enters)
-        backward = exchange.exposed(wgrad, enters=not enters, backward=True)
+        backward = self._exchange(width, "gradient", 1, fp8).exposed(wgrad, enters=not enters, backward=True)
         backward += exchange.regathered(wgrad) if enters else 0.0
         return gemms + PassTimes(Seconds(tp=forward), Seconds(tp=backward))
 
@@ -159,6 +161,15 @@ class LayerTimes:
 
     def host_wait(self) -> PassTimes:
         return PassTimes(Seconds(host=0.0 if self.kernels.measured else HOST_WAIT_S))
+
+    def _exchange(self, width: int, operand: Operand, inputs: int, fp8: bool) -> TpCollectives:
+        """Return the collectives of activations of `width` beside the GEMMs of an operand (`overlaps_on_gpus`)."""
+        hidden, overlaps, node = self.config.model.hidden_size, self.exchange.overlaps, self.kernels.hardware.node
+        if overlaps == "large":
+            rows = self.stream // hidden
+            large = overlaps_on_gpus(self.config, node.devices, rows, operand, inputs=inputs, fp8=fp8)
+            overlaps = "all" if large else "backward"
+        return replace(self.exchange, size=self.exchange.size * width // hidden, overlaps=overlaps)
 
     def _gemms(self, outputs: int, inputs: int, fp8: bool, tokens: int | None = None) -> PassTimes:
         """Time a linear layer Y = X W^T of this rank: Y, dgrad dX = dY W, wgrad dW = dY^T X, quantized operands.

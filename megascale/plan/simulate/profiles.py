@@ -166,7 +166,9 @@ class Attained(Section):
 class Overlaps(Section):
     """Communication overlapped with compute by a stack."""
 
-    tp: Literal["none", "backward", "all"] = Field("none", description="backward: with wgrad; all: with every GEMM")
+    tp: Literal["none", "backward", "large", "all"] = Field(
+        "none", description="backward: with wgrad; all: with every GEMM; large: with those that this trainer overlaps"
+    )
     pp: bool = Field(False, description="asynchronous sends and receives")
     dp: bool = Field(False, description="gradient reductions and weight all-gathers overlap with compute")
 

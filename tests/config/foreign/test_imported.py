@@ -112,8 +112,8 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
     ("--hidden-dropout 0.0", "not supported: two probabilities; write one for both"),
     ("--decoupled-lr 2e-3 --min-lr 1e-4", "not supported: the least rate of a group is min_lr x lr_mult, too"),
     ("--lr-warmup-init 1e-7", "not supported: the warm-up begins at 0"),
-    ("--load elsewhere", "auto, the default, is the run's newest; with another folder than --save, the start from its "
-     "checkpoint"),
+    ("--load elsewhere",
+     "auto, the default, is the run's newest; theirs: `megascale ckpt convert megatron:FOLDER DIR`"),
     ("--lr-decay-style inverse-square-root", "no value of optimizer.decay means it"),
     ("--bf16 --fp8-format e4m3", "not supported: delayed and tensorwise are hybrid, blockwise is e4m3"),
     ("--step-batch-size-schedule 0:2,1280:8,1300:9",

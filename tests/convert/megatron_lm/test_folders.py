@@ -251,6 +251,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_common(lambda state: state["optimizer"].update(param_state_sharding_type="dp_zero_gather_scatter")),
         "the optimizer is stored as dp_zero_gather_scatter  -> save it with --ckpt-format torch_dist and --dist-ckpt",
     ),
+    "no buckets": (
+        change_common(lambda state: state["optimizer"].update(param_state_sharding_type="dp_reshardable")),
+        "the optimizer is stored as dp_reshardable, of experts or of other ranks than its args say  -> save it with",
+    ),
     "unsupported": (set_argument("multi_latent_attention", True), "args: multi_latent_attention is True, not None"),
     "positions": (set_argument("position_embedding_type", "yarn"), "position_embedding_type is 'yarn', not learned"),
     "another width": (

@@ -126,7 +126,7 @@ def test_gemm_shares_by_year(tmp_path: Path) -> None:
 
 def test_expected_errors_by_accelerator_and_measured_pairs() -> None:
     a100, v100 = profiles.hardware("a100-80g-roce"), profiles.hardware("v100")
-    ours, other = profiles.stack("megascale"), profiles.stack("nanotron")
+    ours, other = profiles.stack("megascale-2024"), profiles.stack("nanotron")
     error = profiles.expected_error(a100)
     assert error and 0.01 < error < 0.2 and error == profiles.expected_error(profiles.hardware("a100-40g"))
     assert profiles.expected_error(v100) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 from lab.__main__ import main
 from lab.commands import device_waits, spin_gemm
 from lab.commands.fake_rank import LocalTransport
+from lab.spinning import Spin
 from megascale.bench.gemm import GemmShape
-from megascale.device import detect_device
+from megascale.device import Device, detect_device
 
 TINY = (
     "model.num_layers=4", "model.hidden_size=64", "model.num_heads=8", "model.seq_length=32", "model.vocab_size=512",
@@ -60,9 +62,20 @@ def test_the_settings_are_measured_in_processes_of_their_own(
 
 
 def test_gemms_beside_spinning_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a carve-out have a run's, and those without it none."""
+    left = [0]
+
+    def leave(device: Device, count: int) -> Callable[[], None]:
+        left.append(count)
+        return left.pop
+
+    beside = list[tuple[int, int]]()
+    monkeypatch.setattr(Device, "leave_sms", leave)
+    monkeypatch.setattr(Spin, "start", lambda spin, blocks, seconds: beside.append((blocks, left[-1])))
     monkeypatch.setattr(spin_gemm, "SHAPES", (GemmShape(1024, 1024, 1024),))
     assert main(["spin-gemm", "--device", "cpu"]) == 0
     assert len(figures(capsys)) == 2 * len(spin_gemm.BLOCKS)
+    assert beside == [(blocks, out) for blocks in spin_gemm.BLOCKS for out in (0, blocks)] and left == [0]
 
 
 def test_the_size_of_the_job_must_be_given() -> None:

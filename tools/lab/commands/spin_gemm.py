@@ -10,8 +10,6 @@ import json
 import statistics
 from collections.abc import Callable
 
-import torch
-
 from lab.spinning import Spin
 from megascale.bench.gemm import GemmShape, gemm_fn
 from megascale.bench.quartiles import intervals
@@ -46,10 +44,10 @@ def run(options: argparse.Namespace) -> int:
             for blocks in BLOCKS:
                 for carve_out in (0, blocks):
                     with_out = f"{name} beside {blocks} blocks" + ", carve-out" * bool(carve_out)
-                    set_carve_out(carve_out, device)
+                    take_all = device.leave_sms(carve_out)
                     beside = seconds(multiply, device, spin, blocks, 3 * REPEATS * alone + 0.002)
+                    take_all()
                     ratios.setdefault(with_out, []).append(beside / alone)
-            set_carve_out(0, device)
         figures |= {
             label: f"{statistics.median(values):.3f}, at most {max(values):.3f}" for label, values in ratios.items()
         }
@@ -70,9 +68,3 @@ def seconds(multiply: Callable[[], object], device: Device, spin: Spin, blocks: 
         marks.append(timer.mark())
     device.synchronize()
     return statistics.median(intervals(timer, marks))
-
-
-def set_carve_out(blocks: int, device: Device) -> None:
-    """Leave `blocks` SMs to other kernels in GEMMs that torch can limit; 0: none."""
-    if not device.is_cpu:
-        torch._C._set_sm_carveout_experimental(blocks or None)

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
+from megascale.data.prepare.python_corpus import HELD_OUT, make_corpus, modules
 from megascale.data.prepare.special_tokens import USUAL_NAMES
 from megascale.data.prepare.tokenizer import FileTokenizer
-from tools.corpus import HELD_OUT, make, modules
 
-TOOL = Path(__file__).parents[2] / "tools" / "corpus.py"
+TOOL = Path(__file__).parents[3] / "tools" / "corpus.py"
 FILES = ("train.jsonl", "valid.jsonl", "tokenizer.json")
 
 
@@ -109,19 +109,19 @@ def test_the_tokenizer_ends_documents(corpus: Path) -> None:
 @pytest.mark.parametrize("size", [256, 0])
 def test_a_vocabulary_too_small_for_bytes_is_refused(library: Path, tmp_path: Path, size: int) -> None:
     with pytest.raises(DataError, match=f"a vocabulary of {size} is too small for all bytes  -> give --vocab-size 257"):
-        make(library, tmp_path / "out", size)
+        make_corpus(library, tmp_path / "out", size)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_smallest_vocabulary(library: Path, tmp_path: Path) -> None:
-    make(library, tmp_path / "out", 257)
+    make_corpus(library, tmp_path / "out", 257)
     tokenizer = tokenizer_of(tmp_path / "out")
     assert tokenizer.decode(tokenizer.encode(["é\0"])[0].tolist()) == "é\0"
 
 
 def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds 0 modules as source  -> use a Python with its library"):
-        make(tmp_path, tmp_path / "out", 300)
+        make_corpus(tmp_path, tmp_path / "out", 300)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megascale.cli.quickstart import PROMPT, precision_overrides
 from tests.docs.test_documents import bash_lines
-from tools.quickstart import PROMPT, precision_overrides
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,16 +20,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # on slow cores it t
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Run the tool in a folder like a fresh clone; return the folder and the output."""
+    """Run the command in a folder with a `.venv` alone; return the folder and the output."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("configs", "tools"):
-        (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
     return folder, run(folder)
 
 
 def run(folder: Path) -> str:
-    command = [sys.executable, "tools/quickstart.py"]
+    command = [sys.executable, "-m", "megascale", "quickstart"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -49,7 +47,7 @@ def test_the_model_learns(made: tuple[Path, str]) -> None:
 def test_it_ends_with_a_text_that_the_model_wrote(made: tuple[Path, str]) -> None:
     """`megascale sample` continues a text of the corpus, with more than the prompt."""
     folder, out = made
-    command = "$ python -m megascale sample runs/quickstart --prompt "
+    command = "$ megascale sample runs/quickstart --prompt "
     start = out.index(command)
     text = out[start : out.index("\nquickstart: ", start)].partition("\n")[2]
     assert text.startswith(PROMPT) and len(text.strip()) > len(PROMPT) + 20, text
@@ -77,7 +75,7 @@ def test_a_second_time_nothing_is_made_again(made: tuple[Path, str]) -> None:
     folder, first = made
     again = run(folder)
     assert "all 240 steps are done" in again
-    assert "corpus.py" not in again and "data prepare" not in again
+    assert "modules of" not in again and "data prepare" not in again
     assert again[again.index("  training loss") :] == first[first.index("  training loss") :]
 
 

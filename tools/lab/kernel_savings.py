@@ -1,0 +1,46 @@
+"""What kernels that are not built would save, at most, of a layer's launches and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from lab.launches import Launch
+from megascale.catalog.recipes import RECIPES
+from megascale.config.run import RunConfig
+
+
+class Saving(NamedTuple):
+    """Launches and bytes less for a layer and micro-batch."""
+
+    what: str
+    launches: int
+    nbytes: int
+
+
+def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
+    """Yield what each kernel that is not built would save of the launches of a layer and micro-batch."""
+    calls, read, written = Counter[str](), Counter[str](), Counter[str]()
+    for launch in launches:
+        calls[launch.name] += 1
+        read[launch.name] += launch.read
+        written[launch.name] += launch.written
+    norm, activation = config.model.norm, config.model.activation
+    added = f"add, {norm}"
+    apart, together = (norm, "add", f"{norm} backward"), (added, f"{added} backward")
+    nbytes = sum(read[name] + written[name] for name in apart) - sum(read[name] + written[name] for name in together)
+    yield Saving("the block's last addition in the next norm", 2, nbytes)
+    if not config.train.quantizes:
+        return
+    facts = RECIPES[config.fp8.recipe].facts
+    # operands of GEMMs in 16 bits: results of the norms and of the activation, and the gradient of its input
+    operands = written[norm] + written[added] // 2 + written[activation] + written[f"{activation} backward"]
+    if facts["granularity"] != "tensor":
+        yield Saving("norms and activations write FP8 beside 16 bits", 4, operands)
+    elif facts["scaling"] == "current":
+        yield Saving("norms and activations write their amax", 4, operands)
+    else:
+        yield Saving("norms and activations write FP8 instead of 16 bits", 4, 2 * operands)
+    if facts["granularity"] == "row":
+        yield Saving("the cast by rows also finds the maxima of columns", calls["_fp8_amax"], read["_fp8_amax"])
