@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     added = dict(word.split("=", 1) for word in options.words if is_ours(word.partition("=")[0]))
     words = [word for word in options.words if word.partition("=")[0] not in added]
     if options.source.startswith(CHECKPOINT):
-        from megascale.convert.megatron_lm.arguments import stored_arguments  # imports torch
+        from megascale.convert.megatron_lm.namespace import stored_arguments  # imports torch
 
         arguments = stored_arguments(Path(options.source.removeprefix(CHECKPOINT)))
     else:

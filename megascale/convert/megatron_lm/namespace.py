@@ -1,4 +1,4 @@
-"""The arguments of a run in a checkpoint of Megatron-LM: all of them, those that nobody gave with their defaults."""
+"""The namespace of arguments in a checkpoint of Megatron-LM: those that nobody gave have their defaults."""
 
 from __future__ import annotations
 
