@@ -43,6 +43,7 @@ from megascale.config.foreign.setting import (
 )
 
 _ALWAYS = "nothing to write: always so"
+_ACTIVATIONS = {"swiglu", "squared_relu", "quick_geglu", "openai_gelu"}  # others than GELU, exact if it adds no bias
 _LATENT = "multi_latent_attention"
 _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 _LOAD = "auto, the default, is the run's newest; theirs: `megascale ckpt convert megatron:FOLDER DIR`"
@@ -95,7 +96,9 @@ MODEL = (
     switch("--add-qkv-bias", "model.qkv_bias", True),
     computed("--qk-layernorm", "model.qk_norm", lambda _, context: Needless("latent vectors have norms")
              if "multi_latent_attention" in context else "head", "latent vectors always have norms", takes=0),
-    switch("--disable-bias-linear", "model.bias", False, "without it, a router has a bias too: model.router_bias"),
+    computed("--disable-bias-linear", "model.bias", lambda _, context: Several({
+             "model.bias": False, "model.activation": "gelu"}) if "num_layers" in context and not
+             _ACTIVATIONS & set(context) else False, "without it, a router has a bias too: model.router_bias", takes=0),
     switch("add_bias_linear", "model.bias", True),
     switch("--untie-embeddings-and-output-weights", "model.tie_embeddings", False),
     switch("share_embeddings_and_output_weights", "model.tie_embeddings", True),
@@ -224,8 +227,8 @@ TRAIN = (
           {"auto": "auto", "flash": "flash", "fused": "te", "unfused": "torch", "local": "torch"}),
     switch("--use-flash-attn", "backends.attention", "flash"),
     switch("--no-rope-fusion", "backends.rope", "torch"),
-    computed("--no-bias-gelu-fusion", "model.activation", lambda _, context: Needless("of another activation") if {
-             "swiglu", "squared_relu", "quick_geglu", "openai_gelu"} & set(context) else "gelu", takes=0),
+    computed("--no-bias-gelu-fusion", "model.activation", lambda _, context: Needless("of another activation")
+             if _ACTIVATIONS & set(context) else "gelu", takes=0),
     switch("--no-bias-swiglu-fusion", "backends.activation", "torch"),
     switch("--no-gradient-accumulation-fusion", "backends.wgrad", "torch"),
     needless("--no-masked-softmax-fusion, --no-bias-dropout-fusion, --no-persist-layer-norm",

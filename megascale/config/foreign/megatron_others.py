@@ -52,7 +52,7 @@ OTHERS = (
     absent("--model-provider, --export-model-type", "not supported: a model of another kind"),
     absent("--perform-rl-step, --qk-clip, --freeze-all-layers, --decrease-batch-size-if-needed", "not supported", 0),
     absent("--embedding-init-method-std, --no-weight-decay-cond-type, --phase-transition-iterations, "
-           "--te-precision-config-file, --logits-load-dir", "not supported"),
+           "--te-precision-config-file, --logits-load-dir, --export-kd-teacher-load", "not supported"),
     absent("--is-hybrid-model, --bert-no-binary-head", "not supported: a model of another kind", 0),
 )  # fmt: skip
 

@@ -43,7 +43,7 @@ UNSUPPORTED = (
     "linear_attention_freq", "attention_output_gate", "moe_apply_probs_on_input", "moe_latent_size",
     "hybrid_override_pattern", "activation_func_clamp_value", "glu_linear_offset", "use_legacy_models", "use_mup",
     "hybrid_layer_pattern", "experimental_attention_variant", "enable_mhc_connections", "moe_mlp_glu_interleave_size",
-    "moe_shared_expert_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size", "decoder_num_layers", "decoder_seq_length", "dataloader_seq_length",
 )  # fmt: skip
 """Arguments with an effect on the model that this conversion does not express."""
 

@@ -26,8 +26,8 @@ IDLE_ZERO = ("", "optimizer.warmup_steps")  # keys of settings whose 0 is as no 
 
 BESIDE = {
     "padded_vocab_size": "num_layers", "num_layers_per_virtual_pipeline_stage": "num_layers",
-    "use_checkpoint_args": "num_layers", "train_iters": "train_samples", "lr_decay_iters": "train_samples",
-    "global_batch_size": "step_batch_size_schedule",
+    "use_checkpoint_args": "num_layers", "use_flash_attn": "attention_backend", "train_iters": "train_samples",
+    "lr_decay_iters": "train_samples", "global_batch_size": "step_batch_size_schedule",
 }  # fmt: skip
 """Arguments that follow from others, or say nothing, beside another one that has a value."""
 
@@ -43,6 +43,7 @@ def stored_arguments(folder: Path) -> Arguments:
     if not isinstance(stored, Mapping) or "args" not in stored:
         raise CheckpointError(f"{file} has no args", hint="a checkpoint that Megatron-LM has written in training")
     args = {FLAGS.get(name, name): value for name, value in vars(stored["args"]).items()}
+    args["no_gradient_accumulation_fusion"] = args.get("gradient_accumulation_fusion") is False
     if isinstance(backend := args.get("attention_backend"), Record):
         args["attention_backend"] = dict(enumerate(BACKENDS, 1)).get(*backend.args)
     model = read_keys(FAMILY, args, f"{file}: args", "a model without this argument")

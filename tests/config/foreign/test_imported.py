@@ -91,7 +91,8 @@ def test_defaults_are_those_of_megatron_core() -> None:
       "moe.dispatcher": "all_gather"}),
     ("--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall "
      "--disable-bias-linear",
-     {"model.bias": False, "model.experts": 4, "moe.balance": "none", "moe.dispatcher": "all_to_all"}),
+     {"model.bias": False, "model.activation": "gelu", "model.experts": 4, "moe.balance": "none",
+      "moe.dispatcher": "all_to_all"}),
     ("--bf16 --fp8-format hybrid --fp8-amax-history-len 1024",
      {"train.precision": "fp8", "fp8.first_layers_bf16": 0, "fp8.last_layers_bf16": 0, "fp8.history": 1,
       "fp8.recipe": "delayed"}),

@@ -18,7 +18,8 @@ from megascale.config.loading import load_config
 
 DEFAULTS: dict[str, Any] = {
     "add_bias_linear": True, "add_position_embedding": True, "add_qkv_bias": False, "apply_rope_fusion": True,
-    "bias_gelu_fusion": True, "bias_swiglu_fusion": True, "group_query_attention": False, "num_query_groups": 1,
+    "bias_gelu_fusion": True, "bias_swiglu_fusion": True, "gradient_accumulation_fusion": True,
+    "group_query_attention": False, "num_query_groups": 1,
     "layernorm_epsilon": 1e-5, "layernorm_zero_centered_gamma": False, "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0, "swiglu": False,
     "squared_relu": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None, "softmax_type": "vanilla",
@@ -81,6 +82,13 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"kv_channels": 16, "add_bias_linear": False, "bias_gelu_fusion": False, "padded_vocab_size": 512,
          "train_iters": 200, "lr_decay_samples": 3200, "fp8": "hybrid", "layernorm_zero_centered_gamma": True},
     ),
+    "gpt without biases": (
+        {"vocab_size": 512, "mock_data": True, "global_batch_size": 32, "train_iters": 100, "disable_bias_linear": True,
+         "no_gradient_accumulation_fusion": True},
+        {"ffn_hidden_size": 256, "kv_channels": 16, "padded_vocab_size": 512, "add_bias_linear": False,
+         "bias_gelu_fusion": False, "gradient_accumulation_fusion": False, "lr_decay_iters": 100,
+         "use_flash_attn": True},
+    ),
     "mixture with a schedule of batches": (
         {**LLAMA, "step_batch_size_schedule": "0:16 2048:32 4096:48", "train_iters": 100, "num_experts": 4,
          "moe_ffn_hidden_size": 96, "moe_aux_loss_coeff": 0.01, "moe_token_dispatcher_type": "alltoall",
@@ -91,7 +99,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 """Flags of a script, and what Megatron-LM makes of them."""
 
-FLAGS_ALONE = {"disable_bias_linear", "fp8_format", "apply_layernorm_1p"}  # stored under other names
+FLAGS_ALONE = {"disable_bias_linear", "no_gradient_accumulation_fusion", "fp8_format", "apply_layernorm_1p"}
+"""Flags that are stored under other names."""
 
 
 class AttnBackend(enum.Enum):
@@ -157,6 +166,7 @@ def test_of_dropped_arguments_those_that_are_on_are_listed(capsys: pytest.Captur
 @pytest.mark.parametrize(("name", "value", "problem"), [
     ("squared_relu", True, "squared_relu is True, not None or False or 0"),
     ("use_mup", True, "use_mup is True"),
+    ("decoder_num_layers", 4, "decoder_num_layers is 4"),
     ("attention_dropout", 0.2, "not supported: two probabilities"),
     ("end_weight_decay", 0.2, "not supported: optimizer.weight_decay is constant"),
     ("perform_rl_step", True, "not supported"),
