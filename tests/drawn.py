@@ -153,12 +153,12 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
 @st.composite
 def mixtures(draw: Draw, tp: int, layers: int, widths: list[int]) -> dict[str, Any]:
     """Draw the keys of [model] for experts of one of `widths`."""
-    shared = draw(st.sampled_from([0, 128 * tp]))
+    shared, chosen = draw(st.sampled_from([0, 128 * tp])), draw(st.integers(1, 3))
     return {
-        "experts": draw(st.sampled_from([4, 8])), "experts_per_token": draw(st.integers(1, 3)), "bias": draw(booleans),
+        "experts": draw(st.sampled_from([4, 8])), "experts_per_token": chosen, "bias": draw(booleans),
         "block": draw(st.sampled_from(["serial", "sandwich", "post_norm"])), "shared_ffn_size": shared,
         "shared_gate": shared > 0 and draw(booleans), "dense_layers": draw(st.integers(0, min(1, layers - 1))),
-        "expert_ffn_size": draw(st.sampled_from(widths)), "router_normalize": draw(booleans),
+        "expert_ffn_size": draw(st.sampled_from(widths)), "router_normalize": chosen > 1 and draw(booleans),
         "router_bias": draw(booleans),
         "router_score": draw(st.sampled_from(ROUTER_SCORES.names())),
     }  # fmt: skip

@@ -8,7 +8,7 @@ p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 
 
 Facts: `multi_chunk`: v > 1 is possible. `unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few
 micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates all. `placement`:
-where the virtual stages are, a name of `layout.stages.PLACEMENTS`.
+where the virtual stages are, a name of `layout.stages.PLACEMENTS`. `split`: backwards are I and W, in two.
 """
 
 from megascale.core.registry import Card, Registry

@@ -323,7 +323,7 @@ def _explained(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
         try:
             return run(options)
         except OSError as error:
-            if isinstance(error, MegascaleError):
+            if isinstance(error, MegascaleError | BrokenPipeError):
                 raise
             hint = "check its name, its permissions and the network"
             raise CheckpointError(f"{error.filename}: {error.strerror}", hint=hint) from None

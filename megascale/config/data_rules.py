@@ -60,6 +60,13 @@ def end_of_document(model: ModelConfig, data: DataConfig) -> Iterator[Finding]:
         yield Finding("data.eod", message, "the id of the end-of-document token")
 
 
+def padded_experts(model: ModelConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that all stages are told which tokens are padding, which no router may count."""
+    if model.experts and data.packing == "best_fit" and data.attention_mask != "document":
+        message = "best_fit fills samples with padding, and experts know it by the documents of a sample alone"
+        yield Finding("data.packing", message, "data.attention_mask = document, or packing = concat")
+
+
 def decomposed_documents(model: ModelConfig, batch: BatchConfig, data: DataConfig) -> Iterator[Finding]:
     """Check that the lengths of pieces are powers of two, and that pieces do not attend to each other."""
     if data.packing != "decompose":

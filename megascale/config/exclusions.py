@@ -142,6 +142,11 @@ EXPERTS = _unsupported(
     ("train.mlp_tiles", only(1), "experts have no tiles", "1"),
 )  # fmt: skip
 
+ONE_EXPERT = Exclusions("model.experts_per_token", only(1), (
+    ("model.router_normalize", only(False), "makes the weight of a token's only expert 1, and no gradient reaches "
+     "the router", "false, or experts_per_token above 1"),
+))  # fmt: skip
+
 NO_LATENT = _off(
     "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim", "value_head_dim", "latent_norm_eps",
     hint="model.kv_lora_rank above 0, or remove the key",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.catalog.layers import NORMS
+from megascale.config.exclusions import ONE_EXPERT
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
+from megascale.config.train import CheckpointConfig
 
 
 def attention_heads(model: ModelConfig) -> Iterator[Finding]:
@@ -122,3 +124,9 @@ def experts(model: ModelConfig) -> Iterator[Finding]:
         yield Finding(
             "model.shared_gate", "has no effect without a shared expert", "shared_ffn_size, or remove the key"
         )
+
+
+def new_router(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[Finding]:
+    """Check that a router learns from the loss, where no given weights fix the model."""
+    if checkpoint.resume in ("auto", "never"):
+        yield from ONE_EXPERT(model=model)

@@ -57,7 +57,8 @@ class ParallelConfig(Section):
     )
     zero: Annotated[int, Field(ge=0, le=2)] = Field(
         1,
-        description="ZeRO stage, sharding over dp x cp: 0 none, 1 optimizer state, 2 optimizer state and gradients",
+        description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "
+        "2 optimizer state and gradients",
     )
 
     @property

@@ -180,12 +180,14 @@ def expert_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fi
         message = f"the {parallel.tp} ranks of tp would route the same tokens to experts"
         yield Finding("parallel.sp", message, "sp = true, or tp = 1")
     ranks = parallel.tp * parallel.cp * (parallel.dp if isinstance(parallel.dp, int) else ep)
+    common = math.gcd(experts, ranks) if isinstance(parallel.dp, int) else experts
     if experts % ep:
         message = f"{experts} experts cannot be split over ep = {ep}"
-        yield Finding("parallel.ep", message, f"one of {join_values(divisors(experts))}")
     elif ranks % ep:
         message = f"ep = {ep} does not divide the {ranks} ranks of a pipeline stage (tp x cp x dp)"
-        yield Finding("parallel.ep", message, f"one of {join_values(divisors(ranks))}")
+    else:
+        return
+    yield Finding("parallel.ep", message, f"one of {join_values(divisors(common))}")
 
 
 def balance_group(parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megascale.config.data import Blend, DataConfig
 from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
-from megascale.config.exclusions import REMOVE, SWITCHED_OFF
+from megascale.config.exclusions import ONE_EXPERT, REMOVE, SWITCHED_OFF
 from megascale.config.finding import Finding
 from megascale.config.rules import run_rules
 from megascale.config.run import RunConfig
@@ -21,7 +21,7 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
     driver restarts the run after a fault.
     """
-    switched_off = (*run_rules(SWITCHED_OFF, dict(config)), *_waiting(config))
+    switched_off = (*run_rules((*SWITCHED_OFF, ONE_EXPERT), dict(config)), *_waiting(config))
     for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *switched_off):
         yield str(finding)
 

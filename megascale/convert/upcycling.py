@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.config.exclusions import EXPERTS
+from megascale.config.exclusions import EXPERTS, ONE_EXPERT
 from megascale.config.model import ModelConfig
 from megascale.config.model_rules import experts as experts_rule
 from megascale.config.parallel import ParallelConfig
@@ -44,7 +44,7 @@ def upcycled_model(dense: ModelConfig, to: Upcycling, where: str) -> ModelConfig
         "parallel": ParallelConfig.model_construct(),
         "train": TrainConfig.model_construct(steps=1),
     }
-    if finding := next(run_rules((EXPERTS, experts_rule), sections), None):
+    if finding := next(run_rules((EXPERTS, experts_rule, ONE_EXPERT), sections), None):
         raise CheckpointError(f"{where}: {finding.key}: {finding.message}", hint=finding.hint)
     return model
 

@@ -41,6 +41,12 @@ class Boundaries:
         return tuple(tuple(end - start for start, end in pairwise((*row, self.length))) for row in self.starts)
 
     @property
+    def filled(self) -> tuple[int, ...]:
+        """The tokens of each row, without padding."""
+        padded = self.padded or (False,) * len(self.starts)
+        return tuple(row[-1] if cut else self.length for row, cut in zip(self.starts, padded, strict=True))
+
+    @property
     def real_lengths(self) -> list[int]:
         """The tokens of each document of all rows, without padding."""
         padded = self.padded or (False,) * len(self.lengths)

@@ -32,8 +32,8 @@ def sigmoid(logits: Tensor) -> Tensor:
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:
-    """Return the square root of each logit's softplus."""
-    return F.softplus(logits).sqrt()
+    """Return the square root of each logit's softplus, a constant below -80: one that underflows has no gradient."""
+    return F.softplus(logits.clamp(min=-80)).sqrt()
 
 
 @dataclass(frozen=True)

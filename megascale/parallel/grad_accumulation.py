@@ -4,10 +4,17 @@
 GEMM accumulates into the view directly where the device can (`ops.wgrad`). The first contribution of a step overwrites
 the gradient of the step before, which makes zeroing unnecessary. A parameter without `main_grad` gets its gradient from
 autograd: the functions here return the gradient for such a parameter, and None otherwise.
+
+A backward may be split into the gradient of the input, I, and those of the weights, W (Qi et al. 2023). In I a
+parameter's `accumulation` has a queue of `WeightGradients`, to which the functions here add themselves with their
+operands; W calls them.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,17 +28,46 @@ if TYPE_CHECKING:
     from megascale.ops.quantized import Quantized
 
 
+class WeightGradients:
+    """The work that an I has left for its W, in the order of the backward."""
+
+    def __init__(self) -> None:
+        self._starts: deque[Callable[[], Callable[[], object]]] = deque()
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Leave work without communication."""
+        self._starts.append(lambda: work)
+
+    def add_started(self, start: Callable[[], Callable[[], object]]) -> None:
+        """Leave work whose communication `start` starts; it returns the rest."""
+        self._starts.append(start)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do the work, outside of autograd. Communication overlaps the work before."""
+        started: Callable[[], object] | None = None
+        while self._starts:  # each entry holds its operands: it is dropped as it starts
+            following = self._starts.popleft()()
+            if started is not None:
+                started()
+            started = following
+        if started is not None:
+            started()
+
+
 class Accumulation:
     """Accumulation state of a parameter, its attribute `accumulation`.
 
     `begun`: `main_grad` holds contributions of this step; if False, the next contribution overwrites `main_grad`.
+    `left`: in an I the work for its W.
     """
 
-    __slots__ = ("begun", "wgrad")
+    __slots__ = ("begun", "left", "wgrad")
 
     def __init__(self, wgrad: Wgrad, begun: bool = False) -> None:
         self.wgrad = wgrad
         self.begun = begun
+        self.left: WeightGradients | None = None
 
     def mark_begun(self) -> bool:
         """Return `begun` and set it: True if the next contribution is added, False if it overwrites."""
@@ -43,8 +79,23 @@ ALWAYS_ADDED = Accumulation(torch_wgrad, begun=True)
 """State of a parameter that has `main_grad` and no `accumulation`: contributions are always added."""
 
 
+def left_for_w(parameter: Tensor) -> WeightGradients | None:
+    """Return the queue for the work on a parameter's gradient in an I; None if it is done at once."""
+    accumulation: Accumulation = getattr(parameter, "accumulation", ALWAYS_ADDED)
+    return accumulation.left
+
+
+def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) -> bool:
+    """Leave work(parameter, *operands) for W in an I. Returns False if it is to be done at once."""
+    if (left := left_for_w(parameter)) is not None:
+        left.add(partial(work, parameter, *operands))
+    return left is not None
+
+
 def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add grad^T x to the gradient of `weight` [n, k], for grad [t, n] and x [t, k]."""
+    if leaves(accumulate_wgrad, weight, grad, x):
+        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
         return grad.t() @ x
@@ -55,6 +106,8 @@ def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad: ScaledWgrad) -> Tensor | None:
     """Add grad x^T to the gradient of `weight` [n, k], for quantized grad [n, t] and x [k, t]."""
+    if leaves(accumulate_scaled_wgrad, weight, grad, x, wgrad):
+        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     total = torch.empty_like(weight, dtype=torch.float32) if main is None else main
     wgrad(total, grad, x, main is not None and _mark_begun(weight))
@@ -63,6 +116,8 @@ def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad
 
 def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
     """Add a gradient of any dtype to the gradient of `weight`; a returned gradient has the weight's dtype."""
+    if leaves(accumulate_grad, weight, gradient):
+        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
         return gradient.to(weight.dtype)
@@ -75,6 +130,8 @@ def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
 
 def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
     """Add the sum over rows of grad [t, n] to the gradient of `bias` [n]."""
+    if leaves(accumulate_bias_grad, bias, grad):
+        return None
     main: Tensor | None = getattr(bias, "main_grad", None)
     if main is None:
         return grad.sum(0)
@@ -87,6 +144,8 @@ def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
 
 def accumulate_embedding_grad(table: Tensor, index: Tensor, grad: Tensor) -> Tensor | None:
     """Add row i of grad [t, h] to row index[i] of the gradient of `table`."""
+    if leaves(accumulate_embedding_grad, table, index, grad):
+        return None
     main: Tensor | None = getattr(table, "main_grad", None)
     into = torch.zeros_like(table) if main is None else main
     if main is not None and not _mark_begun(table):

@@ -7,7 +7,8 @@ Calls in a step: caller, call, when. A "last" backward is the last of a chunk be
 
     train_step  begin_step             before the first action
     executor    wait_params            before a chunk's first forward
-    executor    backward               around every backward
+    executor    backward               around every backward, B or W
+    executor    input_gradient         around every I
     executor    start_chunk_reduction  after a last backward
     train_step  finish_reductions      after the last action
     train_step  start_param_gather     after the update of a bucket
@@ -38,7 +39,7 @@ from megascale.layout.chunks import module_of
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec
 from megascale.ops.wgrad import Wgrad, torch_wgrad
 from megascale.parallel.bucket_storage import build_storage
-from megascale.parallel.grad_accumulation import Accumulation, accumulate_grad
+from megascale.parallel.grad_accumulation import Accumulation, WeightGradients, accumulate_grad
 
 
 class Bucket:
@@ -180,6 +181,7 @@ class ParamAndGradBuffers:
         self._sequence = sequence
         self._overlap = overlap
         self._last_backward = False  # the current backward is its chunk's last before a reduction
+        self._left: WeightGradients | None = None  # in an I: the work for its W
         self._in_reduction: deque[Bucket] = deque()  # buckets with a reduction in flight, the oldest first
         self.chunks = [
             [
@@ -245,9 +247,23 @@ class ParamAndGradBuffers:
         for bucket in self.chunks[chunk]:
             bucket.read_full_grad()
 
+    @contextmanager
+    def input_gradient(self, chunk: int) -> Iterator[WeightGradients]:
+        """Leave the work on the gradients of a chunk's weights, of a backward inside, for its W, which calls `run`."""
+        self._left = WeightGradients()
+        accumulations = [getattr(parameter, "accumulation") for parameter in self.parameters(chunk).values()]  # noqa: B009
+        for accumulation in accumulations:
+            accumulation.left = self._left
+        yield self._left
+        self._left = None
+        for accumulation in accumulations:
+            accumulation.left = None
+
     def leave_modules(self, buckets: Sequence[Bucket]) -> None:
         """Launch the reduction of buckets whose modules the current backward has left, if it is a last backward."""
-        if self._last_backward and self._overlap.in_backward:
+        if self._left is not None:
+            self._left.add(lambda: self.leave_modules(buckets))
+        elif self._last_backward and self._overlap.in_backward:
             self._start_reductions(buckets)
 
     def start_chunk_reduction(self, chunk: int) -> None:

@@ -4,8 +4,10 @@
                     forward; save the autograd edges of its output and of the terms of the loss that it adds
     R               run a forward again, from its saved input; the first one has saved nothing else
     B               wait for the output gradient and, only without sp, all-gather its shards; run the chunk's backward
-    SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B to the previous stage
-    RECV_F, RECV_B  post a receive; the F or B that consumes the message waits for it
+    I, W            the same in two: the gradient of the input, and then those of the weights, whose operands wait in a
+                    queue (`parallel.grad_accumulation`)
+    SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B or I to the previous stage
+    RECV_F, RECV_B  post a receive; the F, B or I that consumes the message waits for it
     WAIT_PARAMS     wait for the all-gather of the chunk's first bucket group, started by `train_step` after its update
     REDUCE          start the reduction of that group's gradients over the data-parallel group
 
@@ -15,7 +17,7 @@ functions in F and B wait for the all-gathers and start the reductions (bucket b
 
 Sends do not block, unless they are not to `overlap` with compute: the executor releases completed sends after every
 action, and the caller waits for the rest with `finish_sends` after the last step. An exception leaves messages in
-flight: the executor cannot run again. Split backwards (I, W) are refused: weights' gradients are made in B.
+flight: the executor cannot run again.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from megascale.comm.group import TrackedWork
 from megascale.comm.mesh import Mesh
 from megascale.layout.stages import Placement
 from megascale.parallel.activation_messages import P2PActivationSpec
+from megascale.parallel.grad_accumulation import WeightGradients
 from megascale.parallel.microbatch import MicroBatch, StageOutput
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.recompute import run_backward
 from megascale.record.label import Label
 from megascale.schedule.dependencies import Neighbours, neighbours
-from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, ScheduleError
+from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule
 
 if TYPE_CHECKING:
     from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
@@ -129,15 +132,11 @@ class PipelineExecutor:
         return torch.full((), value, dtype=self.loss_dtype, device=self.p2p_spec.device)
 
     def run_actions(self, actions: RankSchedule, batch: Batch) -> Tensor:
-        """Run the actions of one training step, or of one evaluation: forward-only if no action is a B.
+        """Run the actions of one training step, or of one evaluation: forward-only if no action is a backward.
 
         Returns the sum of the reported terms of the loss in this rank's micro-batches, a scalar; zero without any.
-        Raises: ScheduleError for split backwards
         """
-        kinds = {action.kind for action in actions}
-        if split := kinds & {Kind.I, Kind.W}:
-            raise ScheduleError(f"the schedule has {' and '.join(sorted(split))}: the executor runs backwards whole, B")
-        training = Kind.B in kinds
+        training = any(action.kind in (Kind.B, Kind.I) for action in actions)
         with torch.set_grad_enabled(training):
             return _Execution(self, batch, training).run_actions(actions)
 
@@ -149,7 +148,7 @@ class _Execution:
         self._p = pipeline
         self._batch = batch
         self._training = training
-        # By F or B: the receive posted for the action, and its buffer.
+        # By F or B, B for an I too: the receive posted for the action, and its buffer.
         self._receiving: dict[Action, tuple[TrackedWork, Tensor]] = {}
         # By F or B: the action's result, until its SEND.
         self._to_send: dict[Action, Tensor] = {}
@@ -157,6 +156,8 @@ class _Execution:
         self._saved: dict[tuple[int, int], _Saved] = {}
         # By (chunk, micro-batch), from F to R: the chunk's input.
         self._dropped: dict[tuple[int, int], Tensor | None] = {}
+        # By (chunk, micro-batch), from I to W.
+        self._left: dict[tuple[int, int], WeightGradients] = {}
         self._loss = pipeline.loss_scalar(0.0)
 
     def run_actions(self, actions: RankSchedule) -> Tensor:
@@ -173,9 +174,9 @@ class _Execution:
                 case Kind.R:
                     with recorder.action(action.kind.value, *key):
                         self._run_stage(action, self._dropped.pop(key))
-                case Kind.B:
+                case Kind.B | Kind.I | Kind.W:
                     with recorder.action(action.kind.value, *key):
-                        self._backward(action, is_last=key in last_backwards)
+                        self._run_backward(action, is_last=key in last_backwards)
                 case Kind.SEND_F | Kind.SEND_B:
                     with recorder.scope(*key):
                         self._send(action)
@@ -232,15 +233,27 @@ class _Execution:
     def _neighbours(self, action: Action) -> Neighbours:
         return neighbours(action, self._p.channels.rank, self._p.placement)
 
-    def _backward(self, action: Action, *, is_last: bool) -> None:
-        """Run a backward. `is_last`: the chunk's last before a reduction of its gradients."""
+    def _run_backward(self, action: Action, *, is_last: bool) -> None:
+        """Run a backward, or a part of it. `is_last`: the chunk's last gradients before a reduction."""
+        key, buffers = action[1:], self._p.buffers
+        if action.kind is Kind.I:
+            with buffers.input_gradient(action.chunk) as self._left[key]:
+                self._backward(action._replace(kind=Kind.B))
+            return
+        with buffers.backward(action.chunk, last=is_last):
+            if action.kind is Kind.W:
+                self._left.pop(key).run()
+            else:
+                self._backward(action)
+
+    def _backward(self, action: Action) -> None:
+        """Run the backward of the output and the losses of a forward, and free what it has saved."""
         saved = self._saved.pop((action.chunk, action.microbatch))
         if self._p.offload is not None and saved.offloaded is not None:  # loaded while the gradient arrives
             self._p.offload.fetch(saved.offloaded)
         grad = self._wait_received(action)
         grads = [*([] if grad is None else [grad]), *map(self._p.loss_scalar, saved.constants)]
-        with self._p.buffers.backward(action.chunk, last=is_last):
-            run_backward(saved.edges, grads)
+        run_backward(saved.edges, grads)
         if not any(microbatch == action.microbatch for _, microbatch in self._saved):
             self._batch.micro_batch(action.microbatch).release()
         if saved.received is not None:

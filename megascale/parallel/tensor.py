@@ -15,9 +15,10 @@ Weights are [n, k] as in torch, Y = X W^T + b; wgrad sums over all s * b tokens.
 
 Activations are [s, b, h], which keeps sequence shards contiguous. With sp a column-parallel layer saves its shard of X
 and all-gathers the shard a second time for wgrad. A layer can also recompute its input from a saved tensor
-(`parallel.recompute`). Overlap: the forward collectives and the all-gather of dY are split into pieces that overlap the
-GEMMs of other pieces (`parallel.tp_overlap`); in a column-parallel backward the all-gather of X overlaps dgrad, and the
-reduction of dX overlaps wgrad.
+(`parallel.recompute`). In a split backward (`parallel.grad_accumulation`) wgrad waits for W, which all-gathers what it
+needs of X and dY in the order of the layers. Overlap: the forward collectives and the all-gather of dY are split into
+pieces that overlap the GEMMs of other pieces (`parallel.tp_overlap`); in a column-parallel backward the all-gather of X
+overlaps dgrad, and the reduction of dX overlaps wgrad.
 
 `column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_linears` and `row_parallel_linears`
 apply layers that share their collectives; `shared_by_heads` has no layer. `LinearParams`: a layer's weight, bias and
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.quantized import Quantized
-from megascale.parallel.grad_accumulation import accumulate_bias_grad
+from megascale.parallel.grad_accumulation import accumulate_bias_grad, left_for_w
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel, all_gather_matmul, matmul_reduce_scatter
@@ -126,30 +127,45 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (restore_input,), tensors = _saved_sources(ctx)
-        x = restore_input()  # before the all-gather of x: a recomputation of x does not overlap a collective
         tp: TensorParallel = ctx.tp
+        label, gemms = ctx.label, ctx.gemms
         weights, biases = _weights_and_biases(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
         # Quantized before the all-gather starts: quantization may all-reduce an amax, which would queue behind the
         # all-gather on the same communicator.
-        grad_operands = [g.grad_operand(grad) for g, grad in zip(ctx.gemms, grads, strict=True)]
-        # Without sp, full_x is x.
-        full_x, gathering = tp.gather_operand(x, ctx.label.for_backward("wgrad input"), wait=not tp.overlap)
+        grad_operands = [g.grad_operand(grad) for g, grad in zip(gemms, grads, strict=True)]
+
+        def start_wgrad() -> Callable[[], list[Tensor | None]]:
+            x = restore_input()  # before the all-gather of x: a recomputation of x does not overlap a collective
+            # Without sp, full_x is x.
+            full_x, gathering = tp.gather_operand(x, label.for_backward("wgrad input"), wait=not tp.overlap)
+
+            def finish() -> list[Tensor | None]:
+                gathering.wait()
+                x_operand = gemms[0].operand_for_wgrad("input", full_x)
+                param_grads: list[Tensor | None] = []
+                for g, operand, grad, weight, bias in zip(gemms, grad_operands, grads, weights, biases, strict=True):
+                    source = g.wgrad_source(grad, operand)
+                    param_grads.append(g.accumulate_wgrad(weight, g.operand_for_wgrad("gradient", source), x_operand))
+                    param_grads.append(accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None)
+                return param_grads
+
+            return finish
+
+        left = left_for_w(weights[0])
+        finish_wgrad = start_wgrad() if left is None else None
         # dgrad, while x is all-gathered
-        dgrad_weights = [g.weight_for_dgrad(weight) for g, weight in zip(ctx.gemms, weights, strict=True)]
-        grad_x = ctx.gemms[0].gemm(grad_operands[0], dgrad_weights[0], None, grads[0].dtype)
-        for g, grad_operand, weight in zip(ctx.gemms[1:], grad_operands[1:], dgrad_weights[1:], strict=True):
+        dgrad_weights = [g.weight_for_dgrad(weight) for g, weight in zip(gemms, weights, strict=True)]
+        grad_x = gemms[0].gemm(grad_operands[0], dgrad_weights[0], None, grads[0].dtype)
+        for g, grad_operand, weight in zip(gemms[1:], grad_operands[1:], dgrad_weights[1:], strict=True):
             g.gemm_out(grad_x, grad_operand, weight, add=True)
         # All-reduce, or reduce-scatter with sp.
-        grad_x, reducing = tp.reduce(grad_x, ctx.label.for_backward("gradient"), wait=not tp.overlap)
-        gathering.wait()
-        # wgrad, while grad_x is reduced
-        x_operand = ctx.gemms[0].operand_for_wgrad("input", full_x)
-        param_grads: list[Tensor | None] = []
-        for g, operand, grad, weight, bias in zip(ctx.gemms, grad_operands, grads, weights, biases, strict=True):
-            source = g.wgrad_source(grad, operand)
-            param_grads.append(g.accumulate_wgrad(weight, g.operand_for_wgrad("gradient", source), x_operand))
-            param_grads.append(accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None)
+        grad_x, reducing = tp.reduce(grad_x, label.for_backward("gradient"), wait=not tp.overlap)
+        param_grads: list[Tensor | None] = [None] * len(tensors)
+        if finish_wgrad is not None:  # while grad_x is reduced
+            param_grads = finish_wgrad()
+        elif left is not None:
+            left.add_started(start_wgrad)
         reducing.wait()
         return None, None, None, None, grad_x, *param_grads
 
@@ -205,18 +221,22 @@ class _RowParallel(torch.autograd.Function):
         ]
         # Called by `all_gather_matmul` for rows of dY that are complete: this rank's rows first, or all rows at once.
         on_rows = accumulate_wgrads if first.wgrad_in_pieces else None
-        grad_shard = first.before_all_gather(grad)
-        full_grad, input_grads = all_gather_matmul(
-            grad_shard,
-            dgrad_weights,
-            tp,
-            ctx.label.for_backward("gradient"),
-            grad.dtype,
-            on_rows=on_rows,
-            after_all_gather=first.after_all_gather,
+        grad_shard, label, dtype = first.before_all_gather(grad), ctx.label.for_backward("gradient"), grad.dtype
+        gather_matmul = partial(
+            all_gather_matmul, grad_shard, tp=tp, dtype=dtype, after_all_gather=first.after_all_gather
         )
-        if on_rows is None:
-            accumulate_wgrads(full_grad, slice(0, full_grad.shape[0]))
+
+        def dgrad_and_wgrad(weights: Sequence[WeightOperand], label: Label) -> list[Tensor]:
+            full_grad, input_grads = gather_matmul(weights, label=label, on_rows=on_rows)
+            if on_rows is None:
+                accumulate_wgrads(full_grad, slice(0, full_grad.shape[0]))
+            return input_grads
+
+        if (left := left_for_w(weights[0])) is None:
+            input_grads = dgrad_and_wgrad(dgrad_weights, label)
+        else:
+            _, input_grads = gather_matmul(dgrad_weights, label=label)
+            left.add(partial(dgrad_and_wgrad, [], ctx.label.for_backward("wgrad gradient")))
         param_grads: list[Tensor | None] = []
         # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
         for weight_grad, bias in zip(weight_grads, biases, strict=True):

@@ -138,19 +138,21 @@ def all_gather_matmul(
     """All-gather `shard` into X with sequence parallelism (X is `shard` without), and compute X W^T + b per weight.
 
     shard is [s / tp, b, k], or [s, b, k] without sequence parallelism. Returns X and the outputs [s, b, n] in `dtype`.
+    Without weights X is gathered alike.
     `on_rows(X, rows)` is called when rows of X are complete: once for all rows, or first for this rank's own rows,
     during communication, and then for the remaining rows. `after_all_gather` turns gathered rows into a GEMM operand.
     """
     on_rows = on_rows or (lambda full, rows: None)
     pieces = tp.num_pieces(shard.shape, shard.nbytes) if tp.activations_sharded else 0
     operands = [weight.operand for weight in weights]
-    if (fused := tp.fused_for([shard], operands, shard.shape[:-1].numel())) is not None:
+    fused = tp.fused_for([shard], operands, shard.shape[:-1].numel())
+    if fused is not None and weights:
         full, outputs = _fused_all_gather_matmul(shard, operands, tp, fused, label, dtype)
         pairs = zip(outputs, weights, strict=True)
         outputs = [out if bias is None else out.add_(bias) for out, (_, bias, _) in pairs]
-    elif not pieces:
+    elif fused is not None or not pieces:
         full, _ = tp.gather_operand(shard, label)
-        x = after_all_gather(full)
+        x = after_all_gather(full) if weights else full
         outputs = [gemms.gemm(x, operand, bias, dtype) for operand, bias, gemms in weights]
     else:
         return _all_gather_matmul_pieces(shard, weights, tp, label, pieces, dtype, on_rows, after_all_gather)

@@ -53,7 +53,7 @@ class DocumentScores(Hook):
 
 
 class LabelCounts(Hook):
-    """Counts the labels of a step for the routers' `losses`, and the targets of each depth of multi-token prediction.
+    """Counts labels and tokens of a step for the routers' `losses`, and targets by depth of multi-token prediction.
 
     The loss of depth d of D is weight / D x the mean over the N_d targets of the step: a sum over targets times the
     constant weight / D x N / N_d, as clipping divides by the N labels of the step.
@@ -67,16 +67,22 @@ class LabelCounts(Hook):
         totals = StepTotals(run.mesh, run.device.torch_device, batch)
         by_depth = targets_by_depth(run.config.model, batch)
         counts = {vector_name(DEPTH_TARGETS, depth): sum(t.count for t in own) for depth, own in by_depth.items()}
-        totals.add_per_microbatch(tokens=batch.loss_tokens, **counts)
+        totals.add_per_microbatch(tokens=batch.loss_tokens, routed=count_tokens(run.config, batch), **counts)
         sums = totals.reduce("labels of the step")
         if self._losses is not None:
-            self._losses.loss_tokens = sums["tokens"]
+            self._losses.loss_tokens, self._losses.routed = sums["tokens"], sums["routed"]
             self._losses.samples = batch_sizes(run.config.batch).at(run.progress.samples)
         for own, name in zip(by_depth.values(), counts, strict=True):
             share = run.config.train.mtp_loss_weight / len(by_depth)
             constant = torch.where(sums[name] > 0, share * sums["tokens"] / sums[name], 0.0)
             for targets in own:
                 targets.constant = constant
+
+
+def count_tokens(config: RunConfig, batch: StepBatch) -> int:
+    """Count the tokens of the sequences of a batch, without padding; 0 on ranks without the first part of sequences."""
+    whole = config.batch.micro * config.model.seq_length
+    return sum(whole if part.boundaries is None else sum(part.boundaries.filled) for part in batch.sequences)
 
 
 class NoiseMeasurement(Hook):

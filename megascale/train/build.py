@@ -322,15 +322,17 @@ def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Expert
     from megascale.parallel.experts.all_gather import plan_all_gather
     from megascale.parallel.experts.all_to_all import plan_all_to_all
     from megascale.parallel.experts.expert_parallel import ExpertParallel
+    from megascale.parallel.experts.rank_tokens import RankTokens
     from megascale.train.expert_steps import BIAS, ExpertState, expert_capacity, router_losses
 
     state = ExpertState(model, config.moe, mesh, device.torch_device)
-    losses = router_losses(config.moe, model, mesh, config.batch.micro, state)
-    capacity = expert_capacity(config.moe, model, mesh, config.batch.micro)
+    tokens = RankTokens(model.seq_length, config.batch.micro, mesh.coord.tp, mesh.topology.dp, mesh.coord.dp)
+    losses = router_losses(config.moe, model, mesh, tokens, state)
+    capacity = expert_capacity(config.moe, model, mesh, tokens)
     group, bias, moe = mesh.group("ep"), state.layers(BIAS), config.moe
     plan = {"all_to_all": plan_all_to_all, "all_gather": plan_all_gather}[moe.dispatcher]
     read = device.read_counts
-    experts = ExpertParallel(group, Routing(model), plan, moe.token_blocks, read, bias, losses, capacity)
+    experts = ExpertParallel(group, Routing(model), plan, tokens, moe.token_blocks, read, bias, losses, capacity)
     return experts, state
 
 

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
-from megascale.config.batch_rampup import batch_sizes
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.core.errors import MegascaleError
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.experts.capacity import Capacity
-from megascale.parallel.experts.router_losses import Columns, RouterLosses
+from megascale.parallel.experts.rank_tokens import RankTokens
+from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.stateful import BALANCE_BIAS, GlobalTensor
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
+from megascale.train.batch_totals import count_tokens
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step import is_logged_step
 from megascale.train.step_totals import StepTotals
@@ -49,20 +50,19 @@ class ExpertState(ReplicatedState):
 
 
 def router_losses(
-    moe: MoeConfig, model: ModelConfig, mesh: Mesh, micro: int, state: ExpertState
+    moe: MoeConfig, model: ModelConfig, mesh: Mesh, tokens: RankTokens, state: ExpertState
 ) -> RouterLosses | None:
-    """Build the losses of the routers, with `[moe]`; None without one. `micro`: samples of a micro-batch on a rank."""
+    """Build the losses of the routers, with `[moe]`; None without one."""
     if moe.balance == "none" and not moe.z_loss_weight:
         return None
-    columns = Columns(micro, mesh.topology.dp, mesh.coord.dp)
-    return RouterLosses(moe, model, columns, mesh.group(*moe.region_axes(micro)), state.layers(CHOICES))
+    return RouterLosses(moe, model, tokens, mesh.group(*moe.region_axes(tokens.micro)), state.layers(CHOICES))
 
 
-def expert_capacity(moe: MoeConfig, model: ModelConfig, mesh: Mesh, micro: int) -> Capacity | None:
-    """Build the capacity of experts, with `moe.capacity_factor`. `micro`: as in `router_losses`."""
+def expert_capacity(moe: MoeConfig, model: ModelConfig, mesh: Mesh, tokens: RankTokens) -> Capacity | None:
+    """Build the capacity of experts, with `moe.capacity_factor`."""
     if moe.capacity_factor is None:
         return None
-    return Capacity(moe.capacity_factor, model, mesh.group("tp", "cp"), mesh.coord.tp, micro)
+    return Capacity(moe.capacity_factor, model, mesh.group("tp", "cp"), tokens)
 
 
 class ExpertSteps(Hook):
@@ -74,21 +74,25 @@ class ExpertSteps(Hook):
         self._loads: Callable[[], list[float]] | None = None
 
     def add_totals(self, run: Run, totals: StepTotals) -> None:
-        """Sum the choices [layers, experts] over the job; a token has one in each slot, whatever the layout."""
-        model, device = run.config.model, run.device.torch_device
-        choices = torch.zeros(model.total_layers, model.experts, dtype=torch.float64, device=device)
+        """Sum the choices [layers, experts] and the slots of all tokens over the job; a token has a choice in each of
+        its slots, whatever the layout.
+        """
+        model, device, coord = run.config.model, run.device.torch_device, run.mesh.coord
+        sums = torch.zeros(model.total_layers * model.experts + 1, dtype=torch.float64, device=device)
+        choices, slots = sums[:-1].view(model.total_layers, model.experts), sums[-1]
+        if coord.pp == 0 and coord.tp == 0:
+            slots.fill_(count_tokens(run.config, totals.batch) * model.experts_per_token)
         parts = dict.fromkeys(ROUTER_TOTALS, choices.new_zeros(()))
         for micro_batch in totals.batch.micro_batches:
             for layer, choice in micro_batch.expert_choices.items():
                 choices[layer] += choice.counts
                 for name, loss in choice.losses.items():
-                    parts[name] = parts[name] + loss / (model.total_layers - model.dense_layers)
-        sum_over_job(run.mesh, choices.view(-1), label="choices of experts")
+                    parts[name] = parts[name] + loss.double() / (model.total_layers - model.dense_layers)
+        sum_over_job(run.mesh, sums, label="choices of experts")
         first, self._choices = run.mesh.rank == 0, choices
         loads = choices / choices.mean(1, keepdim=True).clamp(min=1)
         logged = first and is_logged_step(run.config.train, run.progress.step + 1)
         self._loads = run.device.copy_to_host(loads.float().view(-1)) if logged else None
-        slots = batch_sizes(run.config.batch).at(run.progress.samples) * model.seq_length * model.experts_per_token
         parts["dropped"] = parts["dropped"] / slots
         lost = (choices[model.dense_layers :].sum(1) - slots).abs().sum()
         routed = 1 - lost / (slots * (model.total_layers - model.dense_layers))

@@ -31,6 +31,20 @@ def test_a_full_disk_is_said_in_a_line(tmp_path: Path) -> None:
     assert ended.stderr == "megascale: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("command", ["check {config}", "ckpt list {folder}"])
+def test_a_reader_that_has_exited_is_no_mistake(command: str, tmp_path: Path) -> None:
+    """Such as head. Commands on checkpoints explain errors of files, and the output is none."""
+    (tmp_path / "checkpoints").mkdir()
+    words = command.format(config=job_config(tmp_path, GPT), folder=tmp_path).split()
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [*MEGASCALE.split(), *words], stdout=writer, stderr=subprocess.PIPE, text=True, env=ENV, check=False
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (Exit.UNCLASSIFIED, "")
+
+
 def test_closed_streams_are_the_null_device(tmp_path: Path) -> None:
     """The first file to be opened would be what `print` writes to."""
     code = "import os, megascale.cli.main as m; m.open_closed_streams(); "

@@ -11,7 +11,9 @@ import pytest
 from megascale.catalog.decays import DECAYS
 from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.loading import load_config
+from megascale.config.model_rules import new_router
 from megascale.config.run_warnings import run_warnings
+from megascale.config.train import CheckpointConfig
 from megascale.core.errors import ConfigError
 from tests.config.test_mistakes import GOOD
 from tests.data.datasets import write_dataset
@@ -66,6 +68,15 @@ def test_every_switch_warns_of_keys_that_wait_for_it() -> None:
     assert warnings("train.eval_steps=3") == ["train.eval_steps has no effect with eval_every = 0  -> remove the key"]
     assert warnings("train.eval_steps=3", "train.eval_every=5") == []
     assert warnings("fp8.recipe=rowwise") == [], "a run in fp32 or bf16 is the baseline of a run in FP8"
+
+
+def test_a_router_of_given_weights_may_stay_as_it_is() -> None:
+    """A published model with one normalized expert a token is trained with a warning; a new one is refused."""
+    config = load_config("run.toml", ["model={preset='mixtral-8x7b', experts_per_token=1, router_normalize=false}"])
+    normalized = config.model.model_copy(update={"router_normalize": True})
+    assert [len(list(new_router(normalized, CheckpointConfig(resume=of)))) for of in ("auto", "hf:folder")] == [1, 0]
+    (warning,) = run_warnings(config.model_copy(update={"model": normalized}))
+    assert warning.startswith("model.router_normalize makes the weight of a token's only expert 1")
 
 
 @pytest.mark.parametrize(("key", "switch"), [

@@ -15,6 +15,9 @@ from megascale.config import exclusions
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
+from megascale.config.model import ModelConfig
+from megascale.config.parallel import ParallelConfig
+from megascale.config.parallel_rules import expert_parallel
 from megascale.config.rules import RULES, Rule
 from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError
@@ -86,6 +89,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         MOE | {"model__router_groups": 4, "model__router_top_groups": 2, "model__experts_per_token": 5},
         {"model.experts_per_token": "5 experts a token, of 4 to choose from"},
     ),
+    ("new_router", MOE | {"model__experts_per_token": 1}, {"model.router_normalize": "a token's only expert 1"}),
     ("experts", MOE | {"model__shared_gate": True}, {"model.shared_gate": "no effect without a shared expert"}),
     ("expert_parallel", {"parallel__ep": 2}, {"parallel.ep": "2 ranks share experts, and model.experts is 0"}),
     ("expert_parallel", MOE | {"parallel__tp": 2}, {"parallel.sp": "would route the same tokens"}),
@@ -214,6 +218,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "NO_DOCUMENTS",
         {"data__eod_mask_loss": False},
         {"data.eod_mask_loss": "has no effect with attention_mask = causal"},
+    ),
+    (
+        "padded_experts",
+        MOE | {"data__packing": "best_fit", "data__mock": False, "data__train": "set"},
+        {"data.packing": "experts know it by the documents of a sample alone"},
     ),
     ("MOCK_PACKING", {"data__packing": "best_fit"}, {"data.packing": "has no effect on mock data"}),
     (
@@ -1044,6 +1053,16 @@ def test_a_dataset_without_a_description_is_accepted(folder: Path) -> None:
 def test_a_prefix_with_an_extension_has_a_hint(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"set\.bin is a file of a dataset  -> its prefix, the path without \.bin"):
         config_of(settings(GPT, folder, data__mock=False, data__train="set.bin"), folder)
+
+
+@pytest.mark.parametrize(("experts", "ep"), [(6, 4), (6, 6), (8, 3), (8, 16)])
+def test_every_ep_of_a_hint_is_legal(experts: int, ep: int) -> None:
+    """On the four ranks of a stage."""
+    model = ModelConfig.model_validate(GPT | {"experts": experts, "bias": False})
+    (finding,) = expert_parallel(model, ParallelConfig(ep=ep, dp=4))
+    hinted = [int(number) for number in finding.hint.removeprefix("one of ").split(", ")]
+    assert hinted == [number for number in (1, 2, 4) if experts % number == 0]
+    assert not any(list(expert_parallel(model, ParallelConfig(ep=number, dp=4))) for number in hinted)
 
 
 @given(st.integers(1, 5000), st.none() | st.integers(1, 100))

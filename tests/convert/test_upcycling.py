@@ -114,6 +114,7 @@ def fresh_routers(rank: Any, config: Any) -> Arrays:
     [
         (LLAMA | {"experts": 2}, (4, 2), "the model has 2 experts  -> a dense model for --experts"),
         (LLAMA, (2, 3), "model.experts_per_token: 3 experts a token, of 2 to choose from  -> at most 2"),
+        (LLAMA, (4, 1), "model.router_normalize: makes the weight of a token's only expert 1"),
         (LLAMA | {"block": "parallel"}, (4, 2), "model.block: experts follow attention"),
     ],
 )

@@ -7,7 +7,8 @@ import random
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import Placement, placement_of
 from megascale.schedule.dependencies import Result, dependencies, results
-from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, build_schedule, forward
+from megascale.schedule.interleaved import interleaved_1f1b, microbatch_groups
+from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, build_schedule
 
 
 def schedule_of(name: str, p: int, v: int, m: int) -> tuple[Schedule, Placement]:
@@ -43,12 +44,21 @@ def any_order(placement: Placement, m: int, chance: random.Random, *, split: boo
 
 def zero_bubble(p: int, m: int, rank: int) -> RankSchedule:
     """List the actions of ZB-H1 (Qi et al. 2023): 1F1B, where rank r delays the weights' gradients r micro-batches."""
-    inputs = [Action(Kind.I, 0, i) for i in range(m)]
-    weights = [Action(Kind.W, 0, i) for i in range(m)]
-    warmup = min(m, p - rank - 1)
-    order = [forward(0, i) for i in range(warmup)]
-    for i in range(m):
-        order += [forward(0, warmup + i)] if warmup + i < m else []
-        order.append(inputs[i])
-        order += [weights[i - rank]] if i >= rank else []
-    return [*order, *weights[max(0, m - rank) :]]
+    return interleaved_zero_bubble(p, 1, m, rank)
+
+
+def interleaved_zero_bubble(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """List the actions of interleaved 1F1B with split backwards, and fewer forwards ahead: gradients come back sooner.
+    Rank r delays the weights' gradients r micro-batches.
+    """
+    whole = interleaved_1f1b(p, v, m, rank)
+    forwards, backwards = ([action for action in whole if action.kind is kind] for kind in (Kind.F, Kind.B))
+    first_group = next(groups.size for groups in microbatch_groups(p, m) if groups.num_groups)
+    order, left = forwards[: (v - 1) * first_group + p - 1 - rank], RankSchedule()
+    ahead = forwards[len(order) :]
+    for action in backwards:
+        order += [ahead.pop(0)] if ahead else []
+        order.append(action._replace(kind=Kind.I))
+        left.append(action._replace(kind=Kind.W))
+        order += [left.pop(0)] if len(left) > rank else []
+    return order + left

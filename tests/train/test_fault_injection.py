@@ -60,7 +60,7 @@ def test_all_moments_are_reached(tmp_path: Path) -> None:
     faults = {"fault__inject": "kill rank=0 step=3", "train__steps": 3}
     tensor = configured(tmp_path / "a", 2, parallel__tp=2, **faults)
     pipeline = {"parallel__pp": 2, "parallel__dp": 2, "train__eval_every": 2, "checkpoint__every": 1}
-    experts = {"parallel__ep": 2, "model__experts": 2, "model__experts_per_token": 1, "model__bias": False}
+    experts = {"parallel__ep": 2, "model__experts": 2, "model__bias": False}
     reached = run_world(2, phases, tensor)[0].union(
         *run_world(4, phases, configured(tmp_path / "b", 4, **pipeline, **experts, **faults))
     )

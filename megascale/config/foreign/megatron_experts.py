@@ -44,7 +44,9 @@ def _dense_layers(values: Values, context: Context) -> int | Advice:
 
 
 _OF_EXPERTS = (
-    same("--moe-router-topk", "model.experts_per_token"),
+    computed("--moe-router-topk", "model.experts_per_token", lambda values, context: values[0]
+             if values[0] > 1 or "moe_router_pre_softmax" in context  # theirs never normalizes a single weight
+             else Several({"model.experts_per_token": 1, "model.router_normalize": False})),
     same("--moe-ffn-hidden-size", "model.expert_ffn_size"),
     computed("--moe-layer-freq", "model.dense_layers", _dense_layers,
              "the first layers without experts, N of `([0]*N+[1]*M)`"),

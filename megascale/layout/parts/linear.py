@@ -73,6 +73,9 @@ class LinearGroup(Part):
             scales = {"row": 1, "block": size // SCALE_BLOCK}.get(sizes.grain, 0) if column else 0
             yield from sizes.gather(f"{label} scales", sizes.rows, FP32 * scales)
             yield from sizes.gather(label, sizes.rows, size * width, overlap=True)
+            if backward and sizes.split:  # in W again: until then the gradient would fill memory
+                yield from sizes.gather(f"{self.label} wgrad gradient scales", sizes.rows, FP32 * scales)
+                yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, size * width, overlap=True)
             return
         for layer in self.layers:
             yield from sizes.amaxes(f"{layer.name}.{operand}", 1, sizes.rows * sizes.batch)

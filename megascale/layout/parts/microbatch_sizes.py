@@ -56,7 +56,7 @@ class MicroBatchSizes:
     all-gather if `gathers`; `key_parts`: times that a rank attends to some of the keys. `documents`: their expected
     lengths in a row with a document mask. `granularity` of FP8 scales, from the tensor itself if `current`; `fp8`: the
     linear layers run FP8 GEMMs. `ep`: ranks that exchange tokens, by the `dispatcher` and in `token_blocks`;
-    `imbalance`: rows of the fullest of them, over the mean.
+    `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
     """
 
     model: ModelConfig
@@ -80,6 +80,7 @@ class MicroBatchSizes:
     imbalance: float = 1.0
     dispatcher: str = "all_to_all"
     token_blocks: int = 1
+    split: bool = False
 
     @property
     def gathers_tokens(self) -> bool:

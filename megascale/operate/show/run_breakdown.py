@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import duckdb
 
 BUBBLE_STEPS = 50  # steps whose forwards and backwards the bubble is computed from
-WORK = (Kind.F, Kind.B)  # the actions whose times make the bubble
+WORK = (Kind.F, Kind.B, Kind.I, Kind.W)  # the actions whose times make the bubble
 
 
 def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCube) -> MfuBreakdown | None:
@@ -83,9 +83,10 @@ def _bubble(cube: StepCube, folder: Path) -> float:
             )
             for name, seconds in own.items():
                 times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
-    chunks = StageTimes(times[Kind.F], times[Kind.B], 0.0, 0.0, {}, {})
+    backward = {place: sum(times[kind][place] for kind in WORK[1:]) for place in times[Kind.F]}
+    chunks = StageTimes(times[Kind.F], backward, 0.0, 0.0, {}, {}, weight_gradient=times[Kind.W])
     forwards = 1 + config.dropped_share
-    busy = m * (forwards * sum(times[Kind.F].values()) + sum(times[Kind.B].values())) / p.pp
+    busy = m * (forwards * sum(times[Kind.F].values()) + sum(backward.values())) / p.pp
     pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=config.num_chunks, keep=config.data.sequence_chunks_saved)
     return pipeline_time(pipeline, chunks, Overlaps(tp="none", pp=True, dp=True)) - busy
 

@@ -1,5 +1,6 @@
 """A capacity of experts: in a sequence of T tokens an expert takes at most ceil(factor k T / experts) slots, those of
 the largest weights, of equal ones the first. The rule reads a whole sequence and nothing else: no layout changes it.
+Padding is none of the T tokens, and takes no slot.
 """
 
 from __future__ import annotations
@@ -7,53 +8,50 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group
 from megascale.config.model import ModelConfig
-from megascale.layout.sequence_shard import TokenSpan, cut
+from megascale.device import copy_to_device
+from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.parallel.microbatch import MicroBatch
 from megascale.record.label import Label
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The limit on slots. `group`: the ranks that share sequences; `tp_index`: of this rank, which has the positions of
-    its shard in the order of tp; `micro`: sequences of a micro-batch.
-    """
+    """The limit on slots. `group`: the ranks that share sequences; `tokens`: of this rank."""
 
     factor: float
     model: ModelConfig
     group: Group
-    tp_index: int
-    micro: int
+    tokens: RankTokens
 
-    @property
-    def slots(self) -> int:
-        """The most slots of an expert in a sequence."""
-        model = self.model
-        return math.ceil(self.factor * model.experts_per_token * model.seq_length / model.experts)
+    def slots(self, tokens: int) -> int:
+        """Return the most slots of an expert in a sequence of `tokens`."""
+        return math.ceil(self.factor * self.model.experts_per_token * tokens / self.model.experts)
 
     def dropped(self, weights: Tensor, experts: Tensor, batch: MicroBatch, label: Label) -> Tensor:
-        """Return a mask [t, k] of the slots that find no room, for `weights` and `experts` [t, k]."""
-        positions = self._positions(len(weights) // self.micro, batch, weights.device)
-        columns = torch.arange(len(weights), device=weights.device) % self.micro
-        key = columns.unsqueeze(1) * self.model.experts + experts
+        """Return a mask [t, k] of the slots that find no room, for `weights` and `experts` [t, k]; padding has the
+        number of experts.
+        """
+        (count, _), size, device = weights.shape, self.model.experts, weights.device
+        positions = self.tokens.positions(count, batch, device)
+        columns = torch.arange(count, device=device) % self.tokens.micro
+        key = columns.unsqueeze(1) * (size + 1) + experts
         facts = torch.stack([key.double(), weights.double(), positions.unsqueeze(1).expand_as(key).double()])
         own = facts.view(3, -1).t().contiguous()
         every = own.new_empty(self.group.size * len(own), 3)
         all_gather(self.group, every, own, label=label.with_suffix("weights"))
         first = self.group.index * len(own)
-        return (_rank_in_group(every)[first : first + len(own)] >= self.slots).view(weights.shape)
-
-    def _positions(self, rows: int, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Return the position in its sequence of each token [t] of this rank."""
-        spans = (TokenSpan(0, self.model.seq_length),) if batch.shard is None else batch.shard.spans
-        mine = cut(spans, self.tp_index * rows, (self.tp_index + 1) * rows)
-        found = torch.cat([torch.arange(*span, device=device) for span in mine])
-        return found.repeat_interleave(self.micro, output_size=len(found) * self.micro)
+        rank = _rank_in_group(every)[first : first + len(own)].view(weights.shape)
+        if batch.boundaries is None:
+            return rank >= self.slots(self.model.seq_length)
+        slots = copy_to_device(np.array([*map(self.slots, batch.boundaries.filled)]), device)
+        return (rank >= slots[columns].unsqueeze(1)) & (experts < size)
 
 
 def _rank_in_group(facts: Tensor) -> Tensor:

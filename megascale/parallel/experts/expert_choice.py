@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 @dataclass
 class ExpertChoice:
     """Chosen `experts` [t, k], the `dispatchers` of blocks of tokens, and `counts` [experts], i64: this rank's slots of
-    each expert. `losses`: this rank's parts of the router's losses, by name, without their weights.
+    each expert. `padding`: a mask [t, 1] of the tokens that go to no expert, whatever they have chosen. `losses`: this
+    rank's parts of the router's losses, by name, without their weights.
 
     After `release` only counts and losses are left, for the totals of the step.
     """
@@ -24,8 +25,9 @@ class ExpertChoice:
     experts: Tensor | None
     dispatchers: tuple[Dispatcher, ...]
     counts: Tensor
+    padding: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Free experts and dispatchers, after the last use."""
-        self.experts, self.dispatchers = None, ()
+        """Free all that is of tokens, after the last use."""
+        self.experts, self.dispatchers, self.padding = None, (), None

@@ -12,6 +12,7 @@ from megascale.ops.routing import Routing
 from megascale.parallel.experts.capacity import Capacity
 from megascale.parallel.experts.dispatcher import Dispatcher, PlanDispatch, ReadCounts
 from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.microbatch import MicroBatch
 from megascale.record.label import Label
@@ -20,13 +21,14 @@ from megascale.record.label import Label
 @dataclass(frozen=True)
 class ExpertParallel:
     """The `group` of ranks that hold different experts. `routing`: the rule of choice; `plan`: of the exchanges of
-    `blocks` of tokens; `read`: how counts come to the host; `bias` [layers, experts]: added to scores for the choice;
+    `blocks` of `tokens`; `read`: how counts come to the host; `bias` [layers, experts]: added to scores for the choice;
     `losses`: of routers; `capacity`: of experts in a sequence, if it is limited.
     """
 
     group: Group
     routing: Routing
     plan: PlanDispatch
+    tokens: RankTokens
     blocks: int
     read: ReadCounts
     bias: Tensor | None = None
@@ -37,39 +39,33 @@ class ExpertParallel:
         """Return the weights [t, k] of the experts that tokens choose by their `logits` [t, experts] in a layer, and
         the dispatchers of blocks of tokens: of the saved experts, if the micro-batch has been here before.
         """
-        scores = self.routing.scores(logits)
-        choice = self._choice_of(scores.detach(), batch, layer)
+        scores, choice = self.routing.scores(logits), batch.expert_choices.get(layer)
+        if choice is None or choice.experts is None:
+            choice = batch.expert_choices[layer] = self._choose(scores.detach(), batch, layer)
         assert choice.experts is not None, "a choice has experts until its release"
         weights = self.routing.weights(scores, choice.experts)
         if self.losses is not None and torch.is_grad_enabled():
             weights = self.losses.add(weights, logits, scores, choice, layer)
         return weights, choice.dispatchers
 
-    def _choice_of(self, scores: Tensor, batch: MicroBatch, layer: int) -> ExpertChoice:
-        choice = batch.expert_choices.get(layer)
-        if choice is None or choice.experts is None:
-            bias = None if self.bias is None else self.bias[layer].to(scores.dtype)
-            experts = self.routing.choose(scores, bias)
-            chosen = _count(experts.view(1, -1), scores.shape[1])[0]
-            choice = batch.expert_choices[layer] = ExpertChoice(experts, (), chosen)
-        assert choice.experts is not None, "a choice has experts until its release"
-        if not choice.dispatchers:
-            choice.dispatchers = self._dispatchers(scores, choice.experts, choice, batch, layer)
-        return choice
-
-    def _dispatchers(
-        self, scores: Tensor, experts: Tensor, choice: ExpertChoice, batch: MicroBatch, layer: int
-    ) -> tuple[Dispatcher, ...]:
-        label, counts, size = Label.for_layer(layer, "experts"), choice.counts.unsqueeze(0), scores.shape[1]
+    def _choose(self, scores: Tensor, batch: MicroBatch, layer: int) -> ExpertChoice:
+        label, size = Label.for_layer(layer, "experts"), scores.shape[1]
+        experts = self.routing.choose(scores, None if self.bias is None else self.bias[layer].to(scores.dtype))
+        padding, losses = self.tokens.padding(len(experts), batch), dict[str, Tensor]()
+        sent = experts if padding is None else experts.masked_fill(padding, size)
+        counts = by_block = _count(sent.view(1, -1), size)
         if self.capacity is not None:
-            dropped = self.capacity.dropped(self.routing.weights(scores, experts), experts, batch, label)
-            experts = experts.masked_fill(dropped, size)
-            choice.losses["dropped"] = dropped.sum()
+            dropped = self.capacity.dropped(self.routing.weights(scores, experts), sent, batch, label)
+            sent, losses["dropped"] = sent.masked_fill(dropped, size), dropped.sum()
         if self.capacity is not None or self.blocks > 1:
-            counts = _count(experts.view(self.blocks, -1), size + 1)[:, :-1].contiguous()
-        return self.plan(experts, counts, self.group, label, self.read)
+            by_block = _count(sent.view(self.blocks, -1), size)
+        dispatchers = self.plan(sent, by_block, self.group, label, self.read)
+        return ExpertChoice(experts, dispatchers, counts[0], padding, losses)
 
 
 def _count(chosen: Tensor, size: int) -> Tensor:
-    """Count the slots of each of `size` experts in each row of `chosen` [n, slots], without a wait for the device."""
-    return chosen.new_zeros(len(chosen), size).scatter_add_(1, chosen, torch.ones_like(chosen))
+    """Count the slots of each of `size` experts in each row of `chosen` [n, slots], where `size` stands for none; the
+    host does not wait for the device.
+    """
+    counts = chosen.new_zeros(len(chosen), size + 1).scatter_add_(1, chosen, torch.ones_like(chosen))
+    return counts[:, :-1].contiguous()

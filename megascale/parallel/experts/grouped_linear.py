@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, grouped_gemm, grouped_wgrad
-from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad
+from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, leaves
 
 
 class GroupedGemms:
@@ -70,6 +70,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor | None:
     """Add each expert's grad^T x to the main gradient of `weight`; without one, return the gradient."""
+    if leaves(_accumulate, weight, grad, x, groups):
+        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     accumulation: Accumulation = getattr(weight, "accumulation", ALWAYS_ADDED)
     total = torch.empty_like(weight) if main is None else main
@@ -95,4 +97,11 @@ class _RouterLogits(torch.autograd.Function):
         grad = grads[0]
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
         grad_bias = None if bias is None else accumulate_grad(bias, grad.sum(0))
-        return grad_x, accumulate_grad(weight, grad.t() @ x.to(grad.dtype)), grad_bias
+        return grad_x, _accumulate_router(weight, grad, x), grad_bias
+
+
+def _accumulate_router(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Add grad^T x in the dtype of `grad` to the gradient of a router's weight."""
+    if leaves(_accumulate_router, weight, grad, x):
+        return None
+    return accumulate_grad(weight, grad.t() @ x.to(grad.dtype))

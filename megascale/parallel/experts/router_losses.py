@@ -7,7 +7,8 @@ for E experts of which a token has k; regions r of T_r tokens, R in all; c_re, t
 the scores alone (DeepSeek-V3: without bias and groups), a constant for the gradient; p, the scores relative to their
 sum; T tokens of the step. A region is a sequence, a group of consecutive samples, or with `step` the whole step, with
 the choices by which tokens were routed in the step before. Every term is a sum over tokens times a constant, so no
-layout changes it: counts are summed over the ranks that share a region, which only backward waits for.
+layout changes it: counts are summed over the ranks that share a region, which only backward waits for. Padding is no
+token: T_r is the sum of c_re / k, and no region is empty, as every sample has a document.
 """
 
 from __future__ import annotations
@@ -25,41 +26,33 @@ from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.ops.routing import largest
 from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.record.label import Label
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The samples of a micro-batch on all data-parallel ranks: `micro` on each of `dp`, the rank's own at `index`."""
-
-    micro: int
-    dp: int = 1
-    index: int = 0
 
 
 @dataclass
 class RouterLosses:
-    """The losses of all routers on a rank. `group`: the ranks that share regions. `before` [layers, experts]: choices
-    in the step before. `loss_tokens`: labels of the step, by which all gradients are divided; `samples`: of the step.
+    """The losses of all routers on a rank, for its `tokens`. `group`: the ranks that share regions. `before` [layers,
+    experts]: choices in the step before. Of the step `loss_tokens`: labels, by which all gradients are divided;
+    `routed`: tokens; `samples`.
     """
 
     moe: MoeConfig
     model: ModelConfig
-    columns: Columns
+    tokens: RankTokens
     group: Group
     before: Tensor | None = None
     loss_tokens: Tensor | None = None
+    routed: Tensor | None = None
     samples: int = 0
-
-    @property
-    def by_regions(self) -> bool:
-        return self.moe.balance in ("sequence", "group")
 
     def add(self, weights: Tensor, logits: Tensor, scores: Tensor, choice: ExpertChoice, layer: int) -> Tensor:
         """Return the `weights` of experts, through which the gradients of the losses reach logits and scores."""
         shares = scores if self.model.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
-        choices = self._choices(scores.detach(), choice) if self.by_regions else None
-        counted = None if choices is None else self._count(choices, layer)
+        if choice.padding is not None:
+            shares = shares.masked_fill(choice.padding, 0)
+        by_regions = self.moe.balance in ("sequence", "group")
+        counted = self._count(scores.detach(), choice, layer) if by_regions else None
         return _Losses.apply(weights, shares, logits, self, choice, layer, counted)
 
     def balance_gradient(
@@ -73,19 +66,22 @@ class RouterLosses:
         else:
             assert self.before is not None, "the balance of steps has the choices of the step before"
             counts = self.before[layer].to(shares.dtype)
-            tokens = self.samples * self.model.seq_length
-            factors, regions = (counts * self.model.experts / counts.sum().clamp(min=1) / tokens).unsqueeze(0), 1
+            factors = counts * self.model.experts / counts.sum().clamp(min=1) / self._of_step(self.routed, shares)
+            factors, regions = factors.unsqueeze(0), 1
         gradient = factors / regions
         by_column = shares.view(-1, len(gradient), shares.shape[1])
         choice.losses["balance"] = (by_column * gradient).sum()
-        weight = self.moe.balance_weight * self._loss_tokens(shares)
+        weight = self.moe.balance_weight * self._of_step(self.loss_tokens, shares)
         return (weight * gradient).expand_as(by_column).reshape(shares.shape)
 
     def z_gradient(self, logits: Tensor, choice: ExpertChoice) -> Tensor:
         """Return the gradient of the z-loss by the logits [t, experts], and note the loss in the choice."""
-        tokens, largest_ = self.samples * self.model.seq_length, logits.logsumexp(-1, keepdim=True)
+        tokens, largest_ = self._of_step(self.routed, logits), logits.logsumexp(-1, keepdim=True)
+        if choice.padding is not None:
+            largest_ = largest_.masked_fill(choice.padding, 0)
         choice.losses["z"] = largest_.square().sum() / tokens
-        return 2 * self.moe.z_loss_weight / tokens * self._loss_tokens(logits) * largest_ * logits.softmax(-1)
+        weight = 2 * self.moe.z_loss_weight * self._of_step(self.loss_tokens, logits)
+        return weight / tokens * largest_ * logits.softmax(-1)
 
     @property
     def _region_samples(self) -> int:
@@ -93,36 +89,36 @@ class RouterLosses:
 
     @property
     def _spans_dp(self) -> bool:
-        return self.columns.micro % self._region_samples != 0
+        return self.tokens.micro % self._region_samples != 0
 
-    def _loss_tokens(self, like: Tensor) -> Tensor:
-        assert self.loss_tokens is not None, "a step counts its labels first"
-        return self.loss_tokens.to(like.dtype)
+    def _of_step(self, count: Tensor | None, like: Tensor) -> Tensor:
+        assert count is not None, "a step counts its labels and tokens first"
+        return count.to(like.dtype)
 
-    def _choices(self, scores: Tensor, choice: ExpertChoice) -> Tensor:
-        """Return the experts [t, k] of largest scores."""
+    def _count(self, scores: Tensor, choice: ExpertChoice, layer: int) -> tuple[Tensor, Work]:
+        """Start to count the choices of each expert by sample [samples, experts], those of the largest scores, over the
+        ranks of the group.
+        """
         assert choice.experts is not None, "a choice has experts until its release"
+        at, experts = self.tokens, self.model.experts
         plain = not self.model.balance_bias and self.model.router_groups == 1
-        return choice.experts if plain else largest(scores, self.model.experts_per_token)
-
-    def _count(self, choices: Tensor, layer: int) -> tuple[Tensor, Work]:
-        """Start to count the choices of each expert by sample [samples, experts], over the ranks of the group."""
-        at, experts = self.columns, self.model.experts
+        choices = choice.experts if plain else largest(scores, self.model.experts_per_token)
         column = torch.arange(len(choices), device=choices.device) % at.micro
-        column += at.index * at.micro if self._spans_dp else 0
+        column += at.dp_index * at.micro if self._spans_dp else 0
         index = (column.unsqueeze(1) * experts + choices).view(-1)
+        ones = torch.ones_like(choices) if choice.padding is None else (~choice.padding).to(choices).expand_as(choices)
         counts = choices.new_zeros(at.micro * (at.dp if self._spans_dp else 1) * experts)
-        counts.scatter_add_(0, index, torch.ones_like(index))
+        counts.scatter_add_(0, index, ones.reshape(-1))
         work = all_reduce(self.group, counts, label=Label.for_layer(layer, "choices"), wait=False)
         return counts.view(-1, experts), work
 
     def _by_column(self, counts: Tensor) -> Tensor:
         """Return E c / (k T^2) of the region of each sample of this rank [micro, experts]."""
-        size, at, model = self._region_samples, self.columns, self.model
+        size, at = self._region_samples, self.tokens
         regions = counts.view(-1, size, counts.shape[1]).sum(1)
-        samples = torch.arange(at.micro, device=counts.device) + (at.index * at.micro if self._spans_dp else 0)
-        tokens = size * model.seq_length
-        return regions[samples // size] * (model.experts / (model.experts_per_token * tokens**2))
+        samples = torch.arange(at.micro, device=counts.device) + (at.dp_index * at.micro if self._spans_dp else 0)
+        factors = regions * (self.model.experts * self.model.experts_per_token) / regions.sum(1, keepdim=True).square()
+        return factors[samples // size]
 
 
 class _Losses(torch.autograd.Function):

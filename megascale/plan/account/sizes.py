@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megascale.catalog.recipes import RECIPES
+from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes
@@ -28,4 +29,5 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
         p.cp_mode == "allgather", expected_documents(config.model, config.data) if within else (),
         recipe["granularity"], recipe["scaling"] == "current", ep=p.ep, imbalance=imbalance,
         dispatcher=config.moe.dispatcher, token_blocks=config.moe.token_blocks,
+        split=p.schedule is not None and SCHEDULES[p.schedule].facts.get("split", False),
     )  # fmt: skip

@@ -42,9 +42,9 @@ def _totals(config: RunConfig) -> Iterator[CommOp]:
     amaxes = FP32 * sum(len(list(fp8_operands(block_spec(config.model, layer)))) for layer in layers)
     sums = {"totals": FP64 * len(step_totals(config.model, config.batch, config.train, config.data))}
     if model.experts:
-        sums["choices of experts"] = FP64 * model.total_layers * model.experts
+        sums["choices of experts"] = FP64 * (model.total_layers * model.experts + 1)
     if model.mtp_layers or (model.experts and (config.moe.balance != "none" or config.moe.z_loss_weight)):
-        sums["labels of the step"] = FP64 * (1 + model.mtp_layers)
+        sums["labels of the step"] = FP64 * (2 + model.mtp_layers)
     axes = {"world.dp": data_ranks(config.parallel), "world.tp": config.parallel.tp, "world.pp": config.parallel.pp}
     groups = {"world": config.world_size} if config.world_size <= MAX_FLAT_REDUCE_RANKS else axes
     for number, (group, size) in enumerate(groups.items()):

@@ -1,7 +1,7 @@
 """The space of legal layouts on a number of devices (`Space`, `Layout`, `layout_of`).
 
-Divisors are enumerated axis by axis, since a rule of `config.rules` relates keys of one axis only: tp, sp and the keys
-of cp, or pp, vpp, schedule and recompute.
+Divisors are enumerated axis by axis, since most rules of `config.rules` relate keys of one axis: tp, sp and the keys of
+cp, or pp, vpp, schedule and recompute. Those of dp, the micro-batch and ep are checked beside a layout's tp and cp.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from megascale.catalog.schedules import SCHEDULES
@@ -68,6 +68,7 @@ class Space:
         with the smallest micro-batch and the most recomputation.
         """
         total, pipelines = batch_sizes(self.config.batch).common, self._pipelines
+        fits = cache(lambda tensors, **keys: self.free.is_legal(Layout(*tensors, **keys)))
         if lean:  # for every pp, vpp and schedule the last pipeline, with the most recomputation
             pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
         for tensors, (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
@@ -76,9 +77,10 @@ class Space:
             if rest or total % dp or dp not in self._values("parallel.dp", [dp]):
                 continue
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
+            micros = [micro for micro in micros if fits(tensors, dp=dp, micro=micro)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
-                experts = self._experts(tp * cp * dp)
+                experts = [e for e in self._experts(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=e[0])]
                 for zero, spread in itertools.product(self._values("parallel.zero", zeros), experts):
                     yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, *spread)
 
@@ -129,14 +131,15 @@ class Space:
     def _values(self, key: str, free: Iterable[Any]) -> list[Any]:
         return [value_of(self.config, key)] if key in self.fixed else list(free)
 
-    def _one_device(self, *tensors: Any, **keys: Any) -> Layout:
-        """Build a layout of one device but for these keys, to check the rules of an axis alone."""
-        return Layout(*tensors, **{"micro": max(self._micros, default=1), **keys})
+    def _in_one(self, micro: int, *tensors: Any, **keys: Any) -> Layout:
+        """Build a layout with these keys and one micro-batch a step, to check the rules of an axis alone."""
+        dp = max(1, batch_sizes(self.config.batch).common // micro)
+        return Layout(*tensors, **{"micro": micro, "dp": dp, **keys})
 
     @cached_property
     def _micros(self) -> list[int]:
         sizes = self._values("batch.micro", divisors(self.config.batch.total))
-        return [micro for micro in sizes if self.free.is_legal(Layout(micro=micro))]
+        return [micro for micro in sizes if self.free.is_legal(self._in_one(micro))]
 
     def _needs_both(self, cp: int, micro: int) -> bool:
         """Return True unless both have a common divisor: divided by it they give a rank as many tokens, and less to
@@ -160,7 +163,7 @@ class Space:
             for tp in self._values("parallel.tp", tps)
             for sp in self._values("parallel.sp", (False, True) if tp > 1 else (self.config.parallel.sp,))
             for shared in self._contexts()
-            if self.free.is_legal(self._one_device(tp, sp, *shared))
+            if self.free.is_legal(self._in_one(max(self._micros, default=1), tp, sp, *shared))
         ]
 
     def _contexts(self) -> Iterator[tuple[int, str, int]]:
@@ -174,13 +177,14 @@ class Space:
     @cached_property
     def _pipelines(self) -> list[tuple[int, int, str, str]]:
         """All legal (pp, vpp, schedule, recompute)."""
+        most = max(self._micros, default=1)
         return [
             (pp, vpp, schedule, recompute)
             for pp in self._values("parallel.pp", divisors(self.devices, self._most_chunks))
             for vpp in self._values("parallel.vpp", range(1, self._most_chunks // pp + 1))
             for schedule in self._schedules(pp, vpp)
             for recompute in self._values("train.recompute", RECOMPUTE)
-            if self.is_legal(self._one_device(pp=pp, vpp=vpp, schedule=schedule, recompute=recompute))
+            if self.is_legal(self._in_one(most, pp=pp, vpp=vpp, schedule=schedule, recompute=recompute))
         ]
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:

@@ -106,4 +106,13 @@ def with_fewer_stages(times: StageTimes, p: int, v: int, stages: int) -> StageTi
     buckets = {place: round(mean) for place, mean in cut(times.buckets).items()}
     forward, backward = cut(times.forward), cut(times.backward)
     reduce, gather = cut(times.reduce), cut(times.gather)
-    return replace(times, forward=forward, backward=backward, reduce=reduce, gather=gather, buckets=buckets)
+    weights = cut(times.weight_gradient)
+    return replace(
+        times,
+        forward=forward,
+        backward=backward,
+        reduce=reduce,
+        gather=gather,
+        buckets=buckets,
+        weight_gradient=weights,
+    )

@@ -116,4 +116,7 @@ class PipelineTimes:
             {place: len(sizes) for place, sizes in self.buckets.items()},
             1 - self.hardware.attained.overlap,
             share_link=between.network and self.dp.network,
+            weight_gradient={
+                place: pair.backward.gemm / 2 for place, pair in self.pairs.items()
+            },  # dgrad takes as long
         )

@@ -11,6 +11,7 @@ import torch
 from megascale.comm.group import single_rank_group
 from megascale.config.model import ModelConfig
 from megascale.parallel.experts.capacity import Capacity
+from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.rng import Dropout
 from megascale.record.label import Label
@@ -24,8 +25,8 @@ MODEL = ModelConfig.model_validate(LLAMA | {"seq_length": POSITIONS, "experts": 
 @pytest.mark.parametrize(("factor", "slots"), [(1.0, 6), (0.5, 3), (1.2, 8), (0.01, 1)])
 def test_an_expert_keeps_the_largest_weights_of_a_sequence(factor: float, slots: int) -> None:
     """Of equal weights, of which there are many here, those at the first positions."""
-    capacity = Capacity(factor, MODEL, single_rank_group("tp"), 0, SAMPLES)
-    assert capacity.slots == slots
+    capacity = Capacity(factor, MODEL, single_rank_group("tp"), RankTokens(POSITIONS, SAMPLES))
+    assert capacity.slots(POSITIONS) == slots
     draw = random.Random(factor)
     experts = torch.tensor([draw.sample(range(8), CHOSEN) for _ in range(POSITIONS * SAMPLES)])
     weights = torch.tensor([[draw.randrange(3) / 4 for _ in range(CHOSEN)] for _ in experts])

@@ -89,7 +89,7 @@ def skewed(rank: Rank, of: RunConfig, kind: str) -> list[tuple[float, float, flo
 @pytest.mark.parametrize("kind", ["one expert", "ties"])
 def test_ranks_without_tokens_take_part(kind: str, dispatcher: str, tmp_path: Path) -> None:
     """All tokens choose expert 3, and equal scores the first experts: other ranks have no rows at all."""
-    model = MIXTRAL | {"experts_per_token": 1, "balance_bias": True}
+    model = MIXTRAL | {"experts_per_token": 1, "router_normalize": False, "balance_bias": True}
     changes = {"moe__dispatcher": dispatcher, "moe__bias_rate": 0.0, "train__steps": 1 if kind == "ties" else 2}
     (alone,) = run_world(1, skewed, config(model, tmp_path, **changes), kind)
     assert alone[0][2] == 8, "one of eight experts has all tokens"
@@ -113,7 +113,7 @@ def recorded(rank: Rank, of: RunConfig, store: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["", "pp2 dp2 ep2"])
 def test_an_expert_with_all_tokens_is_a_finding(layout: str, tmp_path: Path) -> None:
-    model = MIXTRAL | {"experts_per_token": 1, "balance_bias": True}
+    model = MIXTRAL | {"experts_per_token": 1, "router_normalize": False, "balance_bias": True}
     of = config(model, tmp_path, layout, moe__bias_rate=0.0, train__steps=3, train__log_every=1)
     run_world(of.world_size, recorded, of, tmp_path / "events")
     (finding,) = findings(open_store(tmp_path / "events"))
@@ -210,6 +210,14 @@ def test_a_lost_choice_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(expert_parallel, "_count", lossy)
     with pytest.raises(MegascaleError, match="step 1 lacks choices of experts, or has too many"):
         run_threads(of, partial(curve_of, steps=1))
+
+
+def test_the_share_of_dropped_slots_is_that_of_whole_slots(tmp_path: Path) -> None:
+    """Three layers have experts, and their mean is no number of fp32."""
+    of = config(SHARED, tmp_path, moe__capacity_factor=0.75)
+    slots = of.batch.total * of.model.seq_length * of.model.experts_per_token * 3
+    (dropped,) = run_threads(of, lambda run: train_step(run, run.train_loader.batch(0)).totals["dropped"] * slots)
+    assert dropped > 3 and dropped == pytest.approx(round(dropped), rel=1e-14)
 
 
 def test_a_stage_without_experts(tmp_path: Path) -> None:

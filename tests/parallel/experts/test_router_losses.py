@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascale.catalog.layers import ROUTER_SCORES
 from megascale.comm.group import single_rank_group
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.ops.routing import Routing
 from megascale.parallel.experts.expert_choice import ExpertChoice
-from megascale.parallel.experts.router_losses import Columns, RouterLosses
+from megascale.parallel.experts.rank_tokens import RankTokens
+from megascale.parallel.experts.router_losses import RouterLosses
 from tests.runs import LLAMA
 
 TOKENS, EXPERTS = 6, 4
@@ -32,7 +34,8 @@ def model(**changes: Any) -> ModelConfig:
 
 def gradient_and_losses(moe: MoeConfig, of: ModelConfig, logits: Tensor) -> tuple[Tensor, dict[str, float]]:
     """The gradient of the weighted losses by the logits, of a step with one label, and the losses."""
-    losses = RouterLosses(moe, of, Columns(2), single_rank_group("tp"), loss_tokens=torch.ones(()), samples=2)
+    counts = {"loss_tokens": torch.ones(()), "routed": torch.tensor(TOKENS), "samples": 2}
+    losses = RouterLosses(moe, of, RankTokens(3, 2), single_rank_group("tp"), **counts)
     losses.before = torch.arange(1.0, 1 + EXPERTS).expand(of.num_layers, -1)
     leaf, routing = logits.clone().requires_grad_(), Routing(of)
     scores = routing.scores(leaf)
@@ -85,3 +88,15 @@ def test_gradients_are_those_of_finite_differences(balance: Any, score: str) -> 
             change[token, expert] = step
             difference = (total(BY_POSITION + change) - total(BY_POSITION - change)) / (2 * step)
             assert float(gradient[token, expert]) == pytest.approx(difference, abs=1e-9)
+
+
+@pytest.mark.parametrize("score", ROUTER_SCORES.names())
+def test_scores_of_small_logits_have_gradients(score: str) -> None:
+    """Also where a score underflows in fp32, whose gradient is then 0."""
+    logits = torch.tensor([[-110.0, -90.0, -20.0, 3.0]], requires_grad=True)
+    scores = Routing(model(router_score=score)).scores(logits)
+    (gradient,) = torch.autograd.grad(scores.sum(), logits)
+    expected = torch.autograd.functional.jacobian(
+        lambda z: Routing(model(router_score=score)).scores(z).sum(), logits.double()
+    )
+    torch.testing.assert_close(gradient, expected.float(), rtol=1e-6, atol=1e-12)

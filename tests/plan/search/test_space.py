@@ -85,8 +85,10 @@ def all_legal(space: Space) -> set[Layout]:
         {"train": {"precision": "fp8", "recompute": "selective", "recompute_ops": ["norm"]},
          "fp8": {"first_layers_bf16": 0, "last_layers_bf16": 0}, "model": {"seq_length": 24}},
         {"batch": {"global": 24, "rampup": [12, 6, 60]}},
+        {"model": {"experts": 1, "experts_per_token": 1, "router_normalize": False, "bias": False},
+         "moe": {"balance": "group", "balance_group": 4, "token_blocks": 8}},
     ],
-    ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up"],
+    ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up", "groups and blocks"],
 )  # fmt: skip
 def test_a_space_has_all_legal_layouts(sections: dict[str, Any]) -> None:
     space = Space(config_of(**sections), DEVICES, frozenset())
@@ -142,6 +144,9 @@ def test_a_space_has_all_sizes_of_ep() -> None:
     layouts = all_of(space)
     assert len(layouts) == len(set(layouts)) and set(layouts) == expected
     assert {layout.ep for layout in layouts} == {1, 2, 4}
+    measured = space.config.train.model_copy(update={"noise_scale_every": 5})
+    with_noise = all_of(replace(space, config=space.config.model_copy(update={"train": measured})))
+    assert {layout.ep for layout in with_noise} == {1}, "the noise scale is of whole micro-batches"
     one = all_of(replace(space, fixed=space.fixed | {"parallel.ep"}))
     assert {layout.ep for layout in one} == {1} and set(one) < expected
 
@@ -154,6 +159,15 @@ def test_tokens_are_gathered_where_a_token_has_more_experts_than_ep() -> None:
     config = config_of(model=model, moe={"dispatcher": "all_gather"})
     fixed = all_of(Space(config, DEVICES, frozenset(["moe.dispatcher"])))
     assert {layout.dispatcher for layout in fixed} == {"all_gather"} and {layout.ep for layout in fixed} == {1, 2, 4}
+
+
+def test_groups_of_samples_may_span_ranks() -> None:
+    """A micro-batch of one sample is legal where the ranks of dp have a group together."""
+    config = config_of(
+        model={"experts": 4, "bias": False}, moe={"balance": "group", "balance_group": 4}, batch={"micro": 1}
+    )
+    layouts = all_of(Space(config, DEVICES, frozenset(["batch.micro"])))
+    assert {(layout.dp, layout.micro) for layout in layouts} == {(4, 1), (12, 1)}
 
 
 def test_ways_of_sharing_sequences_can_be_fixed() -> None:

@@ -19,14 +19,15 @@ from megascale.schedule.ir import Action, Kind, ScheduleError, backward, forward
 from megascale.schedule.lower import lower
 
 ALL, NONE = Overlaps(tp="all", pp=True, dp=True), Overlaps()
-WORK = Kind.F, Kind.B
+WORK = tuple(ir.COMPUTE_KINDS)
 
 
 def times(p: int, v: int, **changes: Any) -> StageTimes:
-    """Durations: a forward takes 1, a backward 2, everything else 0 unless given."""
+    """Durations: a forward takes 1, a backward 2 in equal parts, everything else 0 unless given."""
     places = list(itertools.product(range(p), range(v)))
     values = {"message": 0.0, "receive": 0.0, "reduce": {}, "gather": {}, **changes}
-    return StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), **values)
+    forward, backward = dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0)
+    return StageTimes(forward, backward, **values, weight_gradient=forward)
 
 
 def run(name: str, p: int, v: int, m: int, overlaps: Overlaps = ALL, **changes: Any) -> Simulation:
