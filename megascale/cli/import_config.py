@@ -20,11 +20,14 @@ from megascale.config.rules import run_rules
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import write_text
 
+CHECKPOINT = "megatron:"  # prefix of a folder of checkpoints
+
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     kinds = (
-        "a script of pretrain_gpt.py, a file of its arguments, or a YAML of them; torchtitan's TOML or torchtitan:NAME"
+        "a script of pretrain_gpt.py, a file of its arguments, a YAML of them, or megatron:FOLDER, its checkpoint; "
+        "torchtitan's TOML or torchtitan:NAME"
     )
     sub.add_argument("source", metavar="SCRIPT", help=kinds)
     words = "a word behind the script's name, $1 and on; or section.key=value, to add a setting"
@@ -37,9 +40,15 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    settings = dict(word.split("=", 1) for word in options.words if is_ours(word.partition("=")[0]))
-    words = [word for word in options.words if word.partition("=")[0] not in settings]
-    arguments = read_arguments(options.source, words, os.environ)
+    added = dict(word.split("=", 1) for word in options.words if is_ours(word.partition("=")[0]))
+    words = [word for word in options.words if word.partition("=")[0] not in added]
+    if options.source.startswith(CHECKPOINT):
+        from megascale.convert.megatron_lm.namespace import stored_arguments  # imports torch
+
+        arguments = stored_arguments(Path(options.source.removeprefix(CHECKPOINT)))
+    else:
+        arguments = read_arguments(options.source, words, os.environ)
+    settings = {**arguments.settings} | {key: read_value(value) for key, value in added.items()}
     left_out = {plain(name) for name in options.without.split(",")}
     given = {name: values for name, values in arguments.given.items() if plain(name) not in left_out}
     gpus = options.gpus or arguments.gpus
@@ -49,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         hint = "remove it from the source, or by --without, or add its setting"
         raise ConfigError([Problem(options.source, name, why, hint) for name, why in refused.items()])
     made.defaults -= set(settings)
-    made.settings |= {key: read_value(value) for key, value in settings.items()}
+    made.settings |= settings
     name = re.sub(r"[^A-Za-z0-9._-]", "-", (options.output or Path(options.source)).stem).lstrip("._-") or "imported"
     _check(made, name, options.source, gpus)
     text = made.to_toml(name)
@@ -63,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
     counts = f"{total} arguments: {len(made.mapped)} mapped, {len(made.dropped)} dropped"
     print(f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written", file=report)
     for dropped, why in made.dropped.items():
-        print(f"dropped {dropped}: {why}", file=report)
+        if not arguments.settings or given[dropped][0] is True:  # a checkpoint has the default of any other argument
+            print(f"dropped {dropped}: {why}", file=report)
     return Exit.OK
 
 

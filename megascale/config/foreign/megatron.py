@@ -43,6 +43,7 @@ from megascale.config.foreign.setting import (
 )
 
 _ALWAYS = "nothing to write: always so"
+_ACTIVATIONS = {"swiglu", "squared_relu", "quick_geglu", "openai_gelu"}  # others than GELU, exact if it adds no bias
 _LATENT = "multi_latent_attention"
 _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 _LOAD = "auto, the default, is the run's newest; theirs: `megascale ckpt convert megatron:FOLDER DIR`"
@@ -95,7 +96,9 @@ MODEL = (
     switch("--add-qkv-bias", "model.qkv_bias", True),
     computed("--qk-layernorm", "model.qk_norm", lambda _, context: Needless("latent vectors have norms")
              if "multi_latent_attention" in context else "head", "latent vectors always have norms", takes=0),
-    switch("--disable-bias-linear", "model.bias", False, "without it, a router has a bias too: model.router_bias"),
+    computed("--disable-bias-linear", "model.bias", lambda _, context: Several({
+             "model.bias": False, "model.activation": "gelu"}) if "num_layers" in context and not
+             _ACTIVATIONS & set(context) else False, "without it, a router has a bias too: model.router_bias", takes=0),
     switch("add_bias_linear", "model.bias", True),
     switch("--untie-embeddings-and-output-weights", "model.tie_embeddings", False),
     switch("share_embeddings_and_output_weights", "model.tie_embeddings", True),
@@ -206,7 +209,8 @@ TRAIN = (
     same("--num-layers-at-start-in-bf16", "fp8.first_layers_bf16", only_with="first_last_layers_bf16"),
     same("--num-layers-at-end-in-bf16", "fp8.last_layers_bf16", only_with="first_last_layers_bf16"),
     needless("--first-last-layers-bf16", "nothing to write: one layer at each end stays in bf16 by default", 0),
-    absent("--fp4-format, --fp4-recipe", "not supported: write train.precision = fp8"),
+    absent("--fp4-format", "not supported: write train.precision = fp8"),
+    needless("--fp4-recipe", "said by --fp4-format"),
     needless("--grad-reduce-in-bf16", "not supported: gradients are reduced in fp32", 0),
     needless("--accumulate-allreduce-grads-in-fp32, --calculate-per-token-loss", _ALWAYS, 0),
     words("--recompute-granularity", "train.recompute", {"selective": "selective", "full": "full"}),
@@ -223,8 +227,8 @@ TRAIN = (
           {"auto": "auto", "flash": "flash", "fused": "te", "unfused": "torch", "local": "torch"}),
     switch("--use-flash-attn", "backends.attention", "flash"),
     switch("--no-rope-fusion", "backends.rope", "torch"),
-    computed("--no-bias-gelu-fusion", "model.activation", lambda _, context: Needless("of another activation") if {
-             "swiglu", "squared_relu", "quick_geglu", "openai_gelu"} & set(context) else "gelu", takes=0),
+    computed("--no-bias-gelu-fusion", "model.activation", lambda _, context: Needless("of another activation")
+             if _ACTIVATIONS & set(context) else "gelu", takes=0),
     switch("--no-bias-swiglu-fusion", "backends.activation", "torch"),
     switch("--no-gradient-accumulation-fusion", "backends.wgrad", "torch"),
     needless("--no-masked-softmax-fusion, --no-bias-dropout-fusion, --no-persist-layer-norm",
@@ -286,6 +290,7 @@ OPTIMIZER = (
     computed("--muon-momentum", "optimizer.options", _MUON),
     computed("--muon-num-ns-steps", "optimizer.options", _MUON),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
+    absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",
            'write optimizer.name = "adamw_8bit", or optimizer.master_weights = "bf16_compensated"', 0),
     needless("--optimizer-cpu-offload", "not supported: write parallel.zero = 2, or optimizer.name = adamw_8bit", 0),
@@ -360,7 +365,8 @@ OBSERVE = (
     same("--profile-step-start", "observe.profile_step", "one step", only_with="profile"),
     needless("--profile-step-end, --profile-ranks", "nothing to write: one step, of each stage's first rank", MANY),
     needless("--enable-ft-package, --inprocess-restart", "use `megascale launch CONFIG --nodes N`, with [fault]", 0),
-    absent("--error-injection-rate, --error-injection-type", "write fault.inject: faults by kind and step"),
+    absent("--error-injection-rate", "write fault.inject: faults by kind and step"),
+    needless("--error-injection-type", "said by --error-injection-rate"),
 )  # fmt: skip
 
 SETTINGS = (*MODEL, *EXPERTS, *PARALLEL, *TRAIN, *OPTIMIZER, *DATA, *CHECKPOINT, *OBSERVE, *OTHERS)

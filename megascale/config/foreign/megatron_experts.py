@@ -83,7 +83,10 @@ _OF_EXPERTS = (
     needless("--moe-grouped-gemm, --moe-per-layer-logging", _ALWAYS, 0),
     needless("--moe-permute-fusion, --moe-router-fusion", "nothing to write: a switch for speed alone", 0),
     absent("--moe-use-upcycling", _UPCYCLING, 0),
-    absent("--moe-upcycling-granularity", _UPCYCLING),
+    needless("--moe-upcycling-granularity", _UPCYCLING),
+    absent("--moe-router-force-biased, --moe-router-quantile-balancing-ema, --moe-expert-rank-capacity-factor, "
+           "--moe-dispatch-fwd-dtype, --moe-combine-bwd-dtype", "not supported for experts",
+           harmless={"bf16": "nothing to write: bf16"}),
     needless("--moe-enable-deepep", _NO_DEEPEP, 0),
     needless("--moe-flex-dispatcher-backend, --moe-deepep-num-sms, --moe-hybridep-num-sms", _NO_DEEPEP),
     absent("--moe-router-force-load-balancing",

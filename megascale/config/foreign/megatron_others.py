@@ -45,10 +45,14 @@ OTHERS = (
     absent("--apply-wd-to-qk-layernorm", "not supported: norms have no weight decay", 0),
     absent("--attention-output-gate, --rotary-interleaved, --mtp-use-repeated-layer, --enable-gpt-oss, "
            "--no-yarn-correction-range-round-to-int", "not supported: another model", 0),
-    absent("--muon-scale-mode, --muon-extra-scale-factor", "not supported: optimizer.options of muon have no scale"),
+    absent("--muon-scale-mode, --muon-extra-scale-factor", "not supported: optimizer.options of muon have no scale", 1,
+           dict.fromkeys(("spectral", "1"), "nothing to write: the default")),
     absent("--lr-mult-router", "write [[optimizer.groups]] with params and lr_mult"),
     absent("--fim-data, --sft, --use-packed-sequence", "not supported: samples of another kind", 0),
     absent("--model-provider, --export-model-type", "not supported: a model of another kind"),
+    absent("--perform-rl-step, --qk-clip, --freeze-all-layers, --decrease-batch-size-if-needed", "not supported", 0),
+    absent("--embedding-init-method-std, --no-weight-decay-cond-type, --phase-transition-iterations, "
+           "--te-precision-config-file, --logits-load-dir, --export-kd-teacher-load", "not supported"),
     absent("--is-hybrid-model, --bert-no-binary-head", "not supported: a model of another kind", 0),
 )  # fmt: skip
 

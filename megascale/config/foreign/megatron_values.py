@@ -66,11 +66,13 @@ def latent_scaling(values: Values, context: Context) -> Any:
     return table | {name: scale for name, scale in scales.items() if scale}
 
 
-def zero(values: Values, context: Context) -> int:
+def zero(values: Values, context: Context) -> int | Needless:
     """Return the ZeRO stage of the distributed optimizer, or of FSDP up to the gradients."""
     fully = {"use_megatron_fsdp", "use_torch_fsdp2"} & set(context)
     if "use_distributed_optimizer" in context and not fully:
         return 1
+    if "num_layers" in context and not fully:
+        return Needless("nothing to write without FSDP")
     return _STAGES[str(value_of(context, "data_parallel_sharding_strategy", "optim_grads_params")).lower()]
 
 

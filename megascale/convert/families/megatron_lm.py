@@ -41,7 +41,9 @@ UNSUPPORTED = (
     "rotary_interleaved", "squared_relu", "quick_geglu", "apply_residual_connection_post_layernorm", "qk_l2_norm",
     "multi_latent_attention", "mtp_num_layers", "window_size", "heterogeneous_layers_config_path", "no_rope_freq",
     "linear_attention_freq", "attention_output_gate", "moe_apply_probs_on_input", "moe_latent_size",
-    "hybrid_override_pattern", "activation_func_clamp_value", "glu_linear_offset", "use_legacy_models",
+    "hybrid_override_pattern", "activation_func_clamp_value", "glu_linear_offset", "use_legacy_models", "use_mup",
+    "hybrid_layer_pattern", "experimental_attention_variant", "enable_mhc_connections", "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size", "decoder_num_layers", "decoder_seq_length", "dataloader_seq_length",
 )  # fmt: skip
 """Arguments with an effect on the model that this conversion does not express."""
 
@@ -54,7 +56,8 @@ VOCAB_MULTIPLE = 128  # default of --make-vocab-size-divisible-by
 def _read(args: ConfigKeys) -> ConfigKeys:
     """The keys of attention, positions, norm and activation. Raises: ValueError for unsupported ones"""
     heads, norm = args["num_attention_heads"], NORMS[args.get("normalization", "LayerNorm")]
-    if (one := args.get("apply_layernorm_1p")) and norm == "layernorm":
+    one = args.get("layernorm_zero_centered_gamma", args.get("apply_layernorm_1p"))  # its newer name first
+    if one and norm == "layernorm":
         raise ValueError("apply_layernorm_1p is True with LayerNorm")
     if (kind := args.get("position_embedding_type", "learned_absolute")) not in POSITIONS:
         raise ValueError(f"position_embedding_type is {kind!r}, not {' or '.join(POSITIONS)}")
