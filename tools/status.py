@@ -50,7 +50,7 @@ FEATURES = (
     Feature("event store, findings, metrics", ("operate/store", "operate/diagnose")),
     Feature("`watch`, `dashboard`, `trace`", ("operate/show",)),
     Feature("data: preparation, blends, packing, readers", ("data",)),
-    Feature("weights from and to Hugging Face", ("convert",)),
+    Feature("weights of Hugging Face, checkpoints of Megatron-LM and torchtitan, both ways", ("convert",)),
     Feature("`plan`, `check`", ("plan", "config", "cli")),
 )
 

@@ -1,1 +1,1 @@
-"""Conversion of weights from and to Hugging Face's layout."""
+"""Conversion of weights and checkpoints from and to other systems."""
