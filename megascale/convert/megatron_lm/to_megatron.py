@@ -23,7 +23,7 @@ from megascale.convert.families.config_json import differences, read_keys
 from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, TRACKER
 from megascale.convert.megatron_lm.torch_dist import COMMON, LAYER, PREFIXES, stored_forms
-from megascale.convert.saved_weights import SavedWeights, saved_model
+from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
 from megascale.convert.tensor_map import Place, assemble, indices, model_tensors, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -89,7 +89,7 @@ def _optimizer(facts: manifest.Facts, step: int) -> dict[str, Any]:
     config, samples = facts.config, facts.progress.samples
     settings = OptimizerConfig.model_validate(config["optimizer"])
     batch = (config.get("batch") or {}).get("global") or samples // step
-    steps = (config.get("train") or {}).get("steps", 1 << 32)  # beyond them the rate would be min_lr
+    steps = planned_steps(facts)  # beyond them the rate would be min_lr
     rates, decay = {"max_lr": settings.lr, "min_lr": settings.min_lr}, settings.weight_decay
     groups = [
         rates | {
