@@ -52,7 +52,7 @@ def saved_model(source: Location, saved: manifest.Manifest) -> ModelConfig:
 
 
 def planned_steps(facts: manifest.Facts) -> int:
-    """The steps of the run of a checkpoint; so many that no rate decays, if its configuration has none."""
+    """The steps of the run of a checkpoint; 2^32, in which no rate decays, if its configuration has none."""
     return int((facts.config.get("train") or {}).get("steps", 1 << 32))
 
 

@@ -100,7 +100,8 @@ def _optimizer(facts: manifest.Facts, step: int) -> dict[str, Any]:
         for share in (1.0, 0.0)
     ]  # fmt: skip
     schedule = rates | {
-        "num_steps": samples, "lr_warmup_steps": settings.warmup_steps * batch, "lr_decay_steps": steps * batch,
+        "num_steps": samples, "lr_warmup_steps": max(settings.warmup_steps - 1, 0) * batch,
+        "lr_decay_steps": (settings.schedule_steps or steps) * batch,
         "lr_decay_style": settings.decay.replace("wsd", "WSD"), "start_wd": decay, "end_wd": decay,
         "wd_incr_style": "constant", "wd_incr_steps": steps,
     }  # fmt: skip
