@@ -78,6 +78,11 @@ def _progress(
     if not samples:
         raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
     notes = [f"{samples} samples count as read: Megatron-LM's, in its first epoch and if data and train.seed are equal"]
+    schedule = source.common.get("opt_param_scheduler") or {}
+    if schedule.get("num_steps", 0) < schedule.get("lr_warmup_steps", 0):
+        notes.append(
+            "the learning rate is above Megatron-LM's, whose warm-up begins at 0, up to the end of the warm-up"
+        )
     if source.step != step:
         notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
     return Progress(step, samples, samples * (args.get("seq_length") or model.seq_length)), notes
@@ -123,10 +128,7 @@ class _Tensors:
         return read_region(places, spec, lambda stored, box: self._whole(state, stored)[box], None)
 
     def _load(self, state: str, stored: str) -> Tensor:
-        """Load a whole tensor of the source, without the rows that pad the vocabulary.
-
-        Raises: CheckpointError if it has another shape, or more rows than padding may have
-        """
+        """Load a whole tensor of the source, without the rows that pad the vocabulary. Raises: CheckpointError"""
         tensor, expected = self._source.tensor(state, stored), self._shapes[stored]
         padding = len(tensor) - expected[0]
         if stored in VOCABULARY and 0 < padding < self._multiple and expected[0] >= self._least:

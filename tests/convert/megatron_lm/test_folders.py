@@ -321,6 +321,14 @@ def test_a_configuration_tells_what_the_folder_does_not(tmp_path: Path) -> None:
     assert facts.progress == Progress(3, 12, 192) and facts.config["optimizer"]["lr"] == 1e-2
 
 
+@pytest.mark.parametrize(("steps", "told"), [(3, False), (4, True)])
+def test_a_rate_that_differs_in_the_warm_up_is_told(steps: int, told: bool, tmp_path: Path) -> None:
+    folder = theirs(tmp_path, LLAMA)
+    change_common(lambda state: state["opt_param_scheduler"].update(lr_warmup_steps=4 * steps))(folder)
+    notes = from_megatron(folder, tmp_path / "again")
+    assert told == any(note.startswith("the learning rate is above Megatron-LM's") for note in notes)
+
+
 def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
     config = config_of(settings(LLAMA | {"qk_norm": "head"}, tmp_path), tmp_path)
     with pytest.raises(CheckpointError, match="another model: qk_norm none there, head here"):
