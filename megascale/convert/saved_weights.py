@@ -51,6 +51,11 @@ def saved_model(source: Location, saved: manifest.Manifest) -> ModelConfig:
         raise CheckpointError(what, hint="use the version that wrote the checkpoint") from None
 
 
+def planned_steps(facts: manifest.Facts) -> int:
+    """The steps of the run of a checkpoint; 2^32, in which no rate decays, if its configuration has none."""
+    return int((facts.config.get("train") or {}).get("steps", 1 << 32))
+
+
 @dataclass(frozen=True)
 class SavedWeights:
     """Tensors of a checkpoint in `source` that are weights: the means of those with the `prefixes`."""

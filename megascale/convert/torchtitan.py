@@ -19,10 +19,10 @@ from megascale.checkpoint.format.state import Progress
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
-from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
+from megascale.config.train import BatchConfig, OptimizerConfig
 from megascale.convert.dcp import DcpFolder, write_dcp
 from megascale.convert.families.config_json import family_of_model
-from megascale.convert.saved_weights import saved_model
+from megascale.convert.saved_weights import planned_steps, saved_model
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -243,9 +243,9 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
 def _run_items(facts: manifest.Facts, parameters: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of the parameters, of which norms do not decay, and the place of the run."""
     step, config = facts.progress.step, facts.config
-    optimizer, train = OptimizerConfig(**config["optimizer"]), TrainConfig(**config["train"])
-    batch = BatchConfig(**config["batch"])
-    rate = learning_rate(optimizer, train.steps, batch_sizes(batch) if batch.rampup else None)
+    optimizer, batch = OptimizerConfig(**config["optimizer"]), config.get("batch") or {}
+    sizes = batch_sizes(BatchConfig(**batch)) if batch.get("rampup") else None
+    rate = learning_rate(optimizer, planned_steps(facts), sizes)
     lr, eps, betas = rate(step + 1), optimizer.eps, (optimizer.betas[0], optimizer.betas[1])
     made = torch.optim.AdamW([torch.zeros(1)], lr=lr, betas=betas, eps=eps, foreach=False, fused=True)
     group = {key: value for key, value in made.param_groups[0].items() if key != "params"}

@@ -222,7 +222,7 @@ def test_a_script_of_gpt3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ]  # fmt: skip
     config = load_config(str(output), ["train.eval_every=0"], world_size=2048)
     assert (config.model.vocab_size, config.model.activation, config.model.dropout) == (50257, "gelu_tanh", 0.1)
-    assert (config.optimizer.warmup_steps, config.optimizer.schedule_steps) == (430, 430_000)
+    assert (config.optimizer.warmup_steps, config.optimizer.schedule_steps) == (431, 430_000)
     assert (config.batch.rampup, config.train.precision) == ([16, 304, 5_859_375], "bf16")
     assert (config.parallel.zero, config.overlap.tp, config.dp) == (0, False, 16)
     assert config.name == "imported" and config.output_dir == str(tmp_path / "ckpt")

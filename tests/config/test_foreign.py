@@ -97,7 +97,7 @@ def test_values_are_converted() -> None:
     settings = written(GPT3_175B)
     assert settings["train.precision"] == "bf16"
     assert settings["optimizer.betas"] == [0.9, 0.95]
-    assert settings["optimizer.warmup_steps"] == 430
+    assert settings["optimizer.warmup_steps"] == 431
     assert settings["data.split"] == [949, 51]
     assert settings["batch.rampup"] == [16, 16, 5859375]
     assert settings["checkpoint.resume"] == "auto"

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from megascale.checkpoint import offline
 from megascale.checkpoint.folders import find_checkpoint
 from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.state import Progress
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import DcpFolder
@@ -278,6 +279,19 @@ def test_weights_without_moments_of_adamw_are_exported_alone(
     found, expected = DcpFolder(tmp_path / "theirs"), as_theirs(config, weights)
     assert found.tensors.keys() == expected.keys() and not found.objects
     assert all(found.read(name).equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_without_a_plan_is_exported_at_its_full_rate(tmp_path: Path) -> None:
+    """As one of Megatron-LM's that was converted without --config."""
+    model = ModelConfig.model_validate(LLAMA)
+    (tmp_path / "ours").mkdir()
+    tensors = {f"{kind}.{name}": each for kind, state in state_of(model).items() for name, each in state.items()}
+    facts = {"model": model.model_dump(mode="json", by_alias=True), "optimizer": {"name": "adamw", "lr": 3e-3}}
+    offline.write_state(tmp_path / "ours", iter(tensors.items()), facts, progress=Progress(5, 20, 320))
+    assert main(["ckpt", "convert", str(tmp_path / "ours"), f"torchtitan:{tmp_path / 'theirs'}"]) == 0
+    found = DcpFolder(tmp_path / "theirs")
+    assert found.read_value("optimizer.param_groups.norm.weight.lr") == pytest.approx(3e-3)
+    assert found.read_value("train_state.step") == 5
 
 
 WIDTHS = {

@@ -20,6 +20,7 @@ from megascale.config.foreign.megatron_values import (
     value_of,
     whole_batches,
     window,
+    wsd_steps,
     zero,
 )
 from megascale.config.foreign.setting import (
@@ -50,6 +51,7 @@ _LOAD = "auto, the default, is the run's newest; theirs: `megascale ckpt convert
 _TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
 _DECAY = "not supported: optimizer.weight_decay is constant"
 _WSD = "with decay = wsd; linear, theirs exponential by default"
+_WARMUP = "Megatron-LM's + 1: its step k has the rate after k - 1 steps"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
@@ -261,15 +263,16 @@ OPTIMIZER = (
           "sgd is not supported"),
     same("--lr", "optimizer.lr"),
     same("--min-lr", "optimizer.min_lr"),
-    same("--lr-warmup-iters", "optimizer.warmup_steps"),
-    computed("--lr-warmup-fraction", "optimizer.warmup_steps", steps_of_share, "steps: share x --lr-decay-iters"),
-    computed("--lr-warmup-samples", "optimizer.warmup_steps", whole_batches, "steps: samples / batch.global"),
+    computed("--lr-warmup-iters", "optimizer.warmup_steps", lambda values, _: values[0] + 1, _WARMUP, 1),
+    computed("--lr-warmup-fraction", "optimizer.warmup_steps", steps_of_share, "share x --lr-decay-iters, + 1"),
+    computed("--lr-warmup-samples", "optimizer.warmup_steps", lambda values, context: whole_batches(
+             values, context) + 1, "samples / batch.global, + 1"),
     words("--lr-decay-style", "optimizer.decay",
           {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}, theirs="linear"),
     computed("--lr-decay-iters, --lr-decay-samples", "optimizer.schedule_steps", schedule, "steps of batch.global"),
-    computed("--lr-wsd-decay-iters", "optimizer.decay_steps", lambda values, context: Advice(_WSD) if value_of(
-             context, "lr_wsd_decay_style") != "linear" and "num_layers" in context else values[0], _WSD),
-    computed("--lr-wsd-decay-samples", "optimizer.decay_steps", whole_batches, "steps: samples / batch.global"),
+    computed("--lr-wsd-decay-iters, --lr-wsd-decay-samples", "optimizer.decay_steps", lambda values, context: Advice(
+             _WSD) if value_of(context, "lr_wsd_decay_style") != "linear" and "num_layers" in context
+             else wsd_steps(values, context), _WSD),
     computed("--lr-wsd-decay-style", "", lambda values, context: Needless("nothing to write: linear, or not wsd")
              if values[0] == "linear" or str(value_of(context, "lr_decay_style")).lower() != "wsd"
              else Advice("not supported: linear alone"), "linear alone"),

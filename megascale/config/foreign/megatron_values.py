@@ -138,10 +138,15 @@ def schedule(values: Values, context: Context) -> Any:
 
 
 def steps_of_share(values: Values, context: Context) -> int:
-    """Return the steps of a warm-up that is a share of the decay."""
+    """Return the steps, and one, of a warm-up that is a share of the decay."""
     if steps := context.get("lr_decay_iters") or context.get("train_iters"):
-        return round(values[0] * steps[0])
-    return round(values[0] * whole_batches(context.get("lr_decay_samples") or context["train_samples"], context))
+        return round(values[0] * steps[0]) + 1
+    return round(values[0] * whole_batches(context.get("lr_decay_samples") or context["train_samples"], context)) + 1
+
+
+def wsd_steps(values: Values, context: Context) -> int:
+    """Return the steps of the last decay, of which theirs begins and ends a step later."""
+    return (whole_batches(values, context) if "lr_wsd_decay_samples" in context else int(values[0])) - 1
 
 
 def decoupled(values: Values, context: Context) -> list[dict[str, Any]] | Advice:

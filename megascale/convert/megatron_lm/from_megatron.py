@@ -14,7 +14,7 @@ from megascale.checkpoint.format.state import Progress
 from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
 from megascale.config.run import RunConfig
 from megascale.convert.families.config_json import read_keys
-from megascale.convert.families.megatron_lm import FAMILY, VOCABULARY
+from megascale.convert.families.megatron_lm import FAMILY, VOCAB_MULTIPLE, VOCABULARY
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, iteration_folder
 from megascale.convert.megatron_lm.legacy import LegacyFolder
 from megascale.convert.megatron_lm.torch_dist import TorchDist
@@ -24,6 +24,7 @@ from megascale.core.files import atomic_folder
 from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS
 
 CONFIG_HINT = "give the run's configuration with --config FILE.toml"
+MOST_RANKS = 8  # of tensor parallelism, where no args tell them
 
 
 def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -> list[str]:
@@ -35,7 +36,7 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     path = iteration_folder(folder)
     source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
     args = vars(source.common["args"]) if "args" in source.common else {}
-    tensors = _Tensors(source, model := _model(args, path, config))
+    tensors = _Tensors(source, model := _model(args, path, config), args)
     progress, notes = _progress(source, args, model, config)
     states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
     states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
@@ -44,7 +45,7 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     with atomic_folder(output) as made:
         offline.write_state(made, tensors.read_all(states), settings, progress=progress)
         if unread := source.unread():
-            what = f"{path} has {len(unread)} tensors unknown to its arguments: {', '.join(unread[:3])}"
+            what = f"{path} has {len(unread)} tensors unknown to the model: {', '.join(unread[:3])}"
             raise CheckpointError(what, hint="weights and arguments of one model")
     return notes + tensors.notes
 
@@ -77,6 +78,11 @@ def _progress(
     if not samples:
         raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
     notes = [f"{samples} samples count as read: Megatron-LM's, in its first epoch and if data and train.seed are equal"]
+    schedule = source.common.get("opt_param_scheduler") or {}
+    if schedule.get("num_steps", 0) < schedule.get("lr_warmup_steps", 0):
+        notes.append(
+            "the learning rate is above Megatron-LM's, whose warm-up begins at 0, up to the end of the warm-up"
+        )
     if source.step != step:
         notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
     return Progress(step, samples, samples * (args.get("seq_length") or model.seq_length)), notes
@@ -90,9 +96,9 @@ def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Tensors:
-    """The tensors of a `model` in a source. `notes`: what differs."""
+    """The tensors of a `model` in a source with Megatron-LM's `args`. `notes`: what differs."""
 
-    def __init__(self, source: TorchDist | LegacyFolder, model: ModelConfig) -> None:
+    def __init__(self, source: TorchDist | LegacyFolder, model: ModelConfig, args: Mapping[str, Any]) -> None:
         self._source, self._model = source, model
         self._places = tensor_map(FAMILY, model)
         self._specs = {tensor.name: tensor for tensor in model_tensors(model)}
@@ -101,6 +107,9 @@ class _Tensors:
             for name, places in self._places.items()
             for place in places
         }
+        ranks = args.get("tensor_model_parallel_size", 1 if args else MOST_RANKS)
+        self._multiple = (args.get("make_vocab_size_divisible_by") or VOCAB_MULTIPLE) * ranks  # of rows
+        self._least = args.get("vocab_size") or 1  # rows that are no padding
         self._whole = lru_cache(maxsize=1)(self._load)  # parts of a fused tensor are read one after the other
         self.notes: list[str] = []
 
@@ -121,13 +130,12 @@ class _Tensors:
     def _load(self, state: str, stored: str) -> Tensor:
         """Load a whole tensor of the source, without the rows that pad the vocabulary. Raises: CheckpointError"""
         tensor, expected = self._source.tensor(state, stored), self._shapes[stored]
-        if stored in VOCABULARY and len(tensor) > expected[0]:
-            rows = (
-                f"{len(tensor) - expected[0]} rows that pad the vocabulary are left out: they were part of the softmax"
-            )
+        padding = len(tensor) - expected[0]
+        if stored in VOCABULARY and 0 < padding < self._multiple and expected[0] >= self._least:
+            rows = f"{padding} rows that pad the vocabulary are left out: they were part of the softmax"
             self.notes += [rows] if rows not in self.notes else []
             tensor = tensor[: expected[0]]
         if tuple(tensor.shape) != expected:
-            what = f"{self._source.path}: {stored} has shape {list(tensor.shape)}, its arguments say {list(expected)}"
+            what = f"{self._source.path}: {stored} has shape {list(tensor.shape)}, the model has {list(expected)}"
             raise CheckpointError(what, hint="weights and arguments of one model")
         return tensor

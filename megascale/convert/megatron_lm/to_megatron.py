@@ -23,7 +23,7 @@ from megascale.convert.families.config_json import differences, read_keys
 from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, TRACKER
 from megascale.convert.megatron_lm.torch_dist import COMMON, LAYER, PREFIXES, stored_forms
-from megascale.convert.saved_weights import SavedWeights, saved_model
+from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
 from megascale.convert.tensor_map import Place, assemble, indices, model_tensors, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -89,7 +89,7 @@ def _optimizer(facts: manifest.Facts, step: int) -> dict[str, Any]:
     config, samples = facts.config, facts.progress.samples
     settings = OptimizerConfig.model_validate(config["optimizer"])
     batch = (config.get("batch") or {}).get("global") or samples // step
-    steps = (config.get("train") or {}).get("steps", 1 << 32)  # beyond them the rate would be min_lr
+    steps = planned_steps(facts)  # beyond them the rate would be min_lr
     rates, decay = {"max_lr": settings.lr, "min_lr": settings.min_lr}, settings.weight_decay
     groups = [
         rates | {
@@ -100,7 +100,8 @@ def _optimizer(facts: manifest.Facts, step: int) -> dict[str, Any]:
         for share in (1.0, 0.0)
     ]  # fmt: skip
     schedule = rates | {
-        "num_steps": samples, "lr_warmup_steps": settings.warmup_steps * batch, "lr_decay_steps": steps * batch,
+        "num_steps": samples, "lr_warmup_steps": max(settings.warmup_steps - 1, 0) * batch,
+        "lr_decay_steps": (settings.schedule_steps or steps) * batch,
         "lr_decay_style": settings.decay.replace("wsd", "WSD"), "start_wd": decay, "end_wd": decay,
         "wd_incr_style": "constant", "wd_incr_steps": steps,
     }  # fmt: skip

@@ -53,7 +53,7 @@ class TorchDist:
         self.path, self._folder = path, DcpFolder(path)
         self.common: Mapping[str, Any] = read_plain(path / COMMON)
         self._stored = {CHAINED.sub("", name, count=1): name for name in self._folder.tensors}
-        self._read: set[str] = set()
+        self._read: set[tuple[str, tuple[int, ...]]] = set()
         optimizers = optimizers_of(self.common.get("optimizer"))
         kinds = {optimizer.get("param_state_sharding_type", "fully_reshardable") for optimizer in optimizers}
         if kinds - {"fully_reshardable", *(["dp_reshardable"] if "args" in self.common else [])}:
@@ -69,7 +69,7 @@ class TorchDist:
     def tensor(self, state: str, name: str) -> Tensor:
         """Read a state of a tensor by the name of `families.megatron_lm`. Raises: CheckpointError"""
         if weight := self._find(MODEL, name):
-            self._read.add(weight[0])  # also by its master
+            self._read.add(weight)  # also by its master
         found = self._find(state, name)
         tensor = self._load(*found) if found else self._shards.join(state, name) if self._shards else None
         if tensor is None:
@@ -77,8 +77,18 @@ class TorchDist:
         return tensor
 
     def unread(self) -> list[str]:
-        """Names of tensors that were not read in any state."""
-        return sorted(name for name in self._stored if not name.startswith("optimizer.") and name not in self._read)
+        """Names of tensors, and of matrices of stacks with their index, that were not read in any state."""
+        depths = {name: len(index) for name, index in self._read}
+        return [
+            f"{name}{list(index) or ''}"
+            for name in sorted(self._stored)
+            if not name.startswith("optimizer.")
+            for index in itertools.product(*map(range, self._shape(name)[: depths.get(name, 0)]))
+            if (name, index) not in self._read
+        ]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._folder.tensors[self._stored[name]].shape
 
     def _find(self, state: str, name: str) -> tuple[str, tuple[int, ...]] | None:
         """The stored name of a state of a tensor, and its index in stacks; None if there is none."""
@@ -88,7 +98,7 @@ class TorchDist:
         return None
 
     def _load(self, stored: str, index: tuple[int, ...]) -> Tensor:
-        whole = self._folder.tensors[self._stored[stored]].shape[len(index) :]
+        whole = self._shape(stored)[len(index) :]
         region = (*index, *(0 for _ in whole)), (*(1 for _ in index), *whole)
         return self._folder.read(self._stored[stored], region).view(whole)
 

@@ -79,7 +79,7 @@ def test_defaults_are_those_of_megatron_core() -> None:
     ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", {"parallel.zero": 1}),
     ("--use-megatron-fsdp", {"parallel.zero": 2}),
     ("--lr-decay-iters 15", {"optimizer.schedule_steps": 15}), ("--lr-decay-iters 20", {}),
-    ("--lr-decay-iters 20 --lr-warmup-fraction 0.1", {"optimizer.warmup_steps": 2}),
+    ("--lr-decay-iters 20 --lr-warmup-fraction 0.1", {"optimizer.warmup_steps": 3}),
     ("--save a --save-interval 5", {"output_dir": "a", "checkpoint.every": 5}), ("--save-interval 5", {}),
     ("--save a", {"output_dir": "a", "checkpoint.every": 20}),
     ("--save a --load a", {"output_dir": "a", "checkpoint.every": 20, "checkpoint.resume": "auto"}),

@@ -35,7 +35,8 @@ class Task:
     """A run of megatron-core from step `first` up to `last` on `tokens` [steps, samples, s + 1].
 
     `arguments`: Megatron-LM's, of the model. `layout`: tp, pp, vpp, ep. `distributed`: the kind of distributed
-    optimizer, none of a plain one. `load`, `save`: folders of checkpoints; in the latter, LEGACY has the same one in
+    optimizer, none of a plain one. `schedule`: the least rate, the samples of warm-up and decay, and the style.
+    `load`, `save`: folders of checkpoints; in the latter, LEGACY has the same one in
     the format `torch`.
     """
 
@@ -43,6 +44,7 @@ class Task:
     tokens: Tensor
     layout: dict[str, int] = field(default_factory=dict)
     distributed: str = ""
+    schedule: tuple[float, int, int, str] = (LR, 0, 1000, "constant")
     bucket_size: int | None = None
     load: Path | None = None
     save: Path | None = None
@@ -152,7 +154,7 @@ class Session:
             OptimizerConfig(
                 optimizer="adam",
                 lr=LR,
-                min_lr=LR,
+                min_lr=task.schedule[0],
                 weight_decay=WEIGHT_DECAY,
                 clip_grad=1.0,
                 adam_beta1=BETAS[0],
@@ -167,7 +169,7 @@ class Session:
         if low:
             self.config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = OptimizerParamScheduler(
-            self.optimizer, 0.0, LR, LR, 0, 1000, "constant", WEIGHT_DECAY, WEIGHT_DECAY, 1000, "constant"
+            self.optimizer, 0.0, LR, *task.schedule, WEIGHT_DECAY, WEIGHT_DECAY, 1000, "constant"
         )
         self.metadata: dict[str, Any] = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
         self.metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)

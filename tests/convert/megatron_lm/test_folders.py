@@ -259,9 +259,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "positions": (set_argument("position_embedding_type", "yarn"), "position_embedding_type is 'yarn', not learned"),
     "another width": (
         set_argument("ffn_hidden_size", 47),
-        "decoder.layers.0.mlp.linear_fc1.weight has shape [96, 32], its arguments say [94, 32]",
+        "decoder.layers.0.mlp.linear_fc1.weight has shape [96, 32], the model has [94, 32]",
     ),
-    "more tensors": (set_argument("untie_embeddings_and_output_weights", False), "has 1 tensors unknown to its argu"),
+    "more tensors": (set_argument("untie_embeddings_and_output_weights", False), "has 1 tensors unknown to the mod"),
+    "fewer layers": (
+        set_argument("num_layers", 3),
+        "has 6 tensors unknown to the model: decoder.layers.mlp.linear_fc1.layer_norm_weight[3], decoder.layers.mlp.",
+    ),
+    "more rows than padding": (
+        change_common(lambda state: vars(state["args"]).update(vocab_size=96, make_vocab_size_divisible_by=32)),
+        "embedding.word_embeddings.weight has shape [128, 32], the model has [96, 32]",
+    ),
 }
 
 
@@ -313,10 +321,37 @@ def test_a_configuration_tells_what_the_folder_does_not(tmp_path: Path) -> None:
     assert facts.progress == Progress(3, 12, 192) and facts.config["optimizer"]["lr"] == 1e-2
 
 
+@pytest.mark.parametrize(("steps", "told"), [(3, False), (4, True)])
+def test_a_rate_that_differs_in_the_warm_up_is_told(steps: int, told: bool, tmp_path: Path) -> None:
+    folder = theirs(tmp_path, LLAMA)
+    change_common(lambda state: state["opt_param_scheduler"].update(lr_warmup_steps=4 * steps))(folder)
+    notes = from_megatron(folder, tmp_path / "again")
+    assert told == any(note.startswith("the learning rate is above Megatron-LM's") for note in notes)
+
+
 def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
     config = config_of(settings(LLAMA | {"qk_norm": "head"}, tmp_path), tmp_path)
     with pytest.raises(CheckpointError, match="another model: qk_norm none there, head here"):
         from_megatron(theirs(tmp_path, LLAMA), tmp_path / "again", config)
+
+
+SMALLER = {
+    "layers": ("llama", {"num_layers": 3}, False, "linear_fc1.layer_norm_weight[3], "),
+    "experts": ("mixture", {"experts": 2}, False, "router.weight has shape [4, 32], the model has [2, 32]"),
+    "vocabulary": ("llama", {"vocab_size": 2}, True, "has shape [128, 32], the model has [2, 32]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(SMALLER))
+def test_no_part_of_a_larger_model_is_read(name: str, tmp_path: Path) -> None:
+    kind, sizes, with_args, words = SMALLER[name]
+    folder = theirs(tmp_path, SHAPES[kind])
+    if not with_args:
+        change_common(lambda state: state.pop("args"))(folder)
+    config = config_of(settings(SHAPES[kind] | sizes, tmp_path, batch__global=4), tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        from_megatron(folder, tmp_path / "again", config)
+    assert words in str(error.value) and not (tmp_path / "again").exists()
 
 
 def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,13 @@ import pytest
 
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
+from megascale.config.foreign.imported import import_arguments
 from megascale.convert.megatron_lm.from_megatron import from_megatron
 from megascale.convert.megatron_lm.to_megatron import to_megatron
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
-from tests.convert.megatron_lm.cases import ARGUMENTS, MODELS, draw_tokens, go_on, ours
-from tests.convert.megatron_lm.peer import BUCKETS, LEGACY, RESHARDABLE, Outcome, Task, run
+from tests.convert.megatron_lm.cases import ARGUMENTS, MODELS, SAMPLES, STEPS, draw_tokens, go_on, ours
+from tests.convert.megatron_lm.peer import BUCKETS, LEGACY, LR, RESHARDABLE, Outcome, Task, run
 from tests.runs import config_of
 from tests.worlds import run_world
 
@@ -34,6 +35,8 @@ class Case:
     distributed: str = ""
     back: dict[str, int] | None = None
 
+
+SCHEDULE = ("decay", "min_lr", "schedule_steps", "warmup_steps")
 
 CASES = {
     "gpt tp2": Case("gpt", 2, {"tp": 2}, {"parallel__pp": 2}),
@@ -83,3 +86,19 @@ def test_both_go_on_as_megatron_core_does(name: str, tmp_path: Path) -> None:
         for parameter, states in before.state.items():
             for state, tensor in states.items():
                 assert np.array_equal(after.state[parameter][state].ravel(), tensor.ravel()), (parameter, state)
+
+
+@pytest.mark.slow
+def test_the_rate_goes_on_after_the_warm_up(tmp_path: Path) -> None:
+    """The settings of the schedule are those that import-config writes."""
+    tokens, least = draw_tokens(), LR / 10
+    flags: dict[str, Any] = {"lr_warmup_iters": [2], "lr_decay_iters": [STEPS], "min_lr": [least]}
+    made = import_arguments("Megatron-LM", flags | {"lr_decay_style": ["cosine"]})
+    schedule = least, 2 * SAMPLES, STEPS * SAMPLES, "cosine"
+    task = Task(ARGUMENTS["llama"], tokens, {"tp": 2}, RESHARDABLE, schedule, save=tmp_path / "theirs")
+    theirs: list[Outcome] = run_world(2, run, task)
+    from_megatron(tmp_path / "theirs", tmp_path / "ours")
+    settings = ours(MODELS["llama"], tmp_path, tmp_path / "ours", parallel__dp=2)
+    settings["optimizer"] |= {key: made.settings[f"optimizer.{key}"] for key in SCHEDULE}
+    config = config_of(settings, tmp_path, world=2)
+    assert run_world(2, go_on, config, tokens)[0] == pytest.approx(theirs[-1].losses[5:], abs=1e-5)
