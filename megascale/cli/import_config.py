@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megascale.cli.arguments import positive_int
@@ -14,7 +15,7 @@ from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.foreign.imported import Imported, import_arguments
 from megascale.config.foreign.setting import plain
 from megascale.config.foreign.sources import read_arguments
-from megascale.config.foreign.translation import find, is_ours, read_value
+from megascale.config.foreign.translation import SYSTEMS, find, is_ours, read_value, toml
 from megascale.config.loading import load_config_tree
 from megascale.config.rules import run_rules
 from megascale.core.errors import ConfigError, Exit, Problem
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     made.defaults -= set(settings)
     made.settings |= settings
     name = re.sub(r"[^A-Za-z0-9._-]", "-", (options.output or Path(options.source)).stem).lstrip("._-") or "imported"
-    _check(made, name, options.source, gpus)
+    _check(made, name, options.source, gpus, arguments.system)
     text = made.to_toml(name)
     if options.output is None:
         print(text, end="")
@@ -77,10 +78,10 @@ def run(options: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _check(made: Imported, name: str, source: str, gpus: int | None) -> None:
+def _check(made: Imported, name: str, source: str, gpus: int | None, system: str) -> None:
     """Check the configuration, but for the data, which may be on other machines, and take back defaults without effect.
 
-    Raises: ConfigError
+    Raises: ConfigError, which names a default of `system` as such.
     """
     taken_back = True
     while taken_back:
@@ -88,6 +89,15 @@ def _check(made: Imported, name: str, source: str, gpus: int | None) -> None:
             config = load_config_tree(made.tree(name), source, (), gpus, skip_sections={"data"}, world_option="--gpus")
             taken_back = made.take_back({finding.key for finding in run_rules(SWITCHED_OFF, dict(config))})
         except ConfigError as error:
-            taken_back = made.take_back({problem.key for problem in error.problems})
+            taken_back = made.take_back({one.key for one in error.problems if "has no effect" in one.message})
             if not taken_back:
-                raise
+                raise ConfigError([_named(one, made, system) for one in error.problems]) from None
+
+
+def _named(problem: Problem, made: Imported, system: str) -> Problem:
+    """Return the problem; with a default of `system`, its arguments too."""
+    if problem.key not in made.defaults:
+        return problem
+    names = ", ".join(one for row in SYSTEMS[system] if row.key == problem.key for one in row.names)
+    why = f"{problem.message}; {toml(made.settings[problem.key])} is the default of {system}"
+    return replace(problem, message=why, hint=f"{problem.hint}: by {names}, or {problem.key}=VALUE behind the source")

@@ -318,6 +318,23 @@ def test_everything_refused_is_listed(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
+SMALL = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3 --mock-data "
+)
+
+
+@pytest.mark.parametrize("flags", ["--context-parallel-size 2", "--softmax-type learnable"])
+def test_a_default_that_has_an_effect_is_not_left_out(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = refused(tmp_path, SMALL + flags, capsys, "--gpus", "2")
+    assert problem.startswith("model.dropout: ")
+    assert " has no dropout; 0.1 is the default of Megatron-LM  -> " in problem and "by --hidden-dropout, " in problem
+    output = imported(tmp_path, "run.sh", SMALL + flags, "model.dropout=0", "--gpus", "2")
+    assert load_config(str(output), world_size=2).model.dropout == 0
+
+
 def test_a_setting_takes_the_place_of_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = LLAMA3.replace("--decoupled-lr 5.0e-4", "").replace('--load "$SAVE"', "--load theirs")
     assert "--load: auto, the default" in refused(tmp_path, text, capsys)
