@@ -13,7 +13,7 @@ from megascale.config.loading import sections
 from megascale.config.toml_writer import LOSS_SECTIONS, section_to_toml
 
 UNKNOWN = "unknown: docs/from-megatron.md has no row of it"
-_VARIABLE = re.compile(r"\$(\w+)")
+_UNKNOWN_TEXT = re.compile(r"\$(\w+)|(?:\$|`).*", re.DOTALL)
 
 
 @dataclass
@@ -84,11 +84,11 @@ def import_arguments(system: str, given: Mapping[str, Values], gpus: int | None 
 def _translation(name: str, values: Values, context: Context, system: str) -> Translation:
     """Return an argument's translation, with a note if it has no value here."""
     found, one = find(name, system), translate(name, values, context, system)
-    variable = next(filter(None, (_VARIABLE.search(str(text)) for text in (name, *values))), None)
+    unknown = next(filter(None, (_UNKNOWN_TEXT.search(str(text)) for text in (name, *values))), None)
     if one is not None and one.needless:
         return one
-    if variable:
-        return Translation(system, "", None, f"{variable[1]} has no value in the script")
+    if unknown:
+        return Translation(system, "", None, f"{unknown[1] or unknown[0]} has no value in the script")
     if found is None or one is None:
         return Translation(system, "", None, UNKNOWN)
     if (only := found[1].only_with) and plain(only) not in context:

@@ -28,6 +28,7 @@ _PART = re.compile(
 )
 _PARAMETER = re.compile(r"(?P<name>\w+)(\[[@*]\])?(:?(?P<operator>[-=+])(?P<word>.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+_COMMENT_OR_JOINT = re.compile(r"((?<![^\s;&|()])#[^\n]*)|\\\n")
 _PREFIXES = ("then", "do", "{", "}", "export", "local", "readonly", "declare")
 _CONDITIONS = (["if"], ["elif"], ["while"])
 _OPENS, _CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
@@ -47,7 +48,7 @@ class ShellScript:
         self.command: list[str] = []
         statement: list[str] = []
         before, depth = "\n", 0
-        for token in _TOKEN.finditer(text.replace("\\\n", " ").replace("$#", str(len(arguments))) + "\n"):
+        for token in _TOKEN.finditer(_join_lines(text).replace("$#", str(len(arguments))) + "\n"):
             word, kind = token[0], token.lastgroup
             depth = max(0, depth + {"(": 1, ")": -1}.get(word, 0))
             if kind == "end" and depth == 0 and not (word in ("&&", "||") and statement[:1] in _CONDITIONS):
@@ -67,7 +68,7 @@ class ShellScript:
                 continue
             values = self.expand(part["double"][1:-1], quoted=True) if part["double"] else self._values(part)
             if not (quoted or part["double"]):
-                values = " ".join(values).split()
+                values = re.findall(rf"(?:{_COMMAND}|\S)+", " ".join(values))
             words[-1] += "".join(values[:1])
             words += values[1:]
         words[-1] += text[at:]
@@ -160,6 +161,11 @@ class ShellScript:
 def split_words(text: str) -> list[str]:
     """Return the words of a command line, by spaces alone if its quotes do not match."""
     try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
+        return shlex.split(_join_lines(text), comments=True)
     except ValueError:
         return text.split()
+
+
+def _join_lines(text: str) -> str:
+    """Return the text with a space for a backslash at a line's end, but for that of a comment."""
+    return _COMMENT_OR_JOINT.sub(r"\1 ", text)
