@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from megascale.cli.arguments import positive_int
-from megascale.cli.command_output import writing
+from megascale.cli.command_output import OutputError, writing
 from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.foreign.imported import Imported, import_arguments
 from megascale.config.foreign.setting import plain
 from megascale.config.foreign.sources import read_arguments
-from megascale.config.foreign.translation import SYSTEMS, find, is_ours, read_value, toml
+from megascale.config.foreign.translation import OURS, SYSTEMS, find, is_ours, read_value, toml
 from megascale.config.loading import load_config_tree
 from megascale.config.rules import run_rules
 from megascale.core.errors import ConfigError, Exit, Problem
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 
 CHECKPOINT = "megatron:"  # prefix of a folder of checkpoints
 
@@ -41,8 +41,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    added = dict(word.split("=", 1) for word in options.words if is_ours(word.partition("=")[0]))
-    words = [word for word in options.words if word.partition("=")[0] not in added]
+    added = dict(word.split("=", 1) for word in options.words if OURS.match(word))
+    words = [word for word in options.words if not OURS.match(word)]
+    if unknown := [key for key in added if not is_ours(key)]:
+        raise ConfigError([Problem("command line", key, "no such key", "docs/configuration.md") for key in unknown])
+    if options.output and exists(options.output):
+        raise OutputError(f"{options.output} is there already", hint="give a new file")
     if options.source.startswith(CHECKPOINT):
         from megascale.convert.megatron_lm.namespace import stored_arguments  # imports torch
 
@@ -50,7 +54,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         arguments = read_arguments(options.source, words, os.environ)
     settings = {**arguments.settings} | {key: read_value(value) for key, value in added.items()}
-    left_out = {plain(name) for name in options.without.split(",")}
+    left_out = {plain(name) for name in filter(None, options.without.split(","))}
+    if missing := left_out - {plain(name) for name in arguments.given}:
+        raise ConfigError(
+            [Problem("command line", "--without", f"the source has no {name}") for name in sorted(missing)]
+        )
     given = {name: values for name, values in arguments.given.items() if plain(name) not in left_out}
     gpus = options.gpus or arguments.gpus
     made = import_arguments(arguments.system, given, gpus)

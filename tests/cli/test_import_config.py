@@ -324,6 +324,21 @@ SMALL = (
 )
 
 
+def test_an_output_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "run.toml"
+    source.write_text(TITAN)
+    assert main(["import-config", str(source), "--output", str(source)]) == 2
+    assert "run.toml is there already" in capsys.readouterr().err and source.read_text() == TITAN
+
+
+@pytest.mark.parametrize(("words", "problem"), [
+    ("model.vocabsize=1", "model.vocabsize: no such key"), ("data.trane=a", "data.trane: no such key"),
+    ("modle.bias=true", "modle.bias: no such key"), ("--without fpp16,lr", "--without: the source has no fpp16"),
+])  # fmt: skip
+def test_words_without_effect(words: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(tmp_path, SMALL, capsys, *words.split()).startswith(f"command line  {problem}")
+
+
 @pytest.mark.parametrize("flags", ["--context-parallel-size 2", "--softmax-type learnable"])
 def test_a_default_that_has_an_effect_is_not_left_out(
     flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
