@@ -47,6 +47,14 @@ def positions(values: Values, context: Context) -> Any:
     return Needless("nothing to write: model.seq_length says it; with learned positions of more: model.positions")
 
 
+def query_groups(values: Values, context: Context) -> int | Needless:
+    """Return the heads of keys, 1 by default; on a command line `--group-query-attention` switches them on."""
+    table = any(name.endswith(".num_query_groups") for name in context)
+    if "num_layers" in context and "group_query_attention" not in context and not table:
+        return Needless("nothing to write without --group-query-attention")
+    return int(value_of(context, "num_query_groups", 1))
+
+
 def window(values: Values, context: Context) -> int | list[int]:
     """Return the keys of a query, in a list with 0 for the layers that `--window-attn-skip-freq` leaves out."""
     pair = values[0] if isinstance(values[0], list) else str(values[0]).strip("() ").split(",")

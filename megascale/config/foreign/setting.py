@@ -146,12 +146,12 @@ def options(**theirs: str) -> Conversion:
 
 
 def blend(values: Values, context: Context) -> Any:
-    """Return a dataset, or a blend of weights and datasets; datasets without weights count alike."""
+    """Return a dataset, or a blend of weights and datasets."""
     listed = every(values, context)
     if len(listed) == 1:
         return str(listed[0])
     if any(isinstance(value, str) for value in listed[::2]):
-        return [[1, value] for value in listed]
+        return Advice("several datasets without weights: theirs are blended by length; write the weights")
     return [[weight, prefix] for weight, prefix in zip(listed[::2], listed[1::2], strict=True)]
 
 

@@ -102,6 +102,8 @@ def test_defaults_are_those_of_megatron_core() -> None:
       "fp8.recipe": "delayed"}),
     ("--decoupled-lr 2e-3", {"optimizer.groups": [{"kinds": ["embedding", "head"], "lr_mult": 2.0}]}),
     ("--start-weight-decay 0.03 --end-weight-decay 0.03 --weight-decay 0.1", {"optimizer.weight_decay": 0.03}),
+    ("--num-query-groups 2", {}), ("--group-query-attention", {"model.num_kv_heads": 1}),
+    ("--group-query-attention --num-query-groups 2", {"model.num_kv_heads": 2}),
     ("--recompute-granularity selective --recompute-modules moe core_attn",
      {"train.recompute": "selective", "train.recompute_ops": ["attention"]}),
 ])  # fmt: skip
@@ -113,6 +115,7 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
     ("--squared-relu", "not supported: one of the choices of model.activation"),
     ("--no-such-flag 3", UNKNOWN), ("stray", UNKNOWN),
     ("--data-cache-path $CACHE/x", "CACHE has no value in the script"),
+    ("--valid-data-path a b", "several datasets without weights: theirs are blended by length; write the weights"),
     ("$MORE", "MORE has no value in the script"),
     ("--save $(pwd)/x", "$(pwd)/x has no value in the script"),
     ("--save a/${D%.bin}", "${D%.bin} has no value in the script"),
