@@ -79,10 +79,11 @@ def _from_command(command: Sequence[str], source: str) -> Arguments:
 
 def _from_yaml(tree: Any, script: ShellScript) -> Arguments:
     """Read `MODEL_ARGS` of a recipe of Megatron-LM's tests, or a configuration in tables."""
+    tree = tree.get("MODEL_ARGS", tree) if isinstance(tree, dict) else tree
     if not isinstance(tree, dict):
         raise ValueError("not a table of arguments")
     given: dict[str, list[Any]] = {}
-    for name, (value,) in _flat(tree.get("MODEL_ARGS", tree) or {}).items():
+    for name, (value,) in _flat(tree).items():
         words: list[Any] = []
         for one in value if isinstance(value, list) else [value]:
             text = " ".join(script.expand(one)) if isinstance(one, str) else ""
@@ -102,10 +103,14 @@ def _published(name: str, source: str) -> Arguments:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Return the values of nested tables by dotted name."""
+    """Return the values of nested tables by dotted name. Raises: ValueError for a name that is no text"""
     flat: dict[str, list[Any]] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if not isinstance(key, str):
+            raise ValueError(f"not a table of arguments: {key} is no name")
+        if isinstance(value, dict) and value.get("_call_") is False:  # a function of Megatron Bridge
+            flat[prefix + key] = [value.get("_target_")]
+        elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         elif key != "_target_":
             flat[prefix + key] = [value]
