@@ -80,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
     total = len(made.mapped) + len(made.dropped)
     counts = f"{total} arguments: {len(made.mapped)} mapped, {len(made.dropped)} dropped"
     print(f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written", file=report)
+    for note in made.notes.values():
+        print(f"converted {note}", file=report)
     for dropped, why in made.dropped.items():
         if not arguments.settings or given[dropped][0] is True:  # a checkpoint has the default of any other argument
             print(f"dropped {dropped}: {why}", file=report)

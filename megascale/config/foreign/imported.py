@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 from megascale.config.foreign.setting import Context, Values, plain
@@ -34,8 +35,8 @@ class Imported:
         """Return the configuration of a run of this name, unchecked."""
         tree: dict[str, Any] = {"name": name, "output_dir": "runs"} | {table: {} for table in sections()}
         for key, value in self.settings.items():
-            table, _, last = key.rpartition(".")
-            (tree[table] if table else tree)[last] = value
+            *tables, last = key.split(".")
+            reduce(lambda inner, table: inner.setdefault(table, {}), tables, tree)[last] = value
         return {key: value for key, value in tree.items() if value != {}}
 
     def take_back(self, keys: Collection[str]) -> bool:

@@ -8,6 +8,7 @@ from megascale.config.foreign.megatron_others import OTHERS
 from megascale.config.foreign.megatron_values import (
     batch_schedule,
     decoupled,
+    documents,
     fp8,
     history,
     latent_scaling,
@@ -54,6 +55,7 @@ _WSD = "with decay = wsd; linear, theirs exponential by default"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
+_EOD = "not supported without --reset-attention-mask: a loss without ends of documents"
 _MUON = options(muon_momentum="momentum", muon_num_ns_steps="ns_steps")
 
 
@@ -67,7 +69,7 @@ MODEL = (
     same("--kv-channels", "model.head_dim"),
     same("--vocab-size", "model.vocab_size", "the true size; it is padded to a multiple of 64 x tp"),
     needless("--make-vocab-size-divisible-by", "nothing to write: padded to a multiple of 64 x tp, theirs of 128 x tp"),
-    same("--seq-length", "model.seq_length"),
+    same("--seq-length, sequence_length", "model.seq_length"),
     computed("--max-position-embeddings", "model.seq_length", positions,
              "nothing to write beside --seq-length; with learned positions of a longer model: model.positions"),
     computed("--normalization", "model.norm", norm),
@@ -193,6 +195,7 @@ TRAIN = (
     same("--train-iters", "train.steps"),
     computed("--train-samples", "train.steps", steps_of_run, "steps: samples / batch.global; more with a ramp-up"),
     same("--seed", "train.seed"),
+    needless("random_seed", "nothing to write: train.seed is of the data's order, too"),
     computed("--bf16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", takes=0),
     computed("--fp16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", NO_FP16,
              takes=0),
@@ -311,12 +314,12 @@ DATA = (
     needless("--vocab-file, --tokenizer-type, --tiktoken-pattern", _TOKENIZER),
     same("--data-cache-path", "data.cache"),
     switch("--mock-data", "data.mock", True),
-    computed("--reset-attention-mask, --reset-position-ids", "data.attention_mask", lambda _, context: "document" if {
-             "reset_attention_mask", "reset_position_ids"} <= set(context) or "num_layers" not in context
-             else Advice("not supported: mask and positions together"), "mask and positions together", takes=0),
-    switch("--dataloader-inter-document-masking", "data.attention_mask", "document"),
-    switch("--eod-mask-loss", "data.eod_mask_loss", True, 'with data.attention_mask = "document"', False,
-           only_with="reset_attention_mask"),
+    computed("--reset-attention-mask, --reset-position-ids", "data.attention_mask", documents,
+             "mask and positions together", takes=0),
+    computed("--dataloader-inter-document-masking", "data.attention_mask", documents, takes=0),
+    computed("--eod-mask-loss", "data.eod_mask_loss", lambda _, context: True if {
+             "reset_attention_mask", "dataloader_inter_document_masking"} & set(context) or "num_layers" not in context
+             else Advice(_EOD), 'with data.attention_mask = "document"', takes=0),
     needless("--no-create-attention-mask-in-dataloader, --no-mmap-bin-files", _ALWAYS, 0),
     needless("--num-workers", "write data.reader = host: a process of each host reads data.prefetch steps ahead"),
     absent("--dataloader-type", "not supported: a loader of your own", harmless=dict.fromkeys(

@@ -47,6 +47,16 @@ def positions(values: Values, context: Context) -> Any:
     return Needless("nothing to write: model.seq_length says it; with learned positions of more: model.positions")
 
 
+def documents(values: Values, context: Context) -> str | Several | Advice:
+    """Return the mask of documents, with a loss at their ends unless `--eod-mask-loss` leaves it out."""
+    if "num_layers" not in context:
+        return "document"
+    if not ({"reset_attention_mask", "reset_position_ids"} <= set(context)
+            or "dataloader_inter_document_masking" in context):  # fmt: skip
+        return Advice("not supported: mask and positions together")
+    return Several({"data.attention_mask": "document", "data.eod_mask_loss": "eod_mask_loss" in context})
+
+
 def query_groups(values: Values, context: Context) -> int | Needless:
     """Return the heads of keys, 1 by default; on a command line `--group-query-attention` switches them on."""
     table = any(name.endswith(".num_query_groups") for name in context)

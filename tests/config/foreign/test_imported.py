@@ -102,6 +102,9 @@ def test_defaults_are_those_of_megatron_core() -> None:
       "fp8.recipe": "delayed"}),
     ("--decoupled-lr 2e-3", {"optimizer.groups": [{"kinds": ["embedding", "head"], "lr_mult": 2.0}]}),
     ("--start-weight-decay 0.03 --end-weight-decay 0.03 --weight-decay 0.1", {"optimizer.weight_decay": 0.03}),
+    ("--dataloader-inter-document-masking", {"data.attention_mask": "document", "data.eod_mask_loss": False}),
+    ("--reset-attention-mask --reset-position-ids --eod-mask-loss",
+     {"data.attention_mask": "document", "data.eod_mask_loss": True}),
     ("--num-query-groups 2", {}), ("--group-query-attention", {"model.num_kv_heads": 1}),
     ("--group-query-attention --num-query-groups 2", {"model.num_kv_heads": 2}),
     ("--recompute-granularity selective --recompute-modules moe core_attn",
@@ -116,6 +119,7 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
     ("--no-such-flag 3", UNKNOWN), ("stray", UNKNOWN),
     ("--data-cache-path $CACHE/x", "CACHE has no value in the script"),
     ("--valid-data-path a b", "several datasets without weights: theirs are blended by length; write the weights"),
+    ("--eod-mask-loss", "not supported without --reset-attention-mask: a loss without ends of documents"),
     ("$MORE", "MORE has no value in the script"),
     ("--save $(pwd)/x", "$(pwd)/x has no value in the script"),
     ("--save a/${D%.bin}", "${D%.bin} has no value in the script"),
@@ -144,6 +148,11 @@ def test_refused(flags: str, reason: str) -> None:
 def test_dropped(flags: str) -> None:
     made = imported(flags)
     assert list(made.dropped) == [flags.split()[0]] and not changed(flags)
+
+
+def test_master_weights_of_torchtitan() -> None:
+    for dtype, count in (("float32", 0), ("bfloat16", 1)):
+        assert len(import_arguments("torchtitan", TITAN | {"training.dtype": [dtype]}).refused) == count
 
 
 def test_samples_of_a_ramp_up() -> None:
