@@ -328,6 +328,14 @@ SMALL = (
 )
 
 
+@pytest.mark.parametrize("flag", ["--job.config_file ", "--job.config_file="])
+def test_a_script_of_torchtitan_with_a_file(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "llama.toml").write_text(TITAN.replace("FLAVOR", "8B").replace("CONVERTERS", "[]"))
+    script = f'torchrun --nproc_per_node=8 -m torchtitan.train {flag}./llama.toml --training.steps 700 "$@"'
+    config = load_config(str(imported(tmp_path, "run.sh", script)), skip_sections={"data"})
+    assert (config.model.preset, config.train.steps, config.batch.micro) == ("llama3.1-8b", 700, 2)
+
+
 def test_an_output_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "run.toml"
     source.write_text(TITAN)
@@ -381,7 +389,8 @@ def test_variables_come_from_the_environment(
      "run  -> did you mean llama3_8b?"),
     ("run.yaml", "a: [", "cannot be read: while parsing"), ("run.yaml", "3", "cannot be read: not a table"),
     ("run.yaml", "MODEL_ARGS: [1, 2]", "cannot be read: not a table"),
-    ("run.yaml", "1: 2", "cannot be read: not a table of arguments: 1 is no name"), ("run.toml", "a =", "cannot be read: Invalid value"),
+    ("run.yaml", "1: 2", "cannot be read: not a table of arguments: 1 is no name"),
+    ("run.toml", "a =", "cannot be read: Invalid value"),
     ("run.yaml", "model: !!python/object:os.system {}", "cannot be read: could not determine a constructor"),
 ])  # fmt: skip
 def test_sources_that_cannot_be_imported(

@@ -69,8 +69,9 @@ def _from_command(command: Sequence[str], source: str) -> Arguments:
     gpus = ranks * nodes if isinstance(ranks, int) and isinstance(nodes, int) else None
     if not program.startswith("pretrain_"):
         name = given.pop("--config", ["llama3_debugmodel"])[0]
-        given.pop("--module", None)
-        published = _published(str(name), source).given
+        files = [word.rpartition("=")[2] for word in command if word.endswith(".toml")]  # of --job.config_file
+        given = {flag: values for flag, values in given.items() if flag not in ("--module", "--job.config_file")}
+        published = read_arguments(files[-1], (), {}).given if files else _published(str(name), source).given
         return Arguments("torchtitan", {**published, **{plain(flag): values for flag, values in given.items()}}, gpus)
     if program != "pretrain_gpt.py":
         raise ConfigError([Problem(source, program, "trains a model of another kind", "a script of pretrain_gpt.py")])
