@@ -56,9 +56,7 @@ def run(options: argparse.Namespace) -> int:
     settings = {**arguments.settings} | {key: read_value(value) for key, value in added.items()}
     left_out = {plain(name) for name in filter(None, options.without.split(","))}
     if missing := left_out - {plain(name) for name in arguments.given}:
-        raise ConfigError(
-            [Problem("command line", "--without", f"the source has no {name}") for name in sorted(missing)]
-        )
+        raise ConfigError([Problem("command line", "--without", f"the source has no {min(missing)}")])
     given = {name: values for name, values in arguments.given.items() if plain(name) not in left_out}
     gpus = options.gpus or arguments.gpus
     made = import_arguments(arguments.system, given, gpus)

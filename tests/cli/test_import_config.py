@@ -389,7 +389,7 @@ def test_variables_come_from_the_environment(
      "run  -> did you mean llama3_8b?"),
     ("run.yaml", "a: [", "cannot be read: while parsing"), ("run.yaml", "3", "cannot be read: not a table"),
     ("run.yaml", "MODEL_ARGS: [1, 2]", "cannot be read: not a table"),
-    ("run.yaml", "1: 2", "cannot be read: not a table of arguments: 1 is no name"),
+    ("run.yaml", "1: 2", "1: unknown: "),
     ("run.toml", "a =", "cannot be read: Invalid value"),
     ("run.yaml", "model: !!python/object:os.system {}", "cannot be read: could not determine a constructor"),
 ])  # fmt: skip

@@ -4,7 +4,7 @@ Read at commit d98e8a64 of 2026-08-22; flags that this commit has no more are th
 """
 
 from megascale.config.foreign.megatron_experts import EXPERTS
-from megascale.config.foreign.megatron_others import OTHERS
+from megascale.config.foreign.megatron_others import MUON, OTHERS
 from megascale.config.foreign.megatron_values import (
     batch_schedule,
     decoupled,
@@ -36,7 +36,6 @@ from megascale.config.foreign.setting import (
     computed,
     every,
     needless,
-    options,
     same,
     scaled,
     switch,
@@ -55,8 +54,6 @@ _WSD = "with decay = wsd; linear, theirs exponential by default"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
-_EOD = "not supported without --reset-attention-mask: a loss without ends of documents"
-_MUON = options(muon_momentum="momentum", muon_num_ns_steps="ns_steps")
 
 
 MODEL = (
@@ -195,7 +192,7 @@ TRAIN = (
     same("--train-iters", "train.steps"),
     computed("--train-samples", "train.steps", steps_of_run, "steps: samples / batch.global; more with a ramp-up"),
     same("--seed", "train.seed"),
-    needless("random_seed", "nothing to write: train.seed is of the data's order, too"),
+    needless("dataset.random_seed", "nothing to write: train.seed is of the data's order, too"),
     computed("--bf16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", takes=0),
     computed("--fp16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", NO_FP16,
              takes=0),
@@ -261,8 +258,7 @@ TRAIN = (
 
 OPTIMIZER = (
     words("--optimizer", "optimizer.name",
-          {"adam": "adamw", "muon": "muon", "dist_muon": "muon", "lion": "lion", "soap": "soap"},
-          "sgd is not supported"),
+          {"adam": "adamw", "lion": "lion", "soap": "soap"}, "sgd is not supported", muon=MUON, dist_muon=MUON),
     same("--lr", "optimizer.lr"),
     same("--min-lr", "optimizer.min_lr"),
     same("--lr-warmup-iters", "optimizer.warmup_steps"),
@@ -291,8 +287,6 @@ OPTIMIZER = (
     computed("--adam-beta2", "optimizer.betas", _BETAS, theirs=[0.9, 0.999]),
     same("--adam-eps", "optimizer.eps"),
     same("--clip-grad", "optimizer.clip_norm"),
-    computed("--muon-momentum", "optimizer.options", _MUON),
-    computed("--muon-num-ns-steps", "optimizer.options", _MUON),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
     absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",
@@ -314,12 +308,10 @@ DATA = (
     needless("--vocab-file, --tokenizer-type, --tiktoken-pattern", _TOKENIZER),
     same("--data-cache-path", "data.cache"),
     switch("--mock-data", "data.mock", True),
-    computed("--reset-attention-mask, --reset-position-ids", "data.attention_mask", documents,
-             "mask and positions together", takes=0),
-    computed("--dataloader-inter-document-masking", "data.attention_mask", documents, takes=0),
-    computed("--eod-mask-loss", "data.eod_mask_loss", lambda _, context: True if {
-             "reset_attention_mask", "dataloader_inter_document_masking"} & set(context) or "num_layers" not in context
-             else Advice(_EOD), 'with data.attention_mask = "document"', takes=0),
+    computed("--reset-attention-mask, --reset-position-ids, --dataloader-inter-document-masking",
+             "data.attention_mask", documents, "mask and positions together", takes=0),
+    computed("--eod-mask-loss", "data.eod_mask_loss", lambda values, context: documents(values, context)
+             if "num_layers" in context else True, 'with data.attention_mask = "document"', takes=0),
     needless("--no-create-attention-mask-in-dataloader, --no-mmap-bin-files", _ALWAYS, 0),
     needless("--num-workers", "write data.reader = host: a process of each host reads data.prefetch steps ahead"),
     absent("--dataloader-type", "not supported: a loader of your own", harmless=dict.fromkeys(

@@ -5,6 +5,7 @@ from megascale.config.foreign.setting import MANY, absent, needless, same
 _FAST = "nothing to write: for speed or memory alone"
 _FILES = "nothing to write: checkpoints have one format, for every layout"
 _LOGS = "nothing to write: for logs alone"
+MUON = "not supported: another scale, steps and momentum; write optimizer.name = muon and optimizer.options"
 _FP32 = {"fp32": "nothing to write: fp32", "torch.float32": "nothing to write: fp32"}
 
 OTHERS = (
@@ -46,8 +47,9 @@ OTHERS = (
     absent("--apply-wd-to-qk-layernorm", "not supported: norms have no weight decay", 0),
     absent("--attention-output-gate, --rotary-interleaved, --mtp-use-repeated-layer, --enable-gpt-oss, "
            "--no-yarn-correction-range-round-to-int", "not supported: another model", 0),
-    absent("--muon-scale-mode, --muon-extra-scale-factor", "not supported: optimizer.options of muon have no scale", 1,
-           dict.fromkeys(("spectral", "1"), "nothing to write: the default")),
+    needless("--muon-momentum, --muon-num-ns-steps, --muon-scale-mode, --muon-extra-scale-factor, --muon-tp-mode, "
+             "--muon-coefficient-type, --muon-fp32-matmul-prec, --muon-scalar-optimizer", MUON),
+    needless("--muon-nesterov, --muon-no-split-qkv, --muon-use-syrk", MUON, 0),
     absent("--lr-mult-router", "write [[optimizer.groups]] with params and lr_mult"),
     absent("--fim-data, --sft, --use-packed-sequence", "not supported: samples of another kind", 0),
     absent("--model-provider, --export-model-type", "not supported: a model of another kind"),

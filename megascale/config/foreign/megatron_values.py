@@ -51,10 +51,9 @@ def documents(values: Values, context: Context) -> str | Several | Advice:
     """Return the mask of documents, with a loss at their ends unless `--eod-mask-loss` leaves it out."""
     if "num_layers" not in context:
         return "document"
-    if not ({"reset_attention_mask", "reset_position_ids"} <= set(context)
-            or "dataloader_inter_document_masking" in context):  # fmt: skip
-        return Advice("not supported: mask and positions together")
-    return Several({"data.attention_mask": "document", "data.eod_mask_loss": "eod_mask_loss" in context})
+    if {"reset_attention_mask", "reset_position_ids"} <= set(context) or "dataloader_inter_document_masking" in context:
+        return Several({"data.attention_mask": "document", "data.eod_mask_loss": "eod_mask_loss" in context})
+    return Advice("not supported without --reset-attention-mask and --reset-position-ids together")
 
 
 def query_groups(values: Values, context: Context) -> int | Needless:

@@ -140,11 +140,6 @@ def betas(**theirs: float) -> Conversion:
     return lambda _, context: [context[name][0] if context.get(name) else default for name, default in theirs.items()]
 
 
-def options(**theirs: str) -> Conversion:
-    """Return the conversion to the options of the optimizer's rule. `theirs`: their names, with those here."""
-    return lambda _, context: {ours: context[name][0] for name, ours in theirs.items() if context.get(name)}
-
-
 def blend(values: Values, context: Context) -> Any:
     """Return a dataset, or a blend of weights and datasets."""
     listed = every(values, context)

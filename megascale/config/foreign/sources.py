@@ -104,15 +104,13 @@ def _published(name: str, source: str) -> Arguments:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Return the values of nested tables by dotted name. Raises: ValueError for a name that is no text"""
+    """Return the values of nested tables by dotted name."""
     flat: dict[str, list[Any]] = {}
     for key, value in tree.items():
-        if not isinstance(key, str):
-            raise ValueError(f"not a table of arguments: {key} is no name")
         if isinstance(value, dict) and value.get("_call_") is False:  # a function of Megatron Bridge
-            flat[prefix + key] = [value.get("_target_")]
+            flat[f"{prefix}{key}"] = [value.get("_target_")]
         elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         elif key != "_target_":
-            flat[prefix + key] = [value]
+            flat[f"{prefix}{key}"] = [value]
     return flat

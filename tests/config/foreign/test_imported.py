@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megascale.config.foreign.imported import UNKNOWN, Imported, import_arguments
+from megascale.config.foreign.megatron_others import MUON
 from megascale.config.foreign.setting import Setting
 from megascale.config.foreign.translation import SYSTEMS, read_flags
 from megascale.config.loading import load_config_tree
@@ -20,6 +21,8 @@ SMALL = (
 """The arguments that every run of Megatron-LM gives."""
 
 TITAN = {"model.name": ["llama3"], "model.flavor": ["8B"], "training.global_batch_size": [64]}
+
+DOCUMENTS = "not supported without --reset-attention-mask and --reset-position-ids together"
 
 DEFAULTS = [(system, setting) for system in ("Megatron-LM", "torchtitan") for setting in SYSTEMS[system]
             if setting.theirs is not None]  # fmt: skip
@@ -119,7 +122,8 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
     ("--no-such-flag 3", UNKNOWN), ("stray", UNKNOWN),
     ("--data-cache-path $CACHE/x", "CACHE has no value in the script"),
     ("--valid-data-path a b", "several datasets without weights: theirs are blended by length; write the weights"),
-    ("--eod-mask-loss", "not supported without --reset-attention-mask: a loss without ends of documents"),
+    ("--eod-mask-loss", DOCUMENTS),
+    ("--optimizer muon", MUON), ("--optimizer dist_muon --muon-momentum 0.9", MUON),
     ("$MORE", "MORE has no value in the script"),
     ("--save $(pwd)/x", "$(pwd)/x has no value in the script"),
     ("--save a/${D%.bin}", "${D%.bin} has no value in the script"),
@@ -133,7 +137,7 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
     ("--bf16 --fp8-format e4m3", "not supported: delayed and tensorwise are hybrid, blockwise is e4m3"),
     ("--step-batch-size-schedule 0:2,1280:8,1300:9",
      "not supported: batch.rampup has equal increments at equal distances of samples"),
-    ("--reset-position-ids", "not supported: mask and positions together"),
+    ("--reset-position-ids", DOCUMENTS),
     ("--use-rotary-position-embeddings --position-embedding-type learned_absolute",
      'means model.position = "learned", another argument "rope"'),
 ])  # fmt: skip
