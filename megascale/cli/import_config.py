@@ -6,19 +6,20 @@ import argparse
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megascale.cli.arguments import positive_int
-from megascale.cli.command_output import writing
+from megascale.cli.command_output import OutputError, writing
 from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.foreign.imported import Imported, import_arguments
 from megascale.config.foreign.setting import plain
 from megascale.config.foreign.sources import read_arguments
-from megascale.config.foreign.translation import find, is_ours, read_value
+from megascale.config.foreign.translation import OURS, SYSTEMS, find, is_ours, read_value, toml
 from megascale.config.loading import load_config_tree
 from megascale.config.rules import run_rules
 from megascale.core.errors import ConfigError, Exit, Problem
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 
 CHECKPOINT = "megatron:"  # prefix of a folder of checkpoints
 
@@ -40,8 +41,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    added = dict(word.split("=", 1) for word in options.words if is_ours(word.partition("=")[0]))
-    words = [word for word in options.words if word.partition("=")[0] not in added]
+    added = dict(word.split("=", 1) for word in options.words if OURS.match(word))
+    words = [word for word in options.words if not OURS.match(word)]
+    if unknown := [key for key in added if not is_ours(key)]:
+        raise ConfigError([Problem("command line", key, "no such key", "docs/configuration.md") for key in unknown])
+    if options.output and exists(options.output):
+        raise OutputError(f"{options.output} is there already", hint="give a new file")
     if options.source.startswith(CHECKPOINT):
         from megascale.convert.megatron_lm.namespace import stored_arguments  # imports torch
 
@@ -49,7 +54,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         arguments = read_arguments(options.source, words, os.environ)
     settings = {**arguments.settings} | {key: read_value(value) for key, value in added.items()}
-    left_out = {plain(name) for name in options.without.split(",")}
+    left_out = {plain(name) for name in filter(None, options.without.split(","))}
+    if missing := left_out - {plain(name) for name in arguments.given}:
+        raise ConfigError([Problem("command line", "--without", f"the source has no {min(missing)}")])
     given = {name: values for name, values in arguments.given.items() if plain(name) not in left_out}
     gpus = options.gpus or arguments.gpus
     made = import_arguments(arguments.system, given, gpus)
@@ -60,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     made.defaults -= set(settings)
     made.settings |= settings
     name = re.sub(r"[^A-Za-z0-9._-]", "-", (options.output or Path(options.source)).stem).lstrip("._-") or "imported"
-    _check(made, name, options.source, gpus)
+    _check(made, name, options.source, gpus, arguments.system)
     text = made.to_toml(name)
     if options.output is None:
         print(text, end="")
@@ -71,16 +78,18 @@ def run(options: argparse.Namespace) -> int:
     total = len(made.mapped) + len(made.dropped)
     counts = f"{total} arguments: {len(made.mapped)} mapped, {len(made.dropped)} dropped"
     print(f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written", file=report)
+    for note in made.notes.values():
+        print(f"converted {note}", file=report)
     for dropped, why in made.dropped.items():
         if not arguments.settings or given[dropped][0] is True:  # a checkpoint has the default of any other argument
             print(f"dropped {dropped}: {why}", file=report)
     return Exit.OK
 
 
-def _check(made: Imported, name: str, source: str, gpus: int | None) -> None:
+def _check(made: Imported, name: str, source: str, gpus: int | None, system: str) -> None:
     """Check the configuration, but for the data, which may be on other machines, and take back defaults without effect.
 
-    Raises: ConfigError
+    Raises: ConfigError, which names a default of `system` as such.
     """
     taken_back = True
     while taken_back:
@@ -88,6 +97,15 @@ def _check(made: Imported, name: str, source: str, gpus: int | None) -> None:
             config = load_config_tree(made.tree(name), source, (), gpus, skip_sections={"data"}, world_option="--gpus")
             taken_back = made.take_back({finding.key for finding in run_rules(SWITCHED_OFF, dict(config))})
         except ConfigError as error:
-            taken_back = made.take_back({problem.key for problem in error.problems})
+            taken_back = made.take_back({one.key for one in error.problems if "has no effect" in one.message})
             if not taken_back:
-                raise
+                raise ConfigError([_named(one, made, system) for one in error.problems]) from None
+
+
+def _named(problem: Problem, made: Imported, system: str) -> Problem:
+    """Return the problem; with a default of `system`, its arguments too."""
+    if problem.key not in made.defaults:
+        return problem
+    names = ", ".join(one for row in SYSTEMS[system] if row.key == problem.key for one in row.names)
+    why = f"{problem.message}; {toml(made.settings[problem.key])} is the default of {system}"
+    return replace(problem, message=why, hint=f"{problem.hint}: by {names}, or {problem.key}=VALUE behind the source")

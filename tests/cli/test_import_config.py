@@ -132,6 +132,8 @@ BRIDGE_MODEL = {
     "cross_entropy_fusion_impl": "te", "transformer_impl": "transformer_engine", "recompute_granularity": "null",
 }  # fmt: skip
 
+SILU = "{_target_: torch.nn.functional.silu, _call_: false}"
+
 BRIDGE_REST = """\
 train: {train_iters: 1168251, global_batch_size: 512, micro_batch_size: 1, manual_gc: true, manual_gc_interval: 100}
 validation: {eval_interval: 2000, eval_iters: 32}
@@ -217,7 +219,8 @@ def test_a_script_of_gpt3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     output = imported(tmp_path, "train.sh", GPT3, "ckpt", "logs", "vocab.json", "merges.txt", "corpus")
     report = capsys.readouterr().out.splitlines()
     assert report[0] == "34 arguments: 32 mapped, 2 dropped; 6 other defaults of Megatron-LM written"
-    assert [line.partition(":")[0] for line in report[1:]] == [
+    assert {"converted --fp16", "converted --lr-warmup-fraction"} < {line.partition(":")[0] for line in report}
+    assert [line.partition(":")[0] for line in report if line.startswith("dropped")] == [
         "dropped --max-position-embeddings", "dropped --vocab-file",
     ]  # fmt: skip
     config = load_config(str(output), ["train.eval_every=0"], world_size=2048)
@@ -243,7 +246,8 @@ def test_a_script_of_llama3_in_fp8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "gpus"), [("8b", 2), ("70b", 32), ("405b", 256)])
 def test_tables_of_megatron_bridge(size: str, gpus: int, tmp_path: Path) -> None:
-    model = "".join(f"  {name}: {value}\n" for name, value in (BRIDGE_MODEL | BRIDGE[size]).items())
+    values = BRIDGE_MODEL | BRIDGE[size] | ({"activation_func": SILU, "apply_rope_fusion": "true"} if gpus == 2 else {})
+    model = "".join(f"  {name}: {value}\n" for name, value in values.items())
     output = imported(tmp_path, "run.yaml", f"model:\n{model}{BRIDGE_REST}", "--gpus", str(gpus))
     config = load_config(str(output), world_size=gpus)
     assert (config.model.activation, config.model.bias, config.model.num_kv_heads) == ("swiglu", False, 8)
@@ -318,6 +322,46 @@ def test_everything_refused_is_listed(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
+SMALL = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3 --mock-data "
+)
+
+
+@pytest.mark.parametrize("flag", ["--job.config_file ", "--job.config_file="])
+def test_a_script_of_torchtitan_with_a_file(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "llama.toml").write_text(TITAN.replace("FLAVOR", "8B").replace("CONVERTERS", "[]"))
+    script = f'torchrun --nproc_per_node=8 -m torchtitan.train {flag}./llama.toml --training.steps 700 "$@"'
+    config = load_config(str(imported(tmp_path, "run.sh", script)), skip_sections={"data"})
+    assert (config.model.preset, config.train.steps, config.batch.micro) == ("llama3.1-8b", 700, 2)
+
+
+def test_an_output_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "run.toml"
+    source.write_text(TITAN)
+    assert main(["import-config", str(source), "--output", str(source)]) == 2
+    assert "run.toml is there already" in capsys.readouterr().err and source.read_text() == TITAN
+
+
+@pytest.mark.parametrize(("words", "problem"), [
+    ("model.vocabsize=1", "model.vocabsize: no such key"), ("data.trane=a", "data.trane: no such key"),
+    ("modle.bias=true", "modle.bias: no such key"), ("--without fpp16,lr", "--without: the source has no fpp16"),
+])  # fmt: skip
+def test_words_without_effect(words: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(tmp_path, SMALL, capsys, *words.split()).startswith(f"command line  {problem}")
+
+
+@pytest.mark.parametrize("flags", ["--context-parallel-size 2", "--softmax-type learnable"])
+def test_a_default_that_has_an_effect_is_not_left_out(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = refused(tmp_path, SMALL + flags, capsys, "--gpus", "2")
+    assert problem.startswith("model.dropout: ")
+    assert " has no dropout; 0.1 is the default of Megatron-LM  -> " in problem and "by --hidden-dropout, " in problem
+    output = imported(tmp_path, "run.sh", SMALL + flags, "model.dropout=0", "--gpus", "2")
+    assert load_config(str(output), world_size=2).model.dropout == 0
+
+
 def test_a_setting_takes_the_place_of_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = LLAMA3.replace("--decoupled-lr 5.0e-4", "").replace('--load "$SAVE"', "--load theirs")
     assert "--load: auto, the default" in refused(tmp_path, text, capsys)
@@ -344,6 +388,8 @@ def test_variables_come_from_the_environment(
     ("run.sh", "-m torchtitan.train --config llama3_8", "llama3_8: is a Python function of torchtitan, which is not "
      "run  -> did you mean llama3_8b?"),
     ("run.yaml", "a: [", "cannot be read: while parsing"), ("run.yaml", "3", "cannot be read: not a table"),
+    ("run.yaml", "MODEL_ARGS: [1, 2]", "cannot be read: not a table"),
+    ("run.yaml", "1: 2", "1: unknown: "),
     ("run.toml", "a =", "cannot be read: Invalid value"),
     ("run.yaml", "model: !!python/object:os.system {}", "cannot be read: could not determine a constructor"),
 ])  # fmt: skip

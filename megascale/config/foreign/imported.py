@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 from megascale.config.foreign.setting import Context, Values, plain
@@ -13,7 +14,7 @@ from megascale.config.loading import sections
 from megascale.config.toml_writer import LOSS_SECTIONS, section_to_toml
 
 UNKNOWN = "unknown: docs/from-megatron.md has no row of it"
-_VARIABLE = re.compile(r"\$(\w+)")
+_UNKNOWN_TEXT = re.compile(r"\$(\w+)|(?:\$|`).*", re.DOTALL)
 
 
 @dataclass
@@ -34,8 +35,8 @@ class Imported:
         """Return the configuration of a run of this name, unchecked."""
         tree: dict[str, Any] = {"name": name, "output_dir": "runs"} | {table: {} for table in sections()}
         for key, value in self.settings.items():
-            table, _, last = key.rpartition(".")
-            (tree[table] if table else tree)[last] = value
+            *tables, last = key.split(".")
+            reduce(lambda inner, table: inner.setdefault(table, {}), tables, tree)[last] = value
         return {key: value for key, value in tree.items() if value != {}}
 
     def take_back(self, keys: Collection[str]) -> bool:
@@ -84,11 +85,11 @@ def import_arguments(system: str, given: Mapping[str, Values], gpus: int | None 
 def _translation(name: str, values: Values, context: Context, system: str) -> Translation:
     """Return an argument's translation, with a note if it has no value here."""
     found, one = find(name, system), translate(name, values, context, system)
-    variable = next(filter(None, (_VARIABLE.search(str(text)) for text in (name, *values))), None)
+    unknown = next(filter(None, (_UNKNOWN_TEXT.search(str(text)) for text in (name, *values))), None)
     if one is not None and one.needless:
         return one
-    if variable:
-        return Translation(system, "", None, f"{variable[1]} has no value in the script")
+    if unknown:
+        return Translation(system, "", None, f"{unknown[1] or unknown[0]} has no value in the script")
     if found is None or one is None:
         return Translation(system, "", None, UNKNOWN)
     if (only := found[1].only_with) and plain(only) not in context:

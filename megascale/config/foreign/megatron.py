@@ -4,15 +4,17 @@ Read at commit d98e8a64 of 2026-08-22; flags that this commit has no more are th
 """
 
 from megascale.config.foreign.megatron_experts import EXPERTS
-from megascale.config.foreign.megatron_others import OTHERS
+from megascale.config.foreign.megatron_others import MUON, OTHERS
 from megascale.config.foreign.megatron_values import (
     batch_schedule,
     decoupled,
+    documents,
     fp8,
     history,
     latent_scaling,
     norm,
     positions,
+    query_groups,
     schedule,
     steps_of_run,
     steps_of_share,
@@ -35,7 +37,6 @@ from megascale.config.foreign.setting import (
     computed,
     every,
     needless,
-    options,
     same,
     scaled,
     switch,
@@ -55,20 +56,19 @@ _WARMUP = "Megatron-LM's + 1: its step k has the rate after k - 1 steps"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
-_MUON = options(muon_momentum="momentum", muon_num_ns_steps="ns_steps")
 
 
 MODEL = (
     same("--num-layers", "model.num_layers"),
     same("--hidden-size", "model.hidden_size"),
     same("--num-attention-heads", "model.num_heads"),
-    needless("--group-query-attention", "nothing to write: model.num_kv_heads says it", 0),
-    same("--num-query-groups", "model.num_kv_heads"),
+    computed("--group-query-attention", "model.num_kv_heads", query_groups, "1, or --num-query-groups", takes=0),
+    computed("--num-query-groups", "model.num_kv_heads", query_groups),
     same("--ffn-hidden-size", "model.ffn_size", "for a gated activation the width of one of the two matrices"),
     same("--kv-channels", "model.head_dim"),
     same("--vocab-size", "model.vocab_size", "the true size; it is padded to a multiple of 64 x tp"),
     needless("--make-vocab-size-divisible-by", "nothing to write: padded to a multiple of 64 x tp, theirs of 128 x tp"),
-    same("--seq-length", "model.seq_length"),
+    same("--seq-length, sequence_length", "model.seq_length"),
     computed("--max-position-embeddings", "model.seq_length", positions,
              "nothing to write beside --seq-length; with learned positions of a longer model: model.positions"),
     computed("--normalization", "model.norm", norm),
@@ -194,6 +194,7 @@ TRAIN = (
     same("--train-iters", "train.steps"),
     computed("--train-samples", "train.steps", steps_of_run, "steps: samples / batch.global; more with a ramp-up"),
     same("--seed", "train.seed"),
+    needless("dataset.random_seed", "nothing to write: train.seed is of the data's order, too"),
     computed("--bf16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", takes=0),
     computed("--fp16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", NO_FP16,
              takes=0),
@@ -259,8 +260,7 @@ TRAIN = (
 
 OPTIMIZER = (
     words("--optimizer", "optimizer.name",
-          {"adam": "adamw", "muon": "muon", "dist_muon": "muon", "lion": "lion", "soap": "soap"},
-          "sgd is not supported"),
+          {"adam": "adamw", "lion": "lion", "soap": "soap"}, "sgd is not supported", muon=MUON, dist_muon=MUON),
     same("--lr", "optimizer.lr"),
     same("--min-lr", "optimizer.min_lr"),
     computed("--lr-warmup-iters", "optimizer.warmup_steps", lambda values, _: values[0] + 1, _WARMUP, 1),
@@ -290,8 +290,6 @@ OPTIMIZER = (
     computed("--adam-beta2", "optimizer.betas", _BETAS, theirs=[0.9, 0.999]),
     same("--adam-eps", "optimizer.eps"),
     same("--clip-grad", "optimizer.clip_norm"),
-    computed("--muon-momentum", "optimizer.options", _MUON),
-    computed("--muon-num-ns-steps", "optimizer.options", _MUON),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
     absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",
@@ -313,12 +311,10 @@ DATA = (
     needless("--vocab-file, --tokenizer-type, --tiktoken-pattern", _TOKENIZER),
     same("--data-cache-path", "data.cache"),
     switch("--mock-data", "data.mock", True),
-    computed("--reset-attention-mask, --reset-position-ids", "data.attention_mask", lambda _, context: "document" if {
-             "reset_attention_mask", "reset_position_ids"} <= set(context) or "num_layers" not in context
-             else Advice("not supported: mask and positions together"), "mask and positions together", takes=0),
-    switch("--dataloader-inter-document-masking", "data.attention_mask", "document"),
-    switch("--eod-mask-loss", "data.eod_mask_loss", True, 'with data.attention_mask = "document"', False,
-           only_with="reset_attention_mask"),
+    computed("--reset-attention-mask, --reset-position-ids, --dataloader-inter-document-masking",
+             "data.attention_mask", documents, "mask and positions together", takes=0),
+    computed("--eod-mask-loss", "data.eod_mask_loss", lambda values, context: documents(values, context)
+             if "num_layers" in context else True, 'with data.attention_mask = "document"', takes=0),
     needless("--no-create-attention-mask-in-dataloader, --no-mmap-bin-files", _ALWAYS, 0),
     needless("--num-workers", "write data.reader = host: a process of each host reads data.prefetch steps ahead"),
     absent("--dataloader-type", "not supported: a loader of your own", harmless=dict.fromkeys(

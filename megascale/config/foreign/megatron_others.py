@@ -5,6 +5,7 @@ from megascale.config.foreign.setting import MANY, absent, needless, same
 _FAST = "nothing to write: for speed or memory alone"
 _FILES = "nothing to write: checkpoints have one format, for every layout"
 _LOGS = "nothing to write: for logs alone"
+MUON = "not supported: another scale, steps and momentum; write optimizer.name = muon and optimizer.options"
 _FP32 = {"fp32": "nothing to write: fp32", "torch.float32": "nothing to write: fp32"}
 
 OTHERS = (
@@ -28,7 +29,8 @@ OTHERS = (
              "--no-ckpt-fully-parallel-save, --no-ckpt-load-validate-sharding-integrity", _FILES, 0),
     needless("--async-strategy", _FILES),
     needless("average_in_collective, check_for_nan_in_grad, grad_reduce_in_fp32, fully_parallel_save, pipeline_dtype, "
-             "skip_getting_attention_mask_from_dataset, data_sharding, use_tokenizer_vocab_size",
+             "skip_getting_attention_mask_from_dataset, data_sharding, use_tokenizer_vocab_size, apply_rope_fusion, "
+             "masked_softmax_fusion, bias_dropout_fusion, persist_layer_norm, gradient_accumulation_fusion",
              "nothing to write: a field of Megatron Bridge for speed, or always so"),
     needless("--log-validation-ppl-to-tensorboard, --log-progress, --log-energy, --no-record-throughput", _LOGS, 0),
     needless("--logging-level, --log-memory-interval, --tensorboard-log-interval, --straggler-minmax-count, "
@@ -45,8 +47,9 @@ OTHERS = (
     absent("--apply-wd-to-qk-layernorm", "not supported: norms have no weight decay", 0),
     absent("--attention-output-gate, --rotary-interleaved, --mtp-use-repeated-layer, --enable-gpt-oss, "
            "--no-yarn-correction-range-round-to-int", "not supported: another model", 0),
-    absent("--muon-scale-mode, --muon-extra-scale-factor", "not supported: optimizer.options of muon have no scale", 1,
-           dict.fromkeys(("spectral", "1"), "nothing to write: the default")),
+    needless("--muon-momentum, --muon-num-ns-steps, --muon-scale-mode, --muon-extra-scale-factor, --muon-tp-mode, "
+             "--muon-coefficient-type, --muon-fp32-matmul-prec, --muon-scalar-optimizer", MUON),
+    needless("--muon-nesterov, --muon-no-split-qkv, --muon-use-syrk", MUON, 0),
     absent("--lr-mult-router", "write [[optimizer.groups]] with params and lr_mult"),
     absent("--fim-data, --sft, --use-packed-sequence", "not supported: samples of another kind", 0),
     absent("--model-provider, --export-model-type", "not supported: a model of another kind"),

@@ -47,6 +47,23 @@ def positions(values: Values, context: Context) -> Any:
     return Needless("nothing to write: model.seq_length says it; with learned positions of more: model.positions")
 
 
+def documents(values: Values, context: Context) -> str | Several | Advice:
+    """Return the mask of documents, with a loss at their ends unless `--eod-mask-loss` leaves it out."""
+    if "num_layers" not in context:
+        return "document"
+    if {"reset_attention_mask", "reset_position_ids"} <= set(context) or "dataloader_inter_document_masking" in context:
+        return Several({"data.attention_mask": "document", "data.eod_mask_loss": "eod_mask_loss" in context})
+    return Advice("not supported without --reset-attention-mask and --reset-position-ids together")
+
+
+def query_groups(values: Values, context: Context) -> int | Needless:
+    """Return the heads of keys, 1 by default; on a command line `--group-query-attention` switches them on."""
+    table = any(name.endswith(".num_query_groups") for name in context)
+    if "num_layers" in context and "group_query_attention" not in context and not table:
+        return Needless("nothing to write without --group-query-attention")
+    return int(value_of(context, "num_query_groups", 1))
+
+
 def window(values: Values, context: Context) -> int | list[int]:
     """Return the keys of a query, in a list with 0 for the layers that `--window-attn-skip-freq` leaves out."""
     pair = values[0] if isinstance(values[0], list) else str(values[0]).strip("() ").split(",")

@@ -140,18 +140,13 @@ def betas(**theirs: float) -> Conversion:
     return lambda _, context: [context[name][0] if context.get(name) else default for name, default in theirs.items()]
 
 
-def options(**theirs: str) -> Conversion:
-    """Return the conversion to the options of the optimizer's rule. `theirs`: their names, with those here."""
-    return lambda _, context: {ours: context[name][0] for name, ours in theirs.items() if context.get(name)}
-
-
 def blend(values: Values, context: Context) -> Any:
-    """Return a dataset, or a blend of weights and datasets; datasets without weights count alike."""
+    """Return a dataset, or a blend of weights and datasets."""
     listed = every(values, context)
     if len(listed) == 1:
         return str(listed[0])
     if any(isinstance(value, str) for value in listed[::2]):
-        return [[1, value] for value in listed]
+        return Advice("several datasets without weights: theirs are blended by length; write the weights")
     return [[weight, prefix] for weight, prefix in zip(listed[::2], listed[1::2], strict=True)]
 
 

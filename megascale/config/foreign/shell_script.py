@@ -1,19 +1,25 @@
 """The training command of a shell script, read without a shell.
 
-Followed are assignments, arrays, `+=`, `${NAME:-default}`, `$((...))` with + and *, and conditions on text.
-What a loop, a `case`, or a branch of another condition assigns is unknown, and stays in words as `$NAME`.
+Followed are assignments, arrays, `+=`, `${NAME:-default}`, `$((...))` of integers, and conditions on text.
+What a loop, a `case`, or a branch of another condition assigns is unknown, and stays in words as `$NAME`, like `$1`
+and others after `shift`, and what `unset` or an assignment to an element of an array changes.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import math
+import operator
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 PROGRAM = re.compile(r"(.*/)?(pretrain_\w+\.py|torchtitan[./]train(\.py)?)")
 
-_COMMAND = r"\$\((?:[^()]|\([^()]*\))*+\)|`[^`]*`"
+_NESTED = r"(?:[^()]|\([^()]*\))*+"
+_COMMAND = rf"\$\((?:[^()]|\({_NESTED}\))*+\)|`[^`]*`"
 _BRACED = r"\$\{(?:\"[^\"]*\"|[^}\"])*+\}"
 _DOUBLE = rf"\"(?:\\.|{_COMMAND}|{_BRACED}|[^\"\\])*+\""
 _TOKEN = re.compile(
@@ -22,14 +28,19 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _PART = re.compile(
-    rf"\\(?P<escaped>.)|'(?P<single>[^']*)'|(?P<double>{_DOUBLE})|\$\(\((?P<sum>.*?)\)\)|(?P<command>{_COMMAND})"
-    rf"|(?P<braced>{_BRACED})|\$(?P<name>\w+)",
+    rf"\\(?P<escaped>.)|'(?P<single>[^']*)'|(?P<double>{_DOUBLE})|\$\(\((?P<sum>{_NESTED})\)\)|(?P<command>{_COMMAND})"
+    rf"|(?P<braced>{_BRACED})|\$(?P<name>\w+|[@*])",
     re.DOTALL,
 )
-_PARAMETER = re.compile(r"(?P<name>\w+)(\[[@*]\])?(:?(?P<operator>[-=+])(?P<word>.*))?", re.DOTALL)
-_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"(?P<name>\w+|[@*])(\[[@*]\])?(:?(?P<operator>[-=+])(?P<word>.*))?", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(\w+)(?:\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
+_COMMENT_OR_JOINT = re.compile(r"((?<![^\s;&|()])#[^\n]*)|\\\n")
 _PREFIXES = ("then", "do", "{", "}", "export", "local", "readonly", "declare")
 _CONDITIONS = (["if"], ["elif"], ["while"])
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda a, b: int(a / b),
+    ast.Mod: lambda a, b: int(math.fmod(a, b)),
+}  # fmt: skip
 _OPENS, _CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 
 
@@ -43,11 +54,12 @@ class ShellScript:
         self._variables: dict[str, list[str] | None] = {
             name: [one] for name, one in {**environment, **numbered}.items()
         }
+        self._variables |= {"@": list(arguments), "*": list(arguments)}
         self._branches: list[tuple[bool | None, bool | None]] = []  # of open blocks: followed; one was followed before
         self.command: list[str] = []
         statement: list[str] = []
         before, depth = "\n", 0
-        for token in _TOKEN.finditer(text.replace("\\\n", " ").replace("$#", str(len(arguments))) + "\n"):
+        for token in _TOKEN.finditer(_join_lines(text).replace("$#", str(len(arguments))) + "\n"):
             word, kind = token[0], token.lastgroup
             depth = max(0, depth + {"(": 1, ")": -1}.get(word, 0))
             if kind == "end" and depth == 0 and not (word in ("&&", "||") and statement[:1] in _CONDITIONS):
@@ -67,11 +79,11 @@ class ShellScript:
                 continue
             values = self.expand(part["double"][1:-1], quoted=True) if part["double"] else self._values(part)
             if not (quoted or part["double"]):
-                values = " ".join(values).split()
+                values = re.findall(rf"(?:{_COMMAND}|\S)+", " ".join(values))
             words[-1] += "".join(values[:1])
             words += values[1:]
         words[-1] += text[at:]
-        return words if words != [""] or quoted or "'" in text or '"' in text else []
+        return words if words != [""] or quoted or "'" in text or ('"' in text and "@" not in text) else []
 
     def _values(self, part: re.Match[str]) -> list[str]:
         """Return the values of an expansion; what is unknown stays."""
@@ -79,8 +91,10 @@ class ShellScript:
             names = re.sub(
                 r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: "".join(self._variables.get(name[1]) or []), part["sum"]
             )
-            if re.fullmatch(r"\s*\d+(\s*[+*]\s*\d+)*\s*", names):
-                return [str(sum(math.prod(map(int, term.split("*"))) for term in names.split("+")))]
+            with contextlib.suppress(
+                SyntaxError, LookupError, ArithmeticError, ValueError, AttributeError, RecursionError
+            ):
+                return [str(_integer(ast.parse(names.strip(), mode="eval").body))]
         given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
         if not given:
             return [part[0]]
@@ -110,10 +124,14 @@ class ShellScript:
             statement = statement[1:]
         if False in followed:
             return
+        if first in ("unset", "shift"):
+            names = statement[1:] if first == "unset" else [one for one in self._variables if not one.isidentifier()]
+            self._variables |= dict.fromkeys(names)
         while statement and (assigned := _ASSIGNMENT.match(statement[0])):
             array = not assigned[3] and statement[1:2] == ["("] and ")" in statement
             end = statement.index(")") + 1 if array else 1
-            self._assign(assigned, statement[2 : end - 1] if array else None, known and None not in followed)
+            whole = known and None not in followed and "[" not in assigned[0].partition("=")[0]
+            self._assign(assigned, statement[2 : end - 1] if array else None, whole)
             statement = statement[end:]
         self._keep([word for text in statement for word in self.expand(text)])
 
@@ -157,9 +175,21 @@ class ShellScript:
         return any(results) if " || " in text else all(results)
 
 
+def _integer(node: Any) -> int:
+    """Return the value of an expression of integers. Raises: LookupError, AttributeError or ValueError for another"""
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
+    return int(node.value)
+
+
 def split_words(text: str) -> list[str]:
     """Return the words of a command line, by spaces alone if its quotes do not match."""
     try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
+        return shlex.split(_join_lines(text), comments=True)
     except ValueError:
         return text.split()
+
+
+def _join_lines(text: str) -> str:
+    """Return the text with a space for a backslash at a line's end, but for that of a comment."""
+    return _COMMENT_OR_JOINT.sub(r"\1 ", text)

@@ -69,8 +69,9 @@ def _from_command(command: Sequence[str], source: str) -> Arguments:
     gpus = ranks * nodes if isinstance(ranks, int) and isinstance(nodes, int) else None
     if not program.startswith("pretrain_"):
         name = given.pop("--config", ["llama3_debugmodel"])[0]
-        given.pop("--module", None)
-        published = _published(str(name), source).given
+        files = [word.rpartition("=")[2] for word in command if word.endswith(".toml")]  # of --job.config_file
+        given = {flag: values for flag, values in given.items() if flag not in ("--module", "--job.config_file")}
+        published = read_arguments(files[-1], (), {}).given if files else _published(str(name), source).given
         return Arguments("torchtitan", {**published, **{plain(flag): values for flag, values in given.items()}}, gpus)
     if program != "pretrain_gpt.py":
         raise ConfigError([Problem(source, program, "trains a model of another kind", "a script of pretrain_gpt.py")])
@@ -79,10 +80,11 @@ def _from_command(command: Sequence[str], source: str) -> Arguments:
 
 def _from_yaml(tree: Any, script: ShellScript) -> Arguments:
     """Read `MODEL_ARGS` of a recipe of Megatron-LM's tests, or a configuration in tables."""
+    tree = tree.get("MODEL_ARGS", tree) if isinstance(tree, dict) else tree
     if not isinstance(tree, dict):
         raise ValueError("not a table of arguments")
     given: dict[str, list[Any]] = {}
-    for name, (value,) in _flat(tree.get("MODEL_ARGS", tree) or {}).items():
+    for name, (value,) in _flat(tree).items():
         words: list[Any] = []
         for one in value if isinstance(value, list) else [value]:
             text = " ".join(script.expand(one)) if isinstance(one, str) else ""
@@ -105,8 +107,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
     """Return the values of nested tables by dotted name."""
     flat: dict[str, list[Any]] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value.get("_call_") is False:  # a function of Megatron Bridge
+            flat[f"{prefix}{key}"] = [value.get("_target_")]
+        elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         elif key != "_target_":
-            flat[prefix + key] = [value]
+            flat[f"{prefix}{key}"] = [value]
     return flat

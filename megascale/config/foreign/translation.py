@@ -155,10 +155,10 @@ def read_flags(words: Sequence[str]) -> dict[str, list[Any]]:
             flags[name] = [read_value(value)] if equals else []
             found = find(name)
             left = 0 if equals else found[1].takes if found else 1
-        elif left and not _OURS.search(word):
+        elif left and not (OURS.match(word) or word.endswith(".toml")):
             flags[name].append(read_value(word))
             left -= 1
-        elif "=" not in word and not _OURS.search(word):
+        elif "=" not in word and not word.endswith(".toml"):
             flags.setdefault("", []).append(word)
     return flags
 
@@ -172,8 +172,8 @@ def is_ours(name: str) -> bool:
     return key.partition(".")[0] in {field.alias or attribute for attribute, field in fields.items()}
 
 
-_OURS = re.compile(r"\.toml$|^[a-z0-9_]+\.[a-z0-9_.]+=")
-"""A configuration or setting, which is no flag's value."""
+OURS = re.compile(r"[a-z0-9_]+\.[a-z0-9_.]+=")
+"""The beginning of a setting, which is no flag's value."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 

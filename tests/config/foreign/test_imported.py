@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megascale.config.foreign.imported import UNKNOWN, Imported, import_arguments
+from megascale.config.foreign.megatron_others import MUON
 from megascale.config.foreign.setting import Setting
 from megascale.config.foreign.translation import SYSTEMS, read_flags
 from megascale.config.loading import load_config_tree
@@ -20,6 +21,8 @@ SMALL = (
 """The arguments that every run of Megatron-LM gives."""
 
 TITAN = {"model.name": ["llama3"], "model.flavor": ["8B"], "training.global_batch_size": [64]}
+
+DOCUMENTS = "not supported without --reset-attention-mask and --reset-position-ids together"
 
 DEFAULTS = [(system, setting) for system in ("Megatron-LM", "torchtitan") for setting in SYSTEMS[system]
             if setting.theirs is not None]  # fmt: skip
@@ -102,6 +105,11 @@ def test_defaults_are_those_of_megatron_core() -> None:
       "fp8.recipe": "delayed"}),
     ("--decoupled-lr 2e-3", {"optimizer.groups": [{"kinds": ["embedding", "head"], "lr_mult": 2.0}]}),
     ("--start-weight-decay 0.03 --end-weight-decay 0.03 --weight-decay 0.1", {"optimizer.weight_decay": 0.03}),
+    ("--dataloader-inter-document-masking", {"data.attention_mask": "document", "data.eod_mask_loss": False}),
+    ("--reset-attention-mask --reset-position-ids --eod-mask-loss",
+     {"data.attention_mask": "document", "data.eod_mask_loss": True}),
+    ("--num-query-groups 2", {}), ("--group-query-attention", {"model.num_kv_heads": 1}),
+    ("--group-query-attention --num-query-groups 2", {"model.num_kv_heads": 2}),
     ("--recompute-granularity selective --recompute-modules moe core_attn",
      {"train.recompute": "selective", "train.recompute_ops": ["attention"]}),
 ])  # fmt: skip
@@ -113,7 +121,13 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
     ("--squared-relu", "not supported: one of the choices of model.activation"),
     ("--no-such-flag 3", UNKNOWN), ("stray", UNKNOWN),
     ("--data-cache-path $CACHE/x", "CACHE has no value in the script"),
+    ("--valid-data-path a b", "several datasets without weights: theirs are blended by length; write the weights"),
+    ("--eod-mask-loss", DOCUMENTS),
+    ("--optimizer muon", MUON), ("--optimizer dist_muon --muon-momentum 0.9", MUON),
     ("$MORE", "MORE has no value in the script"),
+    ("--save $(pwd)/x", "$(pwd)/x has no value in the script"),
+    ("--save a/${D%.bin}", "${D%.bin} has no value in the script"),
+    ("--save `pwd`", "`pwd` has no value in the script"),
     ("--hidden-dropout 0.0", "not supported: two probabilities; write one for both"),
     ("--decoupled-lr 2e-3 --min-lr 1e-4", "not supported: the least rate of a group is min_lr x lr_mult, too"),
     ("--lr-warmup-init 1e-7", "not supported: the warm-up begins at 0"),
@@ -123,7 +137,7 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
     ("--bf16 --fp8-format e4m3", "not supported: delayed and tensorwise are hybrid, blockwise is e4m3"),
     ("--step-batch-size-schedule 0:2,1280:8,1300:9",
      "not supported: batch.rampup has equal increments at equal distances of samples"),
-    ("--reset-position-ids", "not supported: mask and positions together"),
+    ("--reset-position-ids", DOCUMENTS),
     ("--use-rotary-position-embeddings --position-embedding-type learned_absolute",
      'means model.position = "learned", another argument "rope"'),
 ])  # fmt: skip
@@ -138,6 +152,11 @@ def test_refused(flags: str, reason: str) -> None:
 def test_dropped(flags: str) -> None:
     made = imported(flags)
     assert list(made.dropped) == [flags.split()[0]] and not changed(flags)
+
+
+def test_master_weights_of_torchtitan() -> None:
+    for dtype, count in (("float32", 0), ("bfloat16", 1)):
+        assert len(import_arguments("torchtitan", TITAN | {"training.dtype": [dtype]}).refused) == count
 
 
 def test_samples_of_a_ramp_up() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config.foreign.shell_script import ShellScript
+from megascale.config.foreign.shell_script import ShellScript, split_words
 
 TRAIN = "torchrun pretrain_gpt.py"
 
@@ -36,6 +36,12 @@ def command(text: str, *arguments: str, **environment: str) -> str:
     (f'CMD="{TRAIN} --lr 1"\neval $CMD', "eval torchrun pretrain_gpt.py --lr 1"),
     (f"{TRAIN} --lr 1 2>&1 | tee log", "--lr 1"),
     ("P=pretrain_gpt.py\ntorchrun $P --lr 1", "--lr 1"),
+    (f"A=(\n  --lr 1 # why \\\n  --bf16 # \\\n)\n{TRAIN} ${{A[@]}}", "--lr 1 --bf16"),
+    (f"# note \\\nexport SEED=4\n{TRAIN} --x 'a#' \\\n --seed $SEED", "--x a# --seed 4"),
+    (f"W=9; T=2\nA=$((W / (T*2) - 1)); B=$((A % 2))\n{TRAIN} --a $A --b $B", "--a 1 --b 1"),
+    (f"W=9\n{TRAIN} --a $(( W / 0 )) --b $((W**2)) --c $((NONE + 1))",
+     "--a $(( W / 0 )) --b $((W**2)) --c $((NONE + 1))"),
+    (f"A=(--lr 1)\nA[1]=2\nB=1; unset B\n{TRAIN} ${{A[@]}} $B", "$A $B"),
     (f"{TRAIN} --split '99,1' --x \"it's\"", "--split 99,1 --x it's"),
 ])  # fmt: skip
 def test_words(script: str, words: str) -> None:
@@ -74,12 +80,23 @@ def test_options_of_a_script_that_are_not_given() -> None:
     assert command(script, "--a", "2") == "$A"
 
 
+def test_all_words_behind_a_script() -> None:
+    assert command(f'{TRAIN} "$@" --lr 1') == command(f"{TRAIN} $* --lr 1") == "--lr 1"
+    assert ShellScript(f'{TRAIN} "$@"', {}, ["--save", "a b"]).command[-2:] == ["--save", "a b"]
+    assert command(f'N=$1; shift\n{TRAIN} --x $N "$@" $1', "8", "--bf16") == "--x 8 $@ $1"
+
+
 def test_nothing_runs(tmp_path: Path) -> None:
     script = ShellScript(
         f"touch {tmp_path}/made\nA=`touch {tmp_path}/made`\n{TRAIN} $(touch {tmp_path}/made) --lr 1", {}
     )
     assert script.command[-2:] == ["--lr", "1"]
     assert not list(tmp_path.iterdir())
+
+
+def test_words_of_a_command() -> None:
+    assert ShellScript(f"D=$(date +%s)\n{TRAIN} $D $(cat b.txt)", {}).command[-2:] == ["$(date +%s)", "$(cat b.txt)"]
+    assert split_words("--lr 1 # why \\\n--bf16 \\\n--x") == ["--lr", "1", "--bf16", "--x"]
 
 
 def test_a_script_without_training() -> None:
