@@ -34,13 +34,14 @@ _PART = re.compile(
 )
 _PARAMETER = re.compile(r"(?P<name>\w+|[@*])(\[[@*]\])?(:?(?P<operator>[-=+])(?P<word>.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\w+)(?:\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
-_COMMENT_OR_JOINT = re.compile(r"((?<![^\s;&|()])#[^\n]*)|\\\n")
+_COMMENT_OR_JOINT = re.compile(r"((?<![^\s;&|()])#[^\n]*)|\\\n")  # a backslash at a comment's end joins nothing
 _PREFIXES = ("then", "do", "{", "}", "export", "local", "readonly", "declare")
 _CONDITIONS = (["if"], ["elif"], ["while"])
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda a, b: int(a / b),
     ast.Mod: lambda a, b: int(math.fmod(a, b)),
 }  # fmt: skip
+_NO_INTEGER = (SyntaxError, LookupError, ArithmeticError, ValueError, AttributeError, RecursionError)
 _OPENS, _CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 
 
@@ -59,7 +60,8 @@ class ShellScript:
         self.command: list[str] = []
         statement: list[str] = []
         before, depth = "\n", 0
-        for token in _TOKEN.finditer(_join_lines(text).replace("$#", str(len(arguments))) + "\n"):
+        text = _COMMENT_OR_JOINT.sub(r"\1 ", text).replace("$#", str(len(arguments)))
+        for token in _TOKEN.finditer(text + "\n"):
             word, kind = token[0], token.lastgroup
             depth = max(0, depth + {"(": 1, ")": -1}.get(word, 0))
             if kind == "end" and depth == 0 and not (word in ("&&", "||") and statement[:1] in _CONDITIONS):
@@ -91,9 +93,7 @@ class ShellScript:
             names = re.sub(
                 r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: "".join(self._variables.get(name[1]) or []), part["sum"]
             )
-            with contextlib.suppress(
-                SyntaxError, LookupError, ArithmeticError, ValueError, AttributeError, RecursionError
-            ):
+            with contextlib.suppress(*_NO_INTEGER):
                 return [str(_integer(ast.parse(names.strip(), mode="eval").body))]
         given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
         if not given:
@@ -176,7 +176,7 @@ class ShellScript:
 
 
 def _integer(node: Any) -> int:
-    """Return the value of an expression of integers. Raises: LookupError, AttributeError or ValueError for another"""
+    """Return the value of an expression. Raises: one of _NO_INTEGER for one that is not of integers"""
     if isinstance(node, ast.BinOp):
         return _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
     return int(node.value)
@@ -185,11 +185,6 @@ def _integer(node: Any) -> int:
 def split_words(text: str) -> list[str]:
     """Return the words of a command line, by spaces alone if its quotes do not match."""
     try:
-        return shlex.split(_join_lines(text), comments=True)
+        return shlex.split(_COMMENT_OR_JOINT.sub(r"\1 ", text), comments=True)
     except ValueError:
         return text.split()
-
-
-def _join_lines(text: str) -> str:
-    """Return the text with a space for a backslash at a line's end, but for that of a comment."""
-    return _COMMENT_OR_JOINT.sub(r"\1 ", text)

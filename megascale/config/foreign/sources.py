@@ -80,7 +80,7 @@ def _from_command(command: Sequence[str], source: str) -> Arguments:
 
 def _from_yaml(tree: Any, script: ShellScript) -> Arguments:
     """Read `MODEL_ARGS` of a recipe of Megatron-LM's tests, or a configuration in tables."""
-    tree = tree.get("MODEL_ARGS", tree) if isinstance(tree, dict) else tree
+    tree = tree.get("MODEL_ARGS", tree) or {} if isinstance(tree, dict) else tree
     if not isinstance(tree, dict):
         raise ValueError("not a table of arguments")
     given: dict[str, list[Any]] = {}
