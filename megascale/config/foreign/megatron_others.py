@@ -30,8 +30,9 @@ OTHERS = (
     needless("--async-strategy", _FILES),
     needless("average_in_collective, check_for_nan_in_grad, grad_reduce_in_fp32, fully_parallel_save, pipeline_dtype, "
              "skip_getting_attention_mask_from_dataset, data_sharding, use_tokenizer_vocab_size, apply_rope_fusion, "
-             "masked_softmax_fusion, bias_dropout_fusion, persist_layer_norm, gradient_accumulation_fusion",
-             "nothing to write: a field of Megatron Bridge for speed, or always so"),
+             "masked_softmax_fusion, bias_dropout_fusion, persist_layer_norm, gradient_accumulation_fusion, "
+             "scatter_embedding_sequence_parallel, should_pad_vocab, batch_p2p_comm, deallocate_pipeline_outputs, "
+             "params_dtype, perform_initialization", "nothing to write: a field for speed, or always so"),
     needless("--log-validation-ppl-to-tensorboard, --log-progress, --log-energy, --no-record-throughput", _LOGS, 0),
     needless("--logging-level, --log-memory-interval, --tensorboard-log-interval, --straggler-minmax-count, "
              "--wandb-entity", _LOGS),

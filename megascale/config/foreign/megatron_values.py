@@ -58,8 +58,7 @@ def documents(values: Values, context: Context) -> str | Several | Advice:
 
 def query_groups(values: Values, context: Context) -> int | Needless:
     """Return the heads of keys, 1 by default; on a command line `--group-query-attention` switches them on."""
-    table = any(name.endswith(".num_query_groups") for name in context)
-    if "num_layers" in context and "group_query_attention" not in context and not table:
+    if "num_layers" in context and not {"group_query_attention", "model.num_query_groups"} & set(context):
         return Needless("nothing to write without --group-query-attention")
     return int(value_of(context, "num_query_groups", 1))
 

@@ -1,8 +1,8 @@
 """The training command of a shell script, read without a shell.
 
 Followed are assignments, arrays, `+=`, `${NAME:-default}`, `$((...))` of integers, and conditions on text.
-What a loop, a `case`, or a branch of another condition assigns is unknown, and stays in words as `$NAME`, like `$1`
-and others after `shift`, and what `unset` or an assignment to an element of an array changes.
+Unknown is what a loop, a `case`, a branch of another condition, `shift`, `unset` or an assignment to an element
+changes: it stays in words as `$NAME`.
 """
 
 from __future__ import annotations
