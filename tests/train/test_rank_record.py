@@ -112,7 +112,7 @@ def record(config: Path, rank: int, disagreement: Disagreement | None, world: in
         folder = changed_copy(config.parent / "copy", disagreement.edit)
         values |= {f"code {path}": digest for path, digest in code_digests(folder / "megascale").items()}
         if disagreement.name == "version":
-            values["version megascale"] = "0.1.1"
+            values["version megascale"] = "0.0.1"
     return values
 
 

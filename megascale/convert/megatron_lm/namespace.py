@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ def stored_arguments(folder: Path) -> Arguments:
         raise CheckpointError(f"{file} has no args", hint="a checkpoint that Megatron-LM has written in training")
     args = {FLAGS.get(name, name): value for name, value in vars(stored["args"]).items()}
     args["no_gradient_accumulation_fusion"] = args.get("gradient_accumulation_fusion") is False
-    if isinstance(backend := args.get("attention_backend"), Record):
-        args["attention_backend"] = dict(enumerate(BACKENDS, 1)).get(*backend.args)
+    if isinstance(backend := args.get("attention_backend"), Record | Enum):  # an Enum where megatron.core is imported
+        (number,) = backend.args if isinstance(backend, Record) else (backend.value,)
+        args["attention_backend"] = dict(enumerate(BACKENDS, 1)).get(number)
     model = read_keys(FAMILY, args, f"{file}: args", "a model without this argument")
     unknown = {"preset", "dropout", *([] if args.get("vocab_size") else ["vocab_size"])}  # of which one is padded
     keys = model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=unknown)
