@@ -95,15 +95,9 @@ def _unsupported(switch: str, *rows: tuple[str, Test, str, str]) -> Exclusions:
 
 def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
     """Return the exclusions of a guard's keys without the guard, such as zclip, against spikes."""
-    return Exclusions(
-        f"optimizer.{switch}",
-        when,
-        tuple(
-            (f"optimizer.{name}", only(OptimizerConfig.model_fields[name].default),
-             "has no effect without {name}", f"optimizer.{switch}, or no {name}")
-            for name in names
-        ),
-    )  # fmt: skip
+    rows = ((f"optimizer.{name}", only(OptimizerConfig.model_fields[name].default), "has no effect without {name}",
+             f"optimizer.{switch}, or no {name}") for name in names)  # fmt: skip
+    return Exclusions(f"optimizer.{switch}", when, tuple(rows))
 
 
 NO_LEARNED_POSITIONS = _without_effect("model.position", unless("learned"), {"model.positions": only(None)})
