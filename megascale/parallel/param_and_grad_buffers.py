@@ -251,7 +251,10 @@ class ParamAndGradBuffers:
     def input_gradient(self, chunk: int) -> Iterator[WeightGradients]:
         """Leave the work on the gradients of a chunk's weights, of a backward inside, for its W, which calls `run`."""
         self._left = WeightGradients()
-        accumulations = [getattr(parameter, "accumulation") for parameter in self.parameters(chunk).values()]  # noqa: B009
+        accumulations = [
+            parameter.accumulation  # type: ignore[attr-defined]
+            for parameter in self.parameters(chunk).values()
+        ]
         for accumulation in accumulations:
             accumulation.left = self._left
         yield self._left

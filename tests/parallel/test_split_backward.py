@@ -15,14 +15,14 @@ from megascale.core.registry import Card
 from megascale.schedule.ir import Kind
 from tests.parallel.experts.test_expert_layouts import SHARED
 from tests.recorded_events import recorded_events
-from tests.runs import GPT, LLAMA, build_run, config_of, curve_of, settings
+from tests.runs import GPT, build_run, config_of, curve_of, settings
 from tests.worlds import run_world
 
 SPLIT = Card(
     "split", "", "tests.schedule.orders:interleaved_zero_bubble",
     {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": True},
 )  # fmt: skip
-MODELS = {"gpt": GPT, "llama": LLAMA, "experts": SHARED | {"balance_bias": True, "qk_norm": "head"}}
+MODELS = {"gpt": GPT, "experts": SHARED | {"balance_bias": True, "qk_norm": "head"}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "pp2 vpp2": {"pp": 2, "vpp": 2},

@@ -1,4 +1,4 @@
-"""What kernels that are not built would save, at most, of a layer's launches and bytes."""
+"""Launches and bytes of a layer that kernels which are not built would save at most."""
 
 from __future__ import annotations
 

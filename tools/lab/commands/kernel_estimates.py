@@ -111,7 +111,7 @@ class Step:
 
     @cached_property
     def savings(self) -> dict[str, Saving]:
-        """What is not built for the layers."""
+        """Savings of kernels that are not built, of a layer and micro-batch, by name."""
         return {saving.what: saving for saving in savings(self.config, self.launches)}
 
     def saved(self, what: str) -> float:
