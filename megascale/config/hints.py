@@ -18,8 +18,8 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
     "fp8.recipe": dict.fromkeys(("mxfp8", "mx"), "mxfp8 is not supported: blockwise, with scales of 128 elements"),
     "optimizer.name": {"sgd": "SGD is not supported: adamw, or muon for matrices"},
     "parallel.schedule": dict.fromkeys(
-        ("zb1p", "zbh1", "zbv", "zero_bubble", "interleavedzerobubble", "zbvzerobubble", "dualpipe", "dualpipev"),
-        "zero-bubble schedules are not supported: interleaved_1f1b, with parallel.vpp above 1",
+        ("zbv", "zbvzerobubble", "dualpipe", "dualpipev"),
+        "V-shaped schedules are not supported: interleaved_zb, with parallel.vpp above 1",
     ),
     "parallel.zero": {"3": "ZeRO-3 is not supported: 2, and for larger models more parallel.tp or parallel.pp"},
 }

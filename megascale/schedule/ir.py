@@ -76,8 +76,21 @@ class Action(NamedTuple):
         return f"{self.kind}{self.chunk}.{self.microbatch}"
 
 
+class Overlap(NamedTuple):
+    """A forward and a backward, or input gradient, of another micro-batch, whose segments a rank runs in turn: the
+    messages of experts of one are hidden behind the compute of the other.
+    """
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"{self.forward}&{self.backward}"
+
+
 RankSchedule = list[Action]
 """The actions of one rank."""
+
 
 Schedule = list[RankSchedule]
 """The actions of all pipeline ranks, by rank."""

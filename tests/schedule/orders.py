@@ -1,4 +1,4 @@
-"""Compute schedules for tests: the catalog's, random orders, and split backwards on any placement."""
+"""Compute schedules for tests: the catalog's, and random orders on any placement."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import random
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import Placement, placement_of
 from megascale.schedule.dependencies import Result, dependencies, results
-from megascale.schedule.interleaved import interleaved_1f1b, microbatch_groups
-from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, build_schedule
+from megascale.schedule.ir import Action, Kind, Schedule, build_schedule
 
 
 def schedule_of(name: str, p: int, v: int, m: int) -> tuple[Schedule, Placement]:
@@ -40,25 +39,3 @@ def any_order(placement: Placement, m: int, chance: random.Random, *, split: boo
         schedule[rank].append(action)
         done.update(results(action, rank, placement))
     return schedule
-
-
-def zero_bubble(p: int, m: int, rank: int) -> RankSchedule:
-    """List the actions of ZB-H1 (Qi et al. 2023): 1F1B, where rank r delays the weights' gradients r micro-batches."""
-    return interleaved_zero_bubble(p, 1, m, rank)
-
-
-def interleaved_zero_bubble(p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """List the actions of interleaved 1F1B with split backwards, and fewer forwards ahead: gradients come back sooner.
-    Rank r delays the weights' gradients r micro-batches.
-    """
-    whole = interleaved_1f1b(p, v, m, rank)
-    forwards, backwards = ([action for action in whole if action.kind is kind] for kind in (Kind.F, Kind.B))
-    first_group = next(groups.size for groups in microbatch_groups(p, m) if groups.num_groups)
-    order, left = forwards[: (v - 1) * first_group + p - 1 - rank], RankSchedule()
-    ahead = forwards[len(order) :]
-    for action in backwards:
-        order += [ahead.pop(0)] if ahead else []
-        order.append(action._replace(kind=Kind.I))
-        left.append(action._replace(kind=Kind.W))
-        order += [left.pop(0)] if len(left) > rank else []
-    return order + left

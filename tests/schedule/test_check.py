@@ -12,7 +12,8 @@ from megascale.layout.stages import looped
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import Action, Kind, Schedule, ScheduleError, backward, build_schedule, forward
 from megascale.schedule.one_f_one_b import one_f_one_b
-from tests.schedule.orders import any_order, v_shaped, zero_bubble
+from megascale.schedule.zero_bubble import interleaved_zb
+from tests.schedule.orders import any_order, v_shaped
 
 
 def faulty(schedule: Schedule, rank: int, remove: Action, add: Action | None = None) -> Schedule:
@@ -56,4 +57,4 @@ def test_ranks_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_split_backwards_pass() -> None:
-    check_schedule([zero_bubble(4, 6, rank) for rank in range(4)], looped(4, 1), 6)
+    check_schedule(build_schedule(interleaved_zb, 4, 1, 6), looped(4, 1), 6)

@@ -29,8 +29,9 @@ from megascale.schedule.ir import (
 from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
+from megascale.schedule.zero_bubble import interleaved_zb
 from tests.schedule.hosts import RECEIVES, SENDS, check_messages, ends, places
-from tests.schedule.orders import any_order, schedule_of, v_shaped, zero_bubble
+from tests.schedule.orders import any_order, schedule_of, v_shaped
 
 SEEDS = st.randoms(use_true_random=False)
 
@@ -188,7 +189,7 @@ def test_only_communication_is_added(name: str, p: int, v: int, m: int, each: bo
 
 
 def test_reductions_follow_the_last_gradients_of_the_weights() -> None:
-    lowered = lower([zero_bubble(3, 5, rank) for rank in range(3)], looped(3, 1))
+    lowered = lower(build_schedule(interleaved_zb, 3, 1, 5), looped(3, 1))
     for order in lowered:
         own = [action for action in order if action.kind in (Kind.I, Kind.W, Kind.REDUCE)]
         assert [action.kind for action in own[-2:]] == [Kind.W, Kind.REDUCE]

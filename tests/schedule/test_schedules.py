@@ -13,7 +13,8 @@ from megascale.schedule.gpipe import gpipe
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Kind, build_schedule
 from megascale.schedule.one_f_one_b import one_f_one_b
-from tests.schedule.orders import schedule_of, zero_bubble
+from megascale.schedule.zero_bubble import interleaved_zb
+from tests.schedule.orders import schedule_of
 from tests.schedule.units import simulate_schedule
 
 STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 6), st.integers(1, 40)
@@ -68,6 +69,6 @@ def test_interleaved_with_one_chunk_is_1f1b(p: int, m: int) -> None:
 @pytest.mark.parametrize(("p", "m", "seconds"), [(4, 8, 27), (8, 16, 55)])
 def test_split_backwards_fill_the_bubble(p: int, m: int, seconds: float) -> None:
     """ZB-H1 in the simulator: a bubble of p - 1 instead of 3 (p - 1) units, at most p micro-batches on any rank."""
-    cost = simulate_schedule([zero_bubble(p, m, rank) for rank in range(p)], looped(p, 1))
+    cost = simulate_schedule(build_schedule(interleaved_zb, p, 1, m), looped(p, 1))
     assert cost.time == seconds == 3 * m + p - 1
     assert max(cost.max_live) <= p
