@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megascale.core.errors import Exit
-from megascale.operate.channel.messages import Collect, OpenStore, Prepare, Start
+from megascale.operate.channel.messages import Collect, OpenStore, Prepare, RankEnd, Start
 from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.commands import Say, Send
 from megascale.operate.driver.decisions import has_silent_node, missing_nodes, note_progress, waits_for_network
@@ -30,6 +30,9 @@ FIND_S = 20.0
 """Seconds after the first ranks of a job are found in which the others should be, by the observers of their hosts."""
 
 MOST_STACKS = 4  # most culprits whose stacks are collected
+
+Found = tuple[str, RankStatus | RankEnd]
+"""A rank of a job of another launcher that runs, or has ended, and its node."""
 
 
 def takeover(job: JobState, now: float) -> None:
@@ -229,12 +232,15 @@ def observe(job: JobState, now: float) -> None:
     if now < job.next_look or job.stage != Stage.OBSERVE:
         return
     job.next_look = now + LOOK_S
-    found = [(node, status) for node, member in job.roster.members.items() for status in member.statuses.values()]
-    processes = {status.rank: status.pid for _, status in found}
-    world = max((member.world for member in job.roster.members.values() if member.statuses), default=0)
+    members = job.roster.members
+    running = [(node, status) for node, member in members.items() for status in member.statuses.values()]
+    processes, found = {status.rank: status.pid for _, status in running}, list[Found](running)
+    if attempt is None:  # ranks of a short job end before the others are found, or before this driver runs
+        found += [(node, end) for node, member in members.items() for end in member.ended.values()]
+    world = max((members[node].world for node, _ in found), default=0)
     is_known = attempt is not None and processes.items() <= attempt.processes.items()
     _say_if_incomplete(job, found, 0 if is_known else world, now)
-    if found and len(processes) == world and (attempt is None or processes != attempt.processes):
+    if found and len({each.rank for _, each in found}) == world and (attempt is None or processes != attempt.processes):
         _begin_observing(job, found, now)
     elif attempt is not None and _take_back(job, attempt, processes):
         job.enter(Stage.RUN, math.inf)
@@ -248,7 +254,7 @@ def observe(job: JobState, now: float) -> None:
         finish(job, Exit.UNCLASSIFIED, now)
 
 
-def _say_if_incomplete(job: JobState, found: Sequence[tuple[str, RankStatus]], world: int, now: float) -> None:
+def _say_if_incomplete(job: JobState, found: Sequence[Found], world: int, now: float) -> None:
     """Say once that ranks of a job of `world` ranks are not found, which the driver waits for before it watches any."""
     ranks = {status.rank for _, status in found}
     if not ranks or not world or len(ranks) == world:
@@ -276,13 +282,16 @@ def _take_back(job: JobState, attempt: Attempt, processes: Mapping[int, int]) ->
     return bool(back) and not attempt.failed
 
 
-def _begin_observing(job: JobState, found: Sequence[tuple[str, RankStatus]], now: float) -> None:
+def _begin_observing(job: JobState, found: Sequence[Found], now: float) -> None:
     """Watch the ranks of a new attempt, all of which were found."""
     placement: dict[str, tuple[int, ...]] = {}
     for node, status in sorted(found, key=lambda each: each[1].rank):
         placement[node] = (*placement.get(node, ()), status.rank)
     job.plan = replace(job.plan, nodes=len(placement), world=len(found))
     attempt = job.begin_attempt(list(placement), placement, now)
-    attempt.processes = {status.rank: status.pid for _, status in found}
-    attempt.watch.beat([status for _, status in found], now)
+    statuses = [status for _, status in found if isinstance(status, RankStatus)]
+    attempt.processes = {status.rank: status.pid for status in statuses}
+    attempt.watch.beat(statuses, now)
+    for node in placement:
+        attempt.add_ends(node, [*job.roster.members[node].ended.values()])
     job.enter(Stage.RUN, math.inf)

@@ -176,11 +176,14 @@ class Job(JobState):
             if message.ranks or now - member.started > START_S:
                 member.attempt = message.attempt if message.ranks else None
             member.statuses = {status.rank: status for status in message.ranks}
+            member.ended = {rank: end for rank, end in member.ended.items() if rank not in member.statuses}
             member.world, member.signalled = message.world, message.signalled
             if message.signalled and not (self.plan.observed or self.stop_requests):
                 self._take_signal(now)
         if attempt is not None and current:
             self._take_of_attempt(attempt, node, message, now)
+        if isinstance(message, RanksEnded) and self.plan.observed:
+            member.ended |= {end.rank: end for end in message.ends}
         if isinstance(message, RanksEnded) and not message.stuck:
             runs_none = not message.ends  # of an attempt that the agent does not know
             if attempt is None or not current or runs_none or attempt.is_free(node):

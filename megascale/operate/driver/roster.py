@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megascale.operate.channel.messages import Hello
+from megascale.operate.channel.messages import Hello, RankEnd
 from megascale.record.rank_state import RankStatus
 
 MOST_NAMED = 8  # most nodes that a message names
@@ -24,7 +24,7 @@ class Member:
     `heard`: time of its last message; `started`: of the last order to start ranks. `attempt`: the attempt of its ranks,
     None for an idle node; `statuses`: of its ranks, by rank. `held`: its node is being checked, and starts no ranks.
     `standby`: processes that it was told to have in standby since its ranks were started. `world`: ranks of the job, as
-    an observer sees it. `signalled`: its agent has got a stop signal.
+    an observer sees it; `ended`: the ends of those that it saw, by rank. `signalled`: its agent has got a stop signal.
     """
 
     hello: Hello
@@ -37,6 +37,7 @@ class Member:
     world: int = 0
     signalled: bool = False
     statuses: dict[int, RankStatus] = field(default_factory=dict)
+    ended: dict[int, RankEnd] = field(default_factory=dict)
 
 
 class Roster:

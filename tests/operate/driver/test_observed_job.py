@@ -139,6 +139,33 @@ def test_the_first_rank_that_died_is_named_and_the_next_attempt_is_watched() -> 
     assert job.incidents == [("process", (1,), "alert")]
 
 
+@pytest.mark.parametrize("seen", ["", "a"], ids=["no rank", "one rank"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_job_that_is_over_before_all_its_ranks_are_found_ends(seen: str, *, failed: bool) -> None:
+    """Ranks of a short job end before the others are found, or before the driver hears of any."""
+    job = Observed()
+    for node in seen:
+        job.show(1.0, node, {0: 10}, 2, 5)
+    job.end(1.5, 1, -signal.SIGKILL if failed else 0, in_order=not failed)
+    job.take(job.job.tick(1.9))
+    job.end(2.0, 0, 0, in_order=not failed)
+    job.wait(2.5, 70.0)
+    assert job.incidents == ([("process", (1,), "alert")] if failed else [])
+    assert job.status == (Exit.UNCLASSIFIED if failed else 0)
+
+
+def test_a_rank_that_died_before_all_were_found_is_named_and_the_next_attempt_is_watched() -> None:
+    job = Observed()
+    job.end(1.0, 1, -signal.SIGKILL)
+    job.wait(1.5, 3.0)
+    for now in (4.0, 5.0):
+        job.beat(now, 1)
+    assert (job.job.stage, job.incidents) == (Stage.RUN, [("process", (1,), "alert")])
+    job.end(6.0, 0, 0, in_order=True)
+    job.end(6.0, 1, 0, in_order=True)
+    assert job.status == 0
+
+
 def test_observers_leave_when_the_launcher_does_not_start_the_ranks_again() -> None:
     job = Observed()
     job.beat(1.0, 5)
