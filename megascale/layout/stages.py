@@ -53,6 +53,11 @@ class Placement:
         at = {stage: (rank, chunk) for rank, own in enumerate(self.stages) for chunk, stage in enumerate(own)}
         return tuple(at[stage] for stage in range(len(at)))
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The ranks of the first and of the last stage."""
+        return self.places[0][0], self.places[-1][0]
+
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """The pairs of ranks that have consecutive stages."""

@@ -7,7 +7,7 @@ lowered schedule, the simulator estimates its time, tests prove its properties.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -125,6 +125,19 @@ def each_action(order: Iterable[Entry]) -> Iterator[Action]:
 def build_schedule(order: ScheduleFn, p: int, v: int, m: int) -> Schedule:
     """List the compute actions of all p ranks."""
     return [order(p, v, m, rank) for rank in range(p)]
+
+
+def weights_at_once(order: RankSchedule, chunks: Collection[int]) -> RankSchedule:
+    """Run every W of `chunks` directly after its I: between them a recomputed chunk has all that it does not save."""
+    moved = RankSchedule()
+    for entry in order:
+        action = parts(entry)[-1]
+        early = action.chunk in chunks
+        if not (early and action.kind is Kind.W):
+            moved.append(entry)
+        if early and action.kind is Kind.I:
+            moved.append(action._replace(kind=Kind.W))
+    return moved
 
 
 def forwards_only(schedule: Schedule) -> Schedule:

@@ -207,7 +207,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "noise_scale",
         {"train__noise_scale_every": 1, "parallel__pp": 2, "parallel__schedule": "gpipe"},
-        {"train.noise_scale_every": "gpipe computes the head's gradient of all micro-batches"},
+        {"train.noise_scale_every": "gpipe computes the head's gradient of further micro-batches"},
     ),
     (
         "learning_rate",
