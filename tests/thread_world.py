@@ -23,6 +23,8 @@ from megascale.comm.p2p import P2PCommunicator
 from megascale.comm.p2p_collectives import reduce_in_rank_order
 from megascale.comm.work import TransportWork
 from megascale.config.run import RunConfig
+from megascale.layout.chunks import stages_of
+from megascale.layout.stages import Placement
 from megascale.layout.topology import Topology, topology_of
 
 T = TypeVar("T")
@@ -130,12 +132,14 @@ class ThreadTransport:
         return _Work(exchange, lambda: reduce_in_rank_order(tensor, terms, op))
 
 
-def thread_mesh(topology: Topology, rank: int, mailbox: Mailbox, *, tied: bool) -> Mesh:
+def thread_mesh(
+    topology: Topology, rank: int, mailbox: Mailbox, *, tied: bool, placement: Placement | None = None
+) -> Mesh:
     """Return the mesh of a rank whose peers are threads."""
     from megascale.plan.dryrun.fake_mesh import fake_mesh
     from megascale.record.recorder import Recorder
 
-    mesh = fake_mesh(topology, rank, Recorder(), tied=tied, collectives_in_pieces=True)
+    mesh = fake_mesh(topology, rank, Recorder(), tied=tied, collectives_in_pieces=True, placement=placement)
 
     def connected(group: Group) -> Group:
         if group.transport is not None:
@@ -161,9 +165,11 @@ def thread_mesh(topology: Topology, rank: int, mailbox: Mailbox, *, tied: bool) 
     return replace(mesh, p2p=P2PCommunicator(mesh.up, mesh.down, start), open=lambda spec: connected(mesh.open(spec)))
 
 
-def simulate(topology: Topology, body: Callable[[Mesh], T], *, tied: bool = False) -> list[T]:
+def simulate(
+    topology: Topology, body: Callable[[Mesh], T], *, tied: bool = False, placement: Placement | None = None
+) -> list[T]:
     """Run `body` on the mesh of every rank at once, and return the results in rank order. `tied`: the first and last
-    stages share the embedding.
+    stages share the embedding. `placement`: of the stages, by default one on each rank.
 
     Raises: the first error of a rank.
     """
@@ -172,7 +178,7 @@ def simulate(topology: Topology, body: Callable[[Mesh], T], *, tied: bool = Fals
     def rank_main(rank: int) -> T:
         torch.set_num_threads(1)
         try:
-            return body(thread_mesh(topology, rank, mailbox, tied=tied))
+            return body(thread_mesh(topology, rank, mailbox, tied=tied, placement=placement))
         except BaseException as error:
             errors.append(error)
             mailbox.give_up()
@@ -200,4 +206,5 @@ def run_threads(config: RunConfig, function: Callable[[Any], T]) -> list[T]:
     def body(mesh: Mesh) -> T:
         return function(build_rank_run(config, mesh, device, StopRequest()))
 
-    return simulate(topology_of(config.parallel), body, tied=config.model.embeds_last)
+    placement = stages_of(config.model, config.parallel).placement
+    return simulate(topology_of(config.parallel), body, tied=config.model.embeds_last, placement=placement)

@@ -46,10 +46,11 @@ class Mesh:
     - `tp`: the tensor-parallel ranks. `dp`: the data and context parallel ranks, which reduce gradients
     - `cp_heads`, `cp_keys`: the context-parallel ranks that exchange heads of attention, and keys and values
     - `up`, `down`: the pipeline's two directions
-    - `tied`: first and last pipeline stage where both hold the token embedding; elsewhere this rank only
+    - `tied`: the ranks of the first and the last stage where both hold the token embedding; elsewhere this rank only
     - `world`: all ranks
     - `reduction_groups`: job-wide reductions go over these groups in turn: `world` in a small job, else dp, tp and pp,
       under names of their own in the event log; `world` then serves control data only and has no communicator
+    - `placement`: of the virtual stages
     - `recorder` is the event log and `timeout` the timeout of all groups
     - `open`, `by_axes`: how `group` opens a group, and the groups by their axes: along ep, whose ranks exchange the
       tokens of experts, from the start
@@ -57,6 +58,7 @@ class Mesh:
 
     topology: Topology
     rank: int
+    placement: Placement
     tp: Group
     cp_heads: Group
     cp_keys: Group
@@ -75,6 +77,10 @@ class Mesh:
     @property
     def coord(self) -> Coord:
         return self.topology.coord(self.rank)
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.coord.pp == self.placement.ends[1]
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -138,8 +144,11 @@ def open_mesh(
         channels.update(_open_channels(topology.group(rank, "pp"), rank, placement, options))
         return ProcessGroupP2P(channels, options.timeout)
 
-    mesh = assemble_mesh(topology, rank, open_one, open_p2p, tied=tied, recorder=recorder, timeout=options.timeout)
-    if tied and topology.pp > 1 and mesh.tied.size == 1:
+    mesh = assemble_mesh(
+        topology, rank, placement, open_one, open_p2p, tied=tied, recorder=recorder, timeout=options.timeout
+    )
+    first, last = placement.ends
+    if tied and first != last and mesh.tied.size == 1:
         open_process_group(PLACEHOLDER_GROUP, [rank], options)
     _expect_communication(mesh, channels)
     if recorder.timer.synchronous:
@@ -148,8 +157,8 @@ def open_mesh(
 
 
 def assemble_mesh(
-    topology: Topology, rank: int, open_one: Callable[[GroupSpec], Group], open_p2p: Callable[[], StartP2P], *,
-    tied: bool, recorder: Recorder, timeout: Timeout,
+    topology: Topology, rank: int, placement: Placement, open_one: Callable[[GroupSpec], Group],
+    open_p2p: Callable[[], StartP2P], *, tied: bool, recorder: Recorder, timeout: Timeout,
 ) -> Mesh:  # fmt: skip
     """Open the groups of `rank` by `open_one` and its messages by `open_p2p`, in the same order on all ranks."""
 
@@ -172,11 +181,11 @@ def assemble_mesh(
     stages = tuple(topology.group(rank, "pp"))
     up, down = (open_one(GroupSpec(way, stages, own=False)) for way in ("pp.up", "pp.down"))
     p2p = P2PCommunicator(up, down, open_p2p())
-    ends = (stages[0], stages[-1])
-    embedding = open_one(GroupSpec("tied", ends if tied and len(stages) > 1 and rank in ends else (rank,), SLOT))
+    ends = tuple(sorted({stages[end] for end in placement.ends}))
+    embedding = open_one(GroupSpec("tied", ends if tied and rank in ends else (rank,), SLOT))
     return Mesh(
-        topology, rank, tp, heads, keys, dp, up, down, embedding, world, reductions, recorder, p2p, timeout, open_one,
-        by_axes,
+        topology, rank, placement, tp, heads, keys, dp, up, down, embedding, world, reductions, recorder, p2p, timeout,
+        open_one, by_axes,
     )  # fmt: skip
 
 

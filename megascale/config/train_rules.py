@@ -77,10 +77,11 @@ def noise_scale(parallel: ParallelConfig, batch: BatchConfig, train: TrainConfig
     if batch.total <= batch.micro:
         message = f"a step of one micro-batch of {batch.micro} has no smaller batch to compare with"
         yield Finding(key, message, "a larger batch.global, a smaller batch.micro, or 0")
-    if name and SCHEDULES[name].facts["unbounded_in_flight"]:
-        bounded = [card.name for card in SCHEDULES.cards.values() if not card.facts["unbounded_in_flight"]]
-        message = f"{name} computes the head's gradient of all micro-batches before it ends the first backward"
-        yield Finding(key, message, f"parallel.schedule = {' or '.join(bounded)}, or 0")
+    ahead = "unbounded_in_flight", "split", "runs_ahead"
+    fit = [card.name for card in SCHEDULES.cards.values() if not any(map(card.facts.get, ahead))]
+    if name and name not in fit:
+        message = f"{name} computes the head's gradient of further micro-batches before all gradients of the first"
+        yield Finding(key, message, f"parallel.schedule = {' or '.join(fit)}, or 0")
 
 
 def tile_recomputation(train: TrainConfig) -> Iterator[Finding]:

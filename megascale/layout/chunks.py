@@ -51,7 +51,7 @@ def chunk_buckets(
     A bucket consists of complete modules, as far as their gradients are reduced over the same ranks. A chunk is a
     single bucket unless its gradients exceed `overlap.bucket_bytes`, or are reduced over different ranks. A tied
     embedding that the first and the last stage share is a separate bucket: both stages shard it in the same way, and
-    sum its gradient.
+    sum its gradient; stages of one rank have one bucket (`embedding_chunks`).
     """
 
     topology, limits = topology_of(parallel), partial(_bounds, parallel, overlap, train)
@@ -64,8 +64,16 @@ def chunk_buckets(
 
 
 def shares_embedding(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Return True if the first and the last pipeline stage share the token embedding."""
-    return model.embeds_last and parallel.pp > 1
+    """Return True if the first and the last pipeline stage, on two ranks, share the token embedding."""
+    first, last = stages_of(model, parallel).placement.ends
+    return model.embeds_last and first != last
+
+
+def embedding_chunks(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) -> list[int]:
+    """The chunks of a pipeline rank that use the token embedding, one parameter in a bucket of the first of them."""
+    places = stages_of(model, parallel).placement.places
+    used = dict.fromkeys([places[0], *(places[-1:] if model.embeds_last else [])])
+    return [chunk for rank, chunk in used if rank == pp_rank]
 
 
 def _bounds(parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig, numel: int) -> tuple[int, int]:
@@ -177,7 +185,8 @@ def _modules_of_buckets(
     """Yield the modules of each bucket of each of the chunks of a pipeline rank, in the order of the network. `limits`:
     the `_bounds` for a chunk's number of elements.
     """
-    stages, topology, shared = stages_of(model, parallel), topology_of(parallel), shares_embedding(model, parallel)
+    stages, topology, copied = stages_of(model, parallel), topology_of(parallel), shares_embedding(model, parallel)
+    shared = model.embeds_last and stages.count > 1
     for chunk in chunks:
         index = stages.index(pp_rank, chunk)
         edges = stage_params(model, range(0), index == 0, index == stages.count - 1)
@@ -189,7 +198,8 @@ def _modules_of_buckets(
         before = len(layers) - (model.mtp_layers if index == stages.count - 1 else 0)
         modules = [*begin, *layers[:before], *ends[len(begin) :], *layers[before:]]
         buckets = _split(modules, *limits(sum(module.numel for module in modules)))
-        separate = [[_module("head" if index else "embedding", tied, topology)]] if tied else []
+        end = "head" if index else "embedding"
+        separate = [[_module(end, tied, topology)]] if tied and (copied or not index) else []
         yield [*buckets, *separate] if index else [*separate, *buckets]
 
 

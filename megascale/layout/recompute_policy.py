@@ -25,6 +25,11 @@ class RecomputePolicy:
 NO_RECOMPUTE = RecomputePolicy()
 
 
+def recomputed_chunks(train: TrainConfig, vpp: int) -> list[int]:
+    """The model chunks whose blocks are recomputed as a whole."""
+    return [chunk for chunk in range(vpp) if recompute_policy(train, chunk).full]
+
+
 def recompute_policy(train: TrainConfig, chunk: int) -> RecomputePolicy:
     """The policy of model chunk `chunk`, the same on every pipeline rank."""
     if train.recompute == "none" or chunk not in (train.recompute_model_chunks or [chunk]):

@@ -48,6 +48,7 @@ class Bucket:
     - `storage`, and of it `weights`, `grad`, `shard`, `group` and `replicas` (`parallel.bucket_storage.Storage`)
     - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied
     - `tied_group`: the ranks that share a tied embedding; of one rank otherwise
+    - `users`: the number of this rank's chunks that use it, in which its gradients are complete in the last of them
     - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward
 
     `dtypes`: (compute, accumulation). `place`: (chunk, suffix of the bucket's name in the chunk).
@@ -74,6 +75,8 @@ class Bucket:
             parameter.accumulation = Accumulation(wgrad)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_accumulate_into_bucket)
         self.grad_reader: Callable[[Bucket, Tensor], None] | None = None
+        self.users = 1
+        self._left_by = 0  # chunks that have left it since the last reduction
         self._bind_gradient()
 
     @property
@@ -91,6 +94,11 @@ class Bucket:
         if self.storage.acquire_gradient():
             self._bind_gradient()
             self._restart_accumulation()
+
+    def leave(self) -> bool:
+        """Note that a chunk has made its last gradients before a reduction; return True if all of its users have."""
+        self._left_by = (self._left_by + 1) % self.users
+        return self._left_by == 0
 
     def start_reduction(self) -> None:
         """Start the data-parallel reduction of the gradients accumulated since the last reduction."""
@@ -193,9 +201,17 @@ class ParamAndGradBuffers:
         # By chunk: module name -> the bucket group that the module is the first to use.
         self._by_first_module = [_group_by_first_module(buckets) for buckets in self.chunks]
 
+    def share_embedding(self, chunks: Sequence[int]) -> None:
+        """Let all of `chunks` use the token embedding, which is in a bucket of the first."""
+        for chunk in chunks[1:]:
+            (shared,) = (bucket for bucket in self.chunks[chunks[0]] if TOKEN_EMBEDDING in bucket.parameters)
+            shared.users += 1
+            self.chunks[chunk].append(shared)
+            self._by_first_module[chunk] = _group_by_first_module(self.chunks[chunk])
+
     @property
     def buckets(self) -> list[Bucket]:
-        return [bucket for chunk in self.chunks for bucket in chunk]
+        return list(dict.fromkeys(bucket for chunk in self.chunks for bucket in chunk))
 
     def parameters(self, chunk: int) -> dict[str, nn.Parameter]:
         """The parameters of a chunk by name."""
@@ -312,7 +328,7 @@ class ParamAndGradBuffers:
             bucket.acquire_gradient()
 
     def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
+        for bucket in (bucket for bucket in buckets if bucket.leave()):
             bucket.start_reduction()
             if bucket in self._in_reduction:  # queued by an earlier micro-batch; start_reduction has waited for it
                 self._in_reduction.remove(bucket)

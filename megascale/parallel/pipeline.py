@@ -6,7 +6,8 @@
     B               wait for the output gradient and, only without sp, all-gather its shards; run the chunk's backward
     I, W            the same in two: the gradient of the input, and then those of the weights, whose operands wait in a
                     queue (`parallel.grad_accumulation`)
-    SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B or I to the previous stage
+    SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B or I to the previous stage;
+                    one on the same rank is handed the tensor itself, without an action
     RECV_F, RECV_B  post a receive; the F, B or I that consumes the message waits for it
     WAIT_PARAMS     wait for the all-gather of the chunk's first bucket group, started by `train_step` after its update
     REDUCE          start the reduction of that group's gradients over the data-parallel group
@@ -40,7 +41,7 @@ from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.recompute import run_backward
 from megascale.record.label import Label
 from megascale.schedule.dependencies import Neighbours, neighbours
-from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule
+from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, each_action
 
 if TYPE_CHECKING:
     from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
@@ -136,9 +137,10 @@ class PipelineExecutor:
 
         Returns the sum of the reported terms of the loss in this rank's micro-batches, a scalar; zero without any.
         """
-        training = any(action.kind in (Kind.B, Kind.I) for action in actions)
+        one_by_one = [*each_action(actions)]
+        training = any(action.kind in (Kind.B, Kind.I) for action in one_by_one)
         with torch.set_grad_enabled(training):
-            return _Execution(self, batch, training).run_actions(actions)
+            return _Execution(self, batch, training).run_actions(one_by_one)
 
 
 class _Execution:
@@ -152,6 +154,8 @@ class _Execution:
         self._receiving: dict[Action, tuple[TrackedWork, Tensor]] = {}
         # By F or B: the action's result, until its SEND.
         self._to_send: dict[Action, Tensor] = {}
+        # By F or B: what it takes from another stage of this rank.
+        self._handed: dict[Action, Tensor] = {}
         # By (chunk, micro-batch), from F or R to B.
         self._saved: dict[tuple[int, int], _Saved] = {}
         # By (chunk, micro-batch), from F to R: the chunk's input.
@@ -160,7 +164,7 @@ class _Execution:
         self._left: dict[tuple[int, int], WeightGradients] = {}
         self._loss = pipeline.loss_scalar(0.0)
 
-    def run_actions(self, actions: RankSchedule) -> Tensor:
+    def run_actions(self, actions: list[Action]) -> Tensor:
         # The backwards that a REDUCE follows: a REDUCE has the chunk and micro-batch of its backward.
         last_backwards = {action[1:] for action in actions if action.kind is Kind.REDUCE}
         recomputed = {action[1:] for action in actions if action.kind is Kind.R}
@@ -201,7 +205,7 @@ class _Execution:
         for loss in (loss for loss in out.losses if loss.reported):
             self._loss += loss.total if loss.constant == 1 else loss.constant * loss.total
         if out.activation is not None:
-            self._to_send[action] = out.activation
+            self._hand_on(action, out.activation)
         elif self._training and self._p.on_loss is not None:
             self._p.on_loss(action.microbatch, micro_batch, out.losses[0].total)
         if not self._training:
@@ -258,7 +262,15 @@ class _Execution:
             self._batch.micro_batch(action.microbatch).release()
         if saved.received is not None:
             assert saved.received.grad is not None, "the chunk's output depends on its input"
-            self._to_send[action] = saved.received.grad
+            self._hand_on(action, saved.received.grad)
+
+    def _hand_on(self, made: Action, result: Tensor) -> None:
+        """Keep the result of an F or B for its SEND, or for the stage of this rank that takes it."""
+        if self._neighbours(made).target is not None:
+            self._to_send[made] = result
+        else:
+            _, chunk = self._p.placement.places[self._stage(made) + (1 if made.kind is Kind.F else -1)]
+            self._handed[made._replace(chunk=chunk)] = result
 
     def _send(self, action: Action) -> None:
         made, target = action._replace(kind=SERVED[action.kind]), self._neighbours(action).target
@@ -275,10 +287,12 @@ class _Execution:
         self._receiving[served] = (receive, out)
 
     def _wait_received(self, action: Action) -> Tensor | None:
-        """Wait for the activation or gradient that another rank sends for an action; None at an end of the pipeline."""
+        """Wait for the activation or gradient that an action takes; None at an end of the pipeline."""
+        if action in self._handed:
+            return self._handed.pop(action)
         if action not in self._receiving:
             at_end = self._stage(action) == (self._p.placement.count - 1 if action.kind is Kind.B else 0)
-            assert at_end, f"no RECV was posted for {action}"
+            assert at_end, f"nothing was received for {action}"
             return None
         receive, shard = self._receiving.pop(action)
         receive.wait()

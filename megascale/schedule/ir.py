@@ -7,7 +7,8 @@ lowered schedule, the simulator estimates its time, tests prove its properties.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from megascale.core.errors import Exit, MegascaleError
@@ -88,8 +89,10 @@ class Overlap(NamedTuple):
         return f"{self.forward}&{self.backward}"
 
 
-RankSchedule = list[Action]
-"""The actions of one rank."""
+Entry = Action | Overlap
+
+RankSchedule = list[Entry]
+"""The actions of one rank, some of them in pairs."""
 
 
 Schedule = list[RankSchedule]
@@ -109,11 +112,34 @@ def backward(chunk: int, microbatch: int) -> Action:
     return Action(Kind.B, chunk, microbatch)
 
 
+def parts(entry: Entry) -> tuple[Action, ...]:
+    """Return an action, or the two of an Overlap."""
+    return (entry.forward, entry.backward) if isinstance(entry, Overlap) else (entry,)
+
+
+def each_action(order: Iterable[Entry]) -> Iterator[Action]:
+    """Yield the actions of a rank one by one, of an Overlap the forward first."""
+    return chain.from_iterable(map(parts, order))
+
+
 def build_schedule(order: ScheduleFn, p: int, v: int, m: int) -> Schedule:
     """List the compute actions of all p ranks."""
     return [order(p, v, m, rank) for rank in range(p)]
 
 
+def weights_at_once(order: RankSchedule, chunks: Collection[int]) -> RankSchedule:
+    """Run every W of `chunks` directly after its I: between them a recomputed chunk has all that it does not save."""
+    moved = RankSchedule()
+    for entry in order:
+        action = parts(entry)[-1]
+        early = action.chunk in chunks
+        if not (early and action.kind is Kind.W):
+            moved.append(entry)
+        if early and action.kind is Kind.I:
+            moved.append(action._replace(kind=Kind.W))
+    return moved
+
+
 def forwards_only(schedule: Schedule) -> Schedule:
     """Drop the backwards of a compute schedule, for an evaluation."""
-    return [[action for action in order if action.kind is Kind.F] for order in schedule]
+    return [[action for action in each_action(order) if action.kind is Kind.F] for order in schedule]

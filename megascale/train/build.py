@@ -22,9 +22,9 @@ from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig, TrainConfig
 from megascale.core.rank import Rank
 from megascale.device import Device, profiler_range
-from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
+from megascale.layout.chunks import chunk_buckets, embedding_chunks, fp8_layers, stages_of
 from megascale.layout.param_groups import ParamGroups
-from megascale.layout.recompute_policy import recompute_policy
+from megascale.layout.recompute_policy import recompute_policy, recomputed_chunks
 from megascale.layout.stages import Stages
 from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import topology_of
@@ -44,7 +44,7 @@ from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.record.log import RankLog
 from megascale.record.recorder import Recorder
-from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
+from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only, weights_at_once
 from megascale.schedule.lower import lower
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
@@ -106,6 +106,7 @@ def build_rank_run(
     chunks = chunk_buckets(config.model, p, config.overlap, config.train, mesh.coord.pp)
     wgrad = select.build_op("wgrad", context)
     buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
+    buffers.share_embedding(embedding_chunks(config.model, p, mesh.coord.pp))
     if init_weights:
         init_parameters(buffers.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
     fp8_state = build_fp8(config, mesh, context)
@@ -350,6 +351,7 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
         )
     else:
         compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
-    compute = compute if training else forwards_only(compute)
+    recomputed = recomputed_chunks(config.train, p.vpp)
+    compute = [weights_at_once(order, recomputed) for order in compute] if training else forwards_only(compute)
     placement = stages_of(config.model, p).placement
     return lower(compute, placement, training=training, reduce_each=p.zero == 2)[pp_rank]

@@ -53,12 +53,12 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
             dropout=config.model.dropout if split == "train" else 0.0,
             seed=config.train.seed,
             device=device,
-            reads_tokens=reads_tokens(mesh.topology, mesh.rank),
+            reads_tokens=reads_tokens(mesh.placement, mesh.coord.pp),
             sharding=sharding,
             chunks=sequence_chunks(config.model.seq_length, config.data.sequence_chunk_tokens),
             pool=pool,
             sizes=order.sizes,
-            depths=config.model.mtp_layers if split == "train" and mesh.coord.pp == mesh.topology.pp - 1 else 0,
+            depths=config.model.mtp_layers if split == "train" and mesh.has_last_stage else 0,
         )
         for split, order in orders.items()
     )
@@ -87,7 +87,7 @@ def _hybrid_pool(config: RunConfig, mesh: Mesh, device: torch.device) -> HybridP
 
     assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
     pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
-    reads = reads_tokens(mesh.topology, mesh.rank)
+    reads = reads_tokens(mesh.placement, mesh.coord.pp)
     step = 1 if device.type == "cpu" else row_step(most)
     return HybridPool(*pool, most, sequence_flops(config.model), config.parallel.pp, reads, step)
 
@@ -97,7 +97,7 @@ def _open_sources(
 ) -> Mapping[SplitName, SampleSource]:
     """Open the samples of each split; none on a rank that needs none."""
     data = specs["train"].data
-    if not reads_samples(data.attention_mask, mesh.topology, mesh.rank):
+    if not reads_samples(data.attention_mask, mesh.placement, mesh.coord.pp):
         return {}
     if data.reader == "host":
         from megascale.data.host_reader.host_samples import open_host_samples

@@ -37,9 +37,7 @@ class StepTotals:
 
     def add_per_microbatch(self, **parts: Total) -> None:
         """Add totals over this rank's tokens of micro-batches, which count once: on tp rank 0 of the last stage."""
-        coord = self._mesh.coord
-        counts = coord.pp == self._mesh.topology.pp - 1 and coord.tp == 0
-        if not counts:
+        if not self._mesh.has_last_stage or self._mesh.coord.tp:
             parts = {n: torch.zeros_like(part) if isinstance(part, Tensor) else 0.0 for n, part in parts.items()}
         self.add(**parts)
 

@@ -31,6 +31,13 @@ SAVERS: dict[str, dict[str, Any]] = {
 
 LOADERS: dict[str, dict[str, Any]] = SAVERS | {
     "pp4 fp32": {"parallel__pp": 4, "train__precision": "fp32"},
+    "pp2 v dp2 zero2": {
+        "parallel__pp": 2,
+        "parallel__vpp": 2,
+        "parallel__schedule": "zb_v",
+        "parallel__dp": 2,
+        "parallel__zero": 2,
+    },
     "dp3 zero1": {"parallel__dp": 3, "batch__global": 9},
     "tp2 sp pp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__zero": 0},
 }

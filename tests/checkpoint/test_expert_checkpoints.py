@@ -33,10 +33,14 @@ ADAMW_IN_LAYER_3 = [{"params": ["layers.3.*"], "name": "adamw"}]
 
 LATENT = {f"model__{key}": value for key, value in MLA.items() if value != MODEL.get(key)}
 
+V = {"pp": 2, "vpp": 2, "schedule": "zb_v"}
+
 CHAIN: list[dict[str, Any]] = [
     {},
     {"dp": 4, "ep": 4, "zero": 2},
     {"pp": 2, "tp": 2, "sp": True, "ep": 2, "zero": 0},
+    V,
+    {"pp": 2, "vpp": 2},
     {},
 ]
 """Layouts, of which each continues the run of the one before it, for a step."""
@@ -218,9 +222,9 @@ def test_a_lost_rank_s_experts_come_from_the_replica_of_its_copy(tmp_path: Path)
 def test_further_depths_go_on_in_any_layout(tmp_path: Path) -> None:
     """The copy of the embedding on the last stage is saved once, and returns to both ends."""
     model = {"model__mtp_layers": 1}
-    (whole,) = run_world(1, continued, expert_config(tmp_path / "whole", {}, **model), 3)
+    (whole,) = run_world(1, continued, expert_config(tmp_path / "whole", {}, **model), 4)
     parts = []
-    for layout in ({"pp": 2, "dp": 2, "ep": 2, "zero": 2}, {"tp": 2, "sp": True}, {"pp": 4}):
+    for layout in ({"pp": 2, "dp": 2, "ep": 2, "zero": 2}, {"tp": 2, "sp": True}, {"pp": 4}, V):
         config = expert_config(tmp_path / "parts", layout, **model)
         ranks = run_world(config.world_size, continued, config, 1)
         parts += ranks[0][0]

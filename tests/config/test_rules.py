@@ -207,7 +207,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "noise_scale",
         {"train__noise_scale_every": 1, "parallel__pp": 2, "parallel__schedule": "gpipe"},
-        {"train.noise_scale_every": "gpipe computes the head's gradient of all micro-batches"},
+        {"train.noise_scale_every": "gpipe computes the head's gradient of further micro-batches"},
     ),
     (
         "learning_rate",
@@ -381,6 +381,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "schedule",
         {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "gpipe"},
         {"parallel.schedule": "gpipe runs one chunk a stage, but vpp = 2"},
+    ),
+    (
+        "schedule",
+        {"parallel__pp": 2, "parallel__schedule": "zb_v"},
+        {"parallel.vpp": "zb_v runs 2 chunks a stage, but vpp = 1"},
+    ),
+    (
+        "schedule_microbatches",
+        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "dualpipev", "batch__global": 3},
+        {"batch.global": "3 micro-batches in a step of a rank, but dualpipev with pp = 2 needs 4"},
     ),
     (
         "fp8_shapes",

@@ -11,18 +11,18 @@ from megascale.schedule.ir import Action, Kind, Schedule, build_schedule
 
 
 def schedule_of(name: str, p: int, v: int, m: int) -> tuple[Schedule, Placement]:
-    """Build a compute schedule, with one chunk if the schedule has only one."""
-    placement = placement_of(name, p, v if SCHEDULES[name].facts["multi_chunk"] else 1)
+    """Build a compute schedule, with as many chunks as it has if that is one number."""
+    facts = SCHEDULES[name].facts
+    placement = placement_of(name, p, facts.get("v", v) if facts["multi_chunk"] else 1)
     return build_schedule(SCHEDULES[name].load(), p, placement.v, m), placement
 
 
-def v_shaped(p: int) -> Placement:
-    """Place two chunks per rank: the stages go down the ranks, and back up."""
-    return Placement(tuple((rank, 2 * p - 1 - rank) for rank in range(p)))
-
-
-def any_order(placement: Placement, m: int, chance: random.Random, *, split: bool = False) -> Schedule:
-    """Draw a random compute schedule: pick any action whose dependencies are done."""
+def any_order(
+    placement: Placement, m: int, chance: random.Random, *, split: bool = False, ascending: bool = False
+) -> Schedule:
+    """Draw a random compute schedule: pick any action whose dependencies are done. `ascending`: sum the gradients of
+    weights in the order of the micro-batches.
+    """
     kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
     schedule: Schedule = [[] for _ in range(placement.p)]
     done = set[Result]()
@@ -34,6 +34,13 @@ def any_order(placement: Placement, m: int, chance: random.Random, *, split: boo
     ]  # fmt: skip
     while remaining:
         ready = [each for each in remaining if done.issuperset(dependencies(each[1], each[0], placement))]
+        if ascending:
+            first = {(rank, action._replace(microbatch=0)): action for rank, action in reversed(remaining)}
+            ready = [
+                (rank, a)
+                for rank, a in ready
+                if a.kind not in (Kind.B, Kind.W) or a == first[rank, a._replace(microbatch=0)]
+            ]
         rank, action = picked = chance.choice(ready)
         remaining.remove(picked)
         schedule[rank].append(action)

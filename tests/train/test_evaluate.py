@@ -18,6 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
     "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
     "tp2 pp2 vpp2": {"parallel__tp": 2, "parallel__pp": 2, "parallel__vpp": 2},
+    "pp2 v": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v"},
 }
 
 

@@ -17,6 +17,8 @@ from tests.worlds import run_world
 Layout = dict[str, Any]
 Curve = list[tuple[float, float]]
 
+V = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v"}
+
 LAYOUTS: dict[str, Layout] = {
     # world 1
     "micro2": {"batch__micro": 2},
@@ -58,6 +60,16 @@ LAYOUTS: dict[str, Layout] = {
     "chunks pp2 dp2": {
         "data__sequence_chunk_tokens": 4, "data__sequence_chunks_saved": 2, "parallel__pp": 2, "parallel__dp": 2,
     },
+    "pp2 v": {**V},
+    "pp2 v uneven no overlap": {
+        **V, "parallel__layers_per_chunk": [1, 1, 2, 0], "overlap__pp": False, "overlap__dp": False,
+    },
+    "tp2 pp2 v": {**V, "parallel__tp": 2, "parallel__zero": 0},
+    "tp2 sp pp2 v": {**V, "parallel__tp": 2, "parallel__sp": True},
+    "pp2 v dp2 zero2": {**V, "parallel__dp": 2, "parallel__zero": 2, "overlap__bucket_bytes": 60_000},
+    "cp2 ring pp2 v zero2": {**V, "parallel__cp": 2, "parallel__zero": 2},
+    "pp2 v offload": {**V, "train__activation_offload": True, "train__recompute": "full"},
+    "pp3 v": {**V, "parallel__pp": 3},
     # world 8
     "cp2 ring tp2 sp pp2": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2},
     "tp2 sp pp2 vpp2 dp2 zero1": {
@@ -165,7 +177,7 @@ def worst(curve: Curve, expected: Curve, norms: int) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-QUICK = ("tp2", "dp2 zero2", "pp2 vpp2 dp2 zero1")
+QUICK = ("tp2", "dp2 zero2", "pp2 vpp2 dp2 zero1", "pp2 v dp2 zero2")
 
 
 def works_with(case: Case, layout: Layout) -> bool:

@@ -15,7 +15,7 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError
 from megascale.core.rank import Rank
 from megascale.record.metrics_writers import JsonLinesWriter
-from megascale.schedule.ir import Kind
+from megascale.schedule.ir import Kind, each_action
 from megascale.train.noise_scale import estimate
 from tests.marks import only_quick
 from tests.runs import GPT, LLAMA, build_run, builds, config_of, settings
@@ -213,7 +213,7 @@ def test_a_ramp_up_is_measured_with_the_batch_of_each_step(tmp_path: Path) -> No
     assert known[0] == 0 and known[-1] > 0
 
 
-@pytest.mark.parametrize("name", SCHEDULES.cards)
+@pytest.mark.parametrize("name", [name for name, card in SCHEDULES.cards.items() if not card.facts["split"]])
 def test_schedules_keep_the_first_micro_batch_apart(name: str) -> None:
     """With few micro-batches in flight, the first backward of every chunk is that of micro-batch 0, and the last stage
     begins no second forward before it.
@@ -224,14 +224,14 @@ def test_schedules_keep_the_first_micro_batch_apart(name: str) -> None:
             for m in range(1, 12):
                 apart = True
                 for rank in range(p):
-                    actions = card.load()(p, v, m, rank)
+                    actions = [*each_action(card.load()(p, v, m, rank))]
                     for chunk in range(v):
                         first = next(i for i, a in enumerate(actions) if a.kind is Kind.B and a.chunk == chunk)
                         assert actions[first].microbatch == 0
                         if (rank, chunk) == (p - 1, v - 1):
                             before = [a for a in actions[:first] if a.kind is Kind.F and a.chunk == chunk]
                             apart = len(before) == 1
-                assert apart == (m == 1 or not card.facts["unbounded_in_flight"])
+                assert m == 1 or p == 1 or apart != any(map(card.facts.get, ("unbounded_in_flight", "runs_ahead")))
 
 
 def set_averages(run: Any) -> None:

@@ -47,6 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp cp2 pp2": {"tp": 2, "sp": True, "cp": 2, "pp": 2},
     "tp2 sp dp2 ep4": {"tp": 2, "sp": True, "dp": 2, "ep": 4},
     "pp2 vpp2 dp2 ep2": {"pp": 2, "vpp": 2, "dp": 2, "ep": 2},
+    "pp2 v": {"pp": 2, "vpp": 2, "schedule": "zb_v"},
+    "pp2 v dp2 zero2": {"pp": 2, "vpp": 2, "schedule": "zb_v", "dp": 2, "zero": 2},
     "pp4, last without other layers": {"pp": 4, "layers_per_chunk": [2, 1, 1, 0]},
 }
 QUICK = [("two", "tp2 sp"), ("tied", "pp2 vpp2"), ("two", "pp2 dp2 zero2"), ("experts", "dp2 ep2"), ("two", "cp2")]

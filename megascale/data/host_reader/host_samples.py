@@ -136,7 +136,7 @@ def open_host_samples(
     Raises: DataError on all of them without memory or process for it
     """
     ranks = ranks_of_host(mesh.rank)
-    found = reader_shape(specs["train"], orders["train"].shape, mesh.topology, ranks, len(orders))
+    found = reader_shape(specs["train"], orders["train"].shape, mesh.topology, mesh.placement, ranks, len(orders))
     readers = found.ranks
     control = ControlChannel("host", readers, readers.index(mesh.rank), mesh.recorder.log)
     close: Callable[[], None] = lambda: None  # noqa: E731

@@ -37,6 +37,7 @@ from megascale.data.host_reader.sample_record import record_bytes
 from megascale.data.mix.batch_shape import BatchShape, reads_samples
 from megascale.data.mix.data_policy import numbers
 from megascale.data.mix.mixture_spec import MixtureSpec
+from megascale.layout.stages import Placement
 from megascale.layout.topology import Topology
 
 WORD = 8
@@ -139,13 +140,13 @@ class ReaderShape:
 
 
 def reader_shape(
-    spec: MixtureSpec, shape: BatchShape, topology: Topology, ranks: Sequence[int], splits: int
+    spec: MixtureSpec, shape: BatchShape, topology: Topology, placement: Placement, ranks: Sequence[int], splits: int
 ) -> ReaderShape:
     """Describe the reader of a host with these `ranks` of a job, for training (`spec`), in steps of `shape`, and
     perhaps evaluations (`splits`).
     """
     data = spec.data
-    readers = [rank for rank in ranks if reads_samples(data.attention_mask, topology, rank)]
+    readers = [rank for rank in ranks if reads_samples(data.attention_mask, placement, topology.coord(rank).pp)]
     replicas = sorted({topology.coord(rank).dp for rank in readers})
     rows = shape.rows_of(replicas)
     weights = numbers(len(dataset_prefixes(data.train))) if data.blend_policy else 0

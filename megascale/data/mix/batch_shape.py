@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megascale.config.batch_rampup import BatchSizes
-from megascale.layout.topology import Topology
+from megascale.layout.stages import Placement
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class StepOrder:
         return 0 if self.again else None
 
 
-def reads_tokens(topology: Topology, rank: int) -> bool:
-    """Return True if a rank needs tokens: in the first and in the last pipeline stage."""
-    return topology.coord(rank).pp in (0, topology.pp - 1)
+def reads_tokens(placement: Placement, pp_rank: int) -> bool:
+    """Return True if a pipeline rank needs tokens: with the first or the last stage."""
+    return pp_rank in placement.ends
 
 
-def reads_samples(mask: str, topology: Topology, rank: int) -> bool:
-    """Return True if a rank needs samples: their tokens, or where documents begin, with `mask` = "document"."""
-    return reads_tokens(topology, rank) or mask == "document"
+def reads_samples(mask: str, placement: Placement, pp_rank: int) -> bool:
+    """Return True if a pipeline rank needs samples: their tokens, or with `mask` = "document" where they begin."""
+    return reads_tokens(placement, pp_rank) or mask == "document"

@@ -14,7 +14,7 @@ from functools import cached_property
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import BucketLayout, pack
-from megascale.layout.chunks import chunk_buckets, shares_embedding
+from megascale.layout.chunks import chunk_buckets, shares_embedding, stages_of
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
@@ -77,7 +77,8 @@ class BucketTraffic:
             for group, size in (("tp", p.tp if axes == DATA_AXES else 1), shards):
                 if size > 1:
                     yield CommOp(group, "all_reduce", 2 * FP64 * count, "parameter norms")
-        if shares_embedding(self.config.model, p) and self.coord.pp in (0, p.pp - 1):
+        ends = stages_of(self.config.model, p).placement.ends
+        if shares_embedding(self.config.model, p) and self.coord.pp in ends:
             yield CommOp("tied", "all_reduce", 2 * FP64, "parameter norms")
 
     def _matrix_messages(self) -> Iterator[CommOp]:

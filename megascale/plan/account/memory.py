@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, shares_embedding, stages_of
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
-from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
+from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy, recomputed_chunks
 from megascale.layout.stages import Stages
 from megascale.layout.topology import DATA_AXES, topology_of
 from megascale.plan.account import activations
@@ -28,6 +28,7 @@ from megascale.plan.account.rank_actions import (
 )
 from megascale.plan.account.sizes import data_ranks, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, state_bytes
+from megascale.schedule.ir import RankSchedule, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
@@ -111,13 +112,14 @@ class JobMemory:
         """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
-        first, last = (self.layout.placement.places[end][0] for end in (0, -1))
+        first, last = self.layout.placement.ends
         head = 0
         if self._zero2 and stage == last:
-            head = self._head_elements(bucket_sizes(config.model, p, config.overlap, config.train, stage)[-1])
+            buckets = bucket_sizes(config.model, p, config.overlap, config.train, stage)
+            with_embedding = config.model.tie_embeddings and first == last and self.layout.count > 1  # on a V
+            head = buckets[0][0].numel if with_embedding else self._head_elements(buckets[-1])
         received = sizes.stream if stage else 0  # the input of a dropped chunk
-        order = rank_order(p, m, config.num_chunks, config.data.sequence_chunks_saved, stage)
-        saved, transient = peak_of(order, [*map(self._chunk, units)], sizes.wide * head, received)
+        saved, transient = peak_of(self._order(stage), [*map(self._chunk, units)], sizes.wide * head, received)
         if config.num_chunks > 1:
             layers = len(self.layout.layers(self.layout.index(stage, 0)))
             saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
@@ -144,8 +146,13 @@ class JobMemory:
         offloads = [recompute_policy(c.train, chunk).offload for chunk in range(self.layout.vpp)]
         held = [len(self.layout.layers(self.layout.index(stage, chunk))) for chunk in range(self.layout.vpp)]
         layers = [count * kept for count, kept in zip(held, offloads, strict=True)]
+        return most_inputs(self._order(stage), layers)
+
+    def _order(self, stage: int) -> RankSchedule:
+        """List the actions of a rank, as `rank_order` does."""
+        c = self.config
         order = rank_order(c.parallel, self._microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
-        return most_inputs(order, layers)
+        return weights_at_once(order, recomputed_chunks(c.train, c.parallel.vpp))
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:
         """List the units of a rank's chunks. Depths of multi-token prediction share the weight of the head."""
@@ -159,10 +166,14 @@ class JobMemory:
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [activations.embedding_bytes(self.sizes)] if index == 0 else []
             units, layers = begin, self.layout.layers(index)
-            units += [self.layer(layer, recompute) for layer in layers if layer < model.num_layers]
+            blocks = {layer: self.layer(layer, recompute) for layer in layers}
+            if recompute.full and self.sizes.split:  # from I to W there is what the chunk does not save
+                left = sum(self.layer(layer, replace(recompute, full=False, offload=False)).saved for layer in layers)
+                blocks = {layer: block._replace(backward=block.backward + left) for layer, block in blocks.items()}
+            units += [blocks[layer] for layer in layers if layer < model.num_layers]
             units += [head] if index == self.layout.count - 1 else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
-                units += [self.layer(layer, recompute), further]
+                units += [blocks[layer], further]
             chunks.append(units)
         return chunks
 

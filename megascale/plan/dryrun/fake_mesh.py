@@ -15,6 +15,7 @@ from megascale.comm.mesh import GroupSpec, Mesh, assemble_mesh
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import COMPLETED, TransportWork
 from megascale.device import Device, HostBuffers, PlainBuffers, Wait
+from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import Topology
 from megascale.record.recorder import Recorder
 
@@ -78,7 +79,10 @@ class _FakeWork(TransportWork):
         return None
 
 
-def fake_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool, collectives_in_pieces: bool) -> Mesh:
+def fake_mesh(
+    topology: Topology, rank: int, recorder: Recorder, *, tied: bool, collectives_in_pieces: bool,
+    placement: Placement | None = None,
+) -> Mesh:  # fmt: skip
     """Build the mesh of `rank` with the groups that `comm.mesh.open_mesh` opens.
 
     `collectives_in_pieces`: overlapped collectives are cut into pieces, as between GPUs.
@@ -93,5 +97,6 @@ def fake_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool, 
         return Group(spec.name, spec.ranks, index, None, recorder, FakeTransport(), in_pieces, messages)
 
     return assemble_mesh(
-        topology, rank, fake, lambda: lambda *message: _FakeWork(), tied=tied, recorder=recorder, timeout=Timeout()
-    )
+        topology, rank, placement or looped(topology.pp, 1), fake, lambda: lambda *message: _FakeWork(), tied=tied,
+        recorder=recorder, timeout=Timeout(),
+    )  # fmt: skip

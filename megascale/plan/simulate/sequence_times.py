@@ -111,7 +111,8 @@ class SequenceTimes:
         link, layers = self.hardware.device.host_bandwidth, self.parts.most_layers
         if link is None:
             return 0.0
-        saved = JobMemory(self.parts.config).rank(self.config.parallel.pp - 1).activations
+        memory = JobMemory(self.parts.config)
+        saved = memory.rank(memory.layout.placement.ends[1]).activations
         held = saved / self.max_tokens * length / ranks / layers
         taken = self.work.whole(length) / ranks / layers * self.pool.forward
         return min(1.0, taken * (link * self.hardware.attained.link) / held)

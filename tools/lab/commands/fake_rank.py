@@ -26,6 +26,7 @@ from megascale.comm.work import COMPLETED, LostWork, TransportWork
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.device import Device, detect_device, profiler_range
+from megascale.layout.chunks import stages_of
 from megascale.layout.topology import topology_of
 from megascale.plan.dryrun.fake_mesh import FakeTransport
 from megascale.record.recorder import Recorder
@@ -107,8 +108,9 @@ def build(config: RunConfig, rank: int, device: Device) -> Run:
         return Group(spec.name, spec.ranks, index, None, recorder, local, local if spec.messages else None, local)
 
     topology, tied = topology_of(config.parallel), config.model.tie_embeddings
+    placement = stages_of(config.model, config.parallel).placement
     mesh: Mesh = assemble_mesh(
-        topology, rank, open_one, lambda: message, tied=tied, recorder=recorder, timeout=Timeout()
+        topology, rank, placement, open_one, lambda: message, tied=tied, recorder=recorder, timeout=Timeout()
     )
     return build_rank_run(config, mesh, device, StopRequest())
 
