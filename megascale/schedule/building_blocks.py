@@ -28,6 +28,18 @@ class Block(NamedTuple):
     hops: tuple[int, int, int, int]
 
 
+def half_block(p: int) -> Block:
+    """Return the block of V-Half: forwards go down in twice the time in which they come back."""
+    wait = 0 if p % 2 else 3
+    return Block((0, 3 * p - 2, 3 * p + wait - 1, 6 * p + wait - 2), (2, -1, 2, -1))
+
+
+def min_block(p: int) -> Block:
+    """Return the block of V-Min, the shortest."""
+    wait = 0 if p % 3 else 2
+    return Block((0, 2 * p - 1, 2 * p + wait, 4 * p + wait - 1), (1, -1, 1, -1))
+
+
 def v_half(p: int, v: int, m: int, rank: int) -> RankSchedule:
     """List the actions of `rank` of p for m micro-batches; v must be 2.
 
@@ -36,9 +48,9 @@ def v_half(p: int, v: int, m: int, rank: int) -> RankSchedule:
 
     Raises: ValueError for v != 2
     """
-    wait = 0 if p % 2 else 3
-    block = Block((0, 3 * p - 2, 3 * p + wait - 1, 6 * p + wait - 2), (2, -1, 2, -1))
-    return repeated("v_half", block, p, v, m, rank)
+    if v != 2:
+        raise ValueError(f"v_half has two model chunks per rank, not {v}")
+    return _in_steady_state(half_block(p), p, m, rank)
 
 
 def v_min(p: int, v: int, m: int, rank: int) -> RankSchedule:
@@ -49,26 +61,23 @@ def v_min(p: int, v: int, m: int, rank: int) -> RankSchedule:
 
     Raises: ValueError for v != 2
     """
-    wait = 0 if p % 3 else 2
-    block = Block((0, 2 * p - 1, 2 * p + wait, 4 * p + wait - 1), (1, -1, 1, -1))
-    return repeated("v_min", block, p, v, m, rank)
-
-
-def repeated(name: str, block: Block, p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """Repeat the steady micro-batch of a short schedule for m micro-batches."""
     if v != 2:
-        raise ValueError(f"{name} has two model chunks per rank, not {v}")
-    few = min(m, 2 * p + 4)
-    order, more = squeezed(block, p, few)[rank], m - few
-    if not more:
-        return [*order]
+        raise ValueError(f"v_min has two model chunks per rank, not {v}")
+    return _in_steady_state(min_block(p), p, m, rank)
+
+
+def _in_steady_state(block: Block, p: int, m: int, rank: int) -> RankSchedule:
+    few = min(m, 2 * p + 4)  # with a steady micro-batch, if m is larger
+    order = squeezed(block, p, few)[rank]
+    return [*(repeated(order, p, m - few) if m > few else order)]
+
+
+def repeated(order: list[Action], p: int, more: int) -> list[Action]:
+    """Repeat the steady micro-batch of a rank's order for so many micro-batches more."""
     start, end = order.index(Action(Kind.I, 0, p)), order.index(Action(Kind.I, 0, p + 1))
-    steady = [_later(action, i) for i in range(more) for action in order[start:end]]
-    return [*order[:start], *steady, *(_later(action, more) for action in order[start:])]
-
-
-def _later(action: Action, microbatches: int) -> Action:
-    return action._replace(microbatch=action.microbatch + microbatches)
+    copies = [(i, action) for i in range(more) for action in order[start:end]]
+    later = [(0, action) for action in order[:start]] + copies + [(more, action) for action in order[start:]]
+    return [action._replace(microbatch=action.microbatch + i) for i, action in later]
 
 
 def in_blocks(block: Block, m: int, rank: int) -> list[Action]:

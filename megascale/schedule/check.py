@@ -6,7 +6,6 @@ is equal at both ends and that no waits for devices deadlock.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 from megascale.layout.stages import Placement
@@ -34,27 +33,26 @@ def check_schedule(
     if len(compute) != p:
         raise ScheduleError(f"lists of actions for {len(compute)} ranks, not {p}")
     for rank, order in enumerate(compute):
-        _check_passes(order, rank, v, m)
+        check_passes(order, rank, v, m)
+        summed = [0] * v
+        for action in (action for action in each_action(order) if Kind.W in RESULTS[action.kind]):
+            if action.microbatch != summed[action.chunk]:
+                raise ScheduleError(f"rank {rank}: {action} comes before that of micro-batch {summed[action.chunk]}")
+            summed[action.chunk] += 1
         if peak is not None and (live := most_live(order)) > peak(p, v, m):
             raise ScheduleError(f"rank {rank} has {live} micro-batches live, more than {peak(p, v, m)}")
     global_order(compute, placement)
 
 
-def most_live(order: RankSchedule) -> int:
-    """Count the most (chunk, micro-batch) pairs from forward to last gradient."""
-    live = most = 0
-    for action in each_action(order):
-        live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
-        most = max(most, live)
-    return most
+def check_passes(order: RankSchedule, rank: int, v: int, m: int) -> None:
+    """Check that a rank runs every (chunk, micro-batch) forward, then backward, in pairs of different micro-batches.
 
-
-def _check_passes(order: RankSchedule, rank: int, v: int, m: int) -> None:
+    Raises: ScheduleError
+    """
     for pair in (entry for entry in order if isinstance(entry, Overlap)):
         if (pair.forward.kind, pair.backward.kind) not in PAIRS or pair.forward.microbatch == pair.backward.microbatch:
             raise ScheduleError(f"rank {rank}: {pair} is no forward with a backward of another micro-batch")
     kinds: dict[tuple[int, int], tuple[Kind, ...]] = {(chunk, i): () for chunk in range(v) for i in range(m)}
-    summed = defaultdict[int, int](int)
     for action in each_action(order):
         key = action.chunk, action.microbatch
         if key not in kinds:
@@ -64,10 +62,12 @@ def _check_passes(order: RankSchedule, rank: int, v: int, m: int) -> None:
         if found not in PASSES:
             actions = " ".join(str(Action(kind, chunk, i)) for kind in found) or "nothing"
             raise ScheduleError(f"rank {rank} runs {actions} for chunk {chunk} and micro-batch {i}, not F, then B")
+
+
+def most_live(order: RankSchedule) -> int:
+    """Count the most (chunk, micro-batch) pairs from forward to last gradient."""
+    live = most = 0
     for action in each_action(order):
-        if Kind.W in RESULTS[action.kind]:
-            if action.microbatch != summed[action.chunk]:
-                raise ScheduleError(
-                    f"rank {rank}: {action} comes before gradients of micro-batch {summed[action.chunk]}"
-                )
-            summed[action.chunk] += 1
+        live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
+        most = max(most, live)
+    return most

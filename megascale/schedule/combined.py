@@ -1,7 +1,10 @@
 """Combined 1F1B: interleaved 1F1B whose steady forwards and backwards run in pairs, as in Megatron-LM: the exchange of
 experts of one is hidden behind the compute of the other.
 
-Time by rank, p = 2 ranks, v = 2 chunks, m = 4 micro-batches; F10&B00: forward on chunk 1 of micro-batch 0 ...
+Order by rank, p = 2 ranks, v = 2 chunks, m = 4 micro-batches; F10: forward on chunk 1 of micro-batch 0:
+
+    rank 0  F00 F01 F10 F11 F02 F03&B10 F12&B11 F13&B00 B01 B12 B13 B02 B03
+    rank 1  F00 F01 F10 F11&B10 F02&B11 F03&B00 F12&B01 F13&B12 B13 B02 B03
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Ent
                     break
                 arrivals = [ends[need] + MESSAGE * (placement.places[need[1]][0] != rank) for need in needs]
                 start, entry = max([clock[rank], *arrivals]), order.pop()
-                clock[rank] = start + ACTION
+                clock[rank] = start + ACTION * len(parts(entry))
                 ends.update(dict.fromkeys(results(entry, rank, placement), clock[rank]))
                 starts.append((start, rank, entry))
                 progress = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Set as AbstractSet
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import pairwise, product
 
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import Result, dependencies, neighbours, results
@@ -102,23 +102,28 @@ def computed(order: RankSchedule) -> list[Entry]:
     return [entry for entry in order if parts(entry)[0].kind in COMPUTE_KINDS]
 
 
-def ends(schedule: Schedule, placement: Placement, waits: AbstractSet[tuple[int, int]]) -> bool:
+def ends(schedule: Schedule, placement: Placement, *waits: AbstractSet[tuple[int, int]]) -> bool:
     """Return True if a lowered schedule ends when hosts wait for their devices before the actions `waits`, given as
-    (rank, index in the rank's list).
+    (rank, index in the rank's list). With several `waits` as many pipelines run it, which exchange experts in every
+    compute action: a kernel that runs until those of all pipelines have started.
     """
-    ranks = [_Rank(number, order, placement) for number, order in enumerate(schedule)]
+    pipelines = [[_Rank(number, order, placement) for number, order in enumerate(schedule)] for _ in waits]
     moved = True
     while moved:
         moved = False
-        for rank in ranks:
-            while rank.posted < len(rank.order) and ((rank.number, rank.posted) not in waits or rank.idle()):
-                rank.posted += 1
-                moved = True
-            moved |= rank.compute()
-        for sender in ranks:
-            for receiver in ranks:
+        for ranks, own in zip(pipelines, waits, strict=True):
+            for rank in ranks:
+                while rank.posted < len(rank.order) and ((rank.number, rank.posted) not in own or rank.idle()):
+                    rank.posted += 1
+                    moved = True
+            for sender, receiver in product(ranks, ranks):
                 moved |= _carry(sender, receiver)
-    return all(rank.posted == len(rank.order) and rank.idle() for rank in ranks)
+        for stage in zip(*pipelines, strict=True):
+            while all(rank.can_compute() for rank in stage):
+                moved = True
+                for rank in stage:
+                    del rank.to_compute[0]
+    return all(rank.posted == len(rank.order) and rank.idle() for ranks in pipelines for rank in ranks)
 
 
 def places(schedule: Schedule) -> set[tuple[int, int]]:
@@ -166,14 +171,11 @@ class _Rank:
             if places
         )
 
-    def compute(self) -> bool:
-        """Do all compute actions that can run; return True if there were any."""
-        before = len(self.to_compute)
-        while self.to_compute and self.to_compute[0] < self.posted:
-            if not self._needs[self.order[self.to_compute[0]]] <= self.arrived:
-                break
-            del self.to_compute[0]
-        return len(self.to_compute) < before
+    def can_compute(self) -> bool:
+        """Return True if the next compute action has been posted and its messages have arrived."""
+        if not self.to_compute or self.to_compute[0] >= self.posted:
+            return False
+        return self._needs[self.order[self.to_compute[0]]] <= self.arrived
 
     def runs(self, at: int) -> bool:
         """Return True if the kernel of a message has started."""

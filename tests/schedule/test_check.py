@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megascale.layout.stages import looped, v_shaped
 from megascale.schedule.check import check_schedule
-from megascale.schedule.ir import Action, Kind, Schedule, ScheduleError, backward, build_schedule, forward
+from megascale.schedule.ir import Action, Kind, Overlap, Schedule, ScheduleError, backward, build_schedule, forward
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.zero_bubble import interleaved_zb
 from tests.schedule.orders import any_order
@@ -50,7 +50,7 @@ def test_a_backward_before_its_forward_is_refused() -> None:
 
 
 def test_ranks_that_wait_for_each_other_are_refused() -> None:
-    stuck = [[forward(0, i) for i in order] + [backward(0, i) for i in order] for order in ((0, 1), (1, 0))]
+    stuck = [[forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)] for _ in range(2)]
     stuck[0].insert(1, stuck[0].pop(2))  # F0 B0 F1 B1
     with pytest.raises(ScheduleError, match=r"deadlocks: rank 0 at B0\.0, rank 1 at F0\.1"):
         check_schedule(stuck, looped(2, 1), 2)
@@ -58,3 +58,21 @@ def test_ranks_that_wait_for_each_other_are_refused() -> None:
 
 def test_split_backwards_pass() -> None:
     check_schedule(build_schedule(interleaved_zb, 4, 1, 6), looped(4, 1), 6)
+
+
+def test_schedules_with_other_sums_or_more_activations_are_refused() -> None:
+    late = [[forward(0, 0), forward(0, 1), backward(0, 1), backward(0, 0)]]
+    with pytest.raises(ScheduleError, match=r"rank 0: B0\.1 comes before that of micro-batch 0"):
+        check_schedule(late, looped(1, 1), 2)
+    with pytest.raises(ScheduleError, match="rank 0 has 2 micro-batches live, more than 1"):
+        check_schedule(build_schedule(one_f_one_b, 2, 1, 4), looped(2, 1), 4, lambda p, v, m: 1)
+
+
+@pytest.mark.parametrize("pair", [Overlap(forward(0, 1), backward(0, 1)), Overlap(backward(0, 0), forward(0, 1))])
+def test_pairs_of_other_actions_are_refused(pair: Overlap) -> None:
+    with pytest.raises(ScheduleError, match="is no forward with a backward of another micro-batch"):
+        check_schedule([[forward(0, 0), pair, backward(0, 1)]], looped(1, 1), 2)
+
+
+def test_pairs_pass() -> None:
+    check_schedule([[forward(0, 0), Overlap(forward(0, 1), backward(0, 0)), backward(0, 1)]], looped(1, 1), 2)
