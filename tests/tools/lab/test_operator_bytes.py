@@ -47,6 +47,16 @@ def test_casts_read_their_operands_once_or_twice(recipe: str, amaxes: int) -> No
     assert of(launches, "copy_")[0] == 0, "GEMMs write their results themselves"
 
 
+def test_scales_of_rows_read_an_operand_once_for_each_direction() -> None:
+    """The first cast finds the maxima of columns, the scales of the second: 6 bytes an element, and the scales."""
+    pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
+    launches, elements = count(recipe_config(CONFIG, "rowwise")), INPUTS + GRADIENTS
+    columns = 4 * (INPUTS + GRADIENTS) // TOKENS
+    assert of(launches, "_fp8_cast_rows") == (8, 2 * elements, elements + 4 * 8 * TOKENS + columns)
+    assert of(launches, "_fp8_cast") == (8, 2 * elements + columns, elements + columns)
+    assert of(launches, "_fp8_amax")[0] == 0
+
+
 def test_operators_on_tensors_without_data_are_counted() -> None:
     counter = LaunchCounter()
     x = torch.empty(4, 8, device="meta")

@@ -50,8 +50,8 @@ META = torch.device("meta")
 
 CASTS = (
     TritonKernel("_fp8_amax", ("x",), ("amax",)),
-    TritonKernel("_fp8_cast", ("x", "amax"), ("scale", "data", "transposed")),
-    TritonKernel("_fp8_cast_rows", ("x",), ("scale", "data")),  # the second read of a row is from cache
+    TritonKernel("_fp8_cast", ("x", "amax"), ("scale", "data", "transposed", "by_column")),
+    TritonKernel("_fp8_cast_rows", ("x",), ("scale", "data", "by_column")),  # the second read of a row is from cache
 )
 WGRADS = (TritonKernel("_fp8_gemm", ("a", "b", "scale_a", "scale_b", "total"), ("total",)),)
 
