@@ -28,6 +28,7 @@ from megascale.core.files import exists
 from megascale.device import Device
 from megascale.ops.activation import LIMIT, SLOPE, Activate
 from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, soft_cap, soft_cap_derivative
+from megascale.ops.known_amax import keeping_row_amax, with_row_amax
 from megascale.ops.library import triton_unsupported_reason
 from megascale.ops.norm import AddNormalize, Normalize, compose_add_norm, other_norm_requested, widened
 from megascale.ops.rope import Rotate, rotate_by, rotation
@@ -111,7 +112,7 @@ class CompiledNorm:
 
     def build(self, context: OpContext) -> Normalize:
         name = context.model.norm
-        return compile_function(_NORMS.get(name) or NORMS[name].load())
+        return _compile_norm(context, _NORMS.get(name) or NORMS[name].load())
 
 
 class CompiledAddNorm:
@@ -123,7 +124,14 @@ class CompiledAddNorm:
 
     def build(self, context: OpContext) -> AddNormalize:
         name = context.model.norm
-        return compile_function(compose_add_norm(_NORMS.get(name) or NORMS[name].load()))
+        return _compile_norm(context, compose_add_norm(_NORMS.get(name) or NORMS[name].load()))
+
+
+def _compile_norm(context: OpContext, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a norm, of which the same kernel finds the amaxes that FP8 layers take."""
+    if not context.takes_amax:
+        return compile_function(function)
+    return keeping_row_amax(compile_function(with_row_amax(function)))
 
 
 class CompiledActivation:

@@ -5,16 +5,16 @@ They hold for this tensor object until it is changed. A view or a copy has none,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
-
-from megascale.catalog.recipes import ROW, TENSOR, ScaleBlock
 
 
 @dataclass(frozen=True)
 class _Known:
-    """`rows` [..., 1] and `columns` [k, 1] of x [..., k] at a version, f32."""
+    """`rows` [..., 1] and `columns` [k, 1], f32 or of x's dtype, of x [..., k] at a version."""
 
     version: int
     rows: Tensor | None = None
@@ -27,17 +27,39 @@ def keep_amax(x: Tensor, *, rows: Tensor | None = None, columns: Tensor | None =
     x.known_amax = replace(_known(x), **given)  # type: ignore[attr-defined]
 
 
-def known_amax(x: Tensor, block: ScaleBlock) -> Tensor | None:
-    """Return `fp8.amax` of x if it is known."""
+def known_amax(x: Tensor) -> Tensor | None:
+    """Return max |x|, f32 [], if it is known."""
     rows = _known(x).rows
-    if rows is None or block not in (ROW, TENSOR):
-        return None
-    return rows if block == ROW else rows.amax()
+    return None if rows is None else rows.amax().float()
 
 
 def known_column_amax(x: Tensor) -> Tensor | None:
-    """Return max |x| of each column of x [..., k], [k, 1], if it is known."""
+    """Return max |x| of each column of x [..., k], f32 [k, 1], if it is known."""
     return _known(x).columns
+
+
+def with_row_amax(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """Let a function that returns a tensor, or several, also return the amaxes of the last one's rows. They are exact
+    if a compiler takes them before rounding, which keeps the order of magnitudes: they are rounded alike.
+    """
+
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        out = function(*args)
+        results = (out,) if isinstance(out, Tensor) else out
+        return *results, results[-1].detach().abs().amax(-1, keepdim=True)
+
+    return call
+
+
+def keeping_row_amax(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """Undo `with_row_amax`, and keep the amaxes with the tensor."""
+
+    def call(*args: Any) -> Any:
+        *results, rows = function(*args)
+        keep_amax(results[-1], rows=rows)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return call
 
 
 def _known(x: Tensor) -> _Known:

@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megascale.catalog.recipes import TENSOR
 from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
 from megascale.device import profiler_range
-from megascale.ops.known_amax import known_column_amax
+from megascale.ops.known_amax import known_amax, known_column_amax
 from megascale.ops.quantized import Quantized
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.grad_accumulation import accumulate_scaled_wgrad
@@ -66,7 +67,10 @@ class Fp8Gemms(LinearGemms):
         An operand sharded along s is cast without transpose: wgrad transposes the all-gathered operand.
         """
         rows_sharded = self.tp.activations_sharded and not k_sharded
-        return self._cast(name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, with_transpose=not rows_sharded)
+        known = known_amax(x) if self.state.recipe.quantizer(name).block == TENSOR else None
+        return self._cast(
+            name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, amax=known, with_transpose=not rows_sharded
+        )
 
     def before_all_gather(self, grad: Tensor) -> Operand:
         # Where scales serve one direction, wgrad quantizes the gathered gradient a second time, along the tokens.

@@ -37,7 +37,5 @@ def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
     operands = written[norm] + written[added] // 2 + written[activation] + written[f"{activation} backward"]
     if facts["granularity"] != "tensor":
         yield Saving("norms and activations write FP8 beside 16 bits", 4, operands)
-    elif facts["scaling"] == "current":
-        yield Saving("norms and activations write their amax", 4, operands)
-    else:
+    elif facts["scaling"] != "current":
         yield Saving("norms and activations write FP8 instead of 16 bits", 4, 2 * operands)

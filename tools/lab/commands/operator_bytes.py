@@ -53,6 +53,10 @@ CASTS = (
     TritonKernel("_fp8_cast", ("x", "amax"), ("scale", "data", "transposed", "by_column")),
     TritonKernel("_fp8_cast_rows", ("x",), ("scale", "data", "by_column")),  # the second read of a row is from cache
 )
+SWIGLU = (
+    TritonKernel("_swiglu", ("gate_up",), ("out", "rows")),
+    TritonKernel("_swiglu_backward", ("gate_up", "grad"), ("out", "rows")),
+)
 WGRADS = (TritonKernel("_fp8_gemm", ("a", "b", "scale_a", "scale_b", "total"), ("total",)),)
 
 CONFIG = "configs/bench/llama3-8b-slice.toml"
@@ -125,7 +129,7 @@ def build_block(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> 
     stack.enter_context(mock.patch(f"{attention.__name__}.rope_table", angles))
     mesh = fake_mesh(topology, 0, Recorder(), tied=model.tie_embeddings, collectives_in_pieces=True)
     tp = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp)
-    context = LayerContext(model, {}, tp, operators(config, counter))
+    context = LayerContext(model, {}, tp, operators(config, counter, stack))
     if config.train.quantizes:
         state = Fp8State(
             model, config.fp8, fp8_layers(model, config.train, config.fp8), mesh, META, noted_triton(counter, stack)
@@ -157,19 +161,26 @@ def wgrad(counter: LaunchCounter, total: Tensor, grad: Tensor, x: Tensor, add: b
     counter.note("addmm", [grad, x, *([total] if add else [])], total)
 
 
-def operators(config: RunConfig, counter: LaunchCounter) -> LayerOps:
+def operators(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> LayerOps:
     """Return a layer's operators: each a launch forward, and one backward."""
     model: ModelConfig = config.model
-    norm = NORMS[model.norm].load()
+    norm, setting = NORMS[model.norm].load(), op_context(config, detect_device(allow_gpu=False))
+    keeps = setting.takes_amax
+    activate = Fused(counter, model.activation, ACTIVATIONS[model.activation].load(), lambda given, out: given)
+    if keeps and model.activation == "swiglu":
+        from megascale.ops import triton_swiglu
+
+        stack.enter_context(noted_kernels(counter, triton_swiglu, SWIGLU))
+        activate = triton_swiglu.swiglu
     return replace(
-        LayerOps.from_context(op_context(config, detect_device(allow_gpu=False))),
+        LayerOps.from_context(setting),
         attend=Fused(counter, "dot_product_attention", attend, lambda given, out: (*given[:3], *out)),
         rotate=partial(rotate_by, counter.noted("rope", rotation)),
-        normalize=Fused(counter, model.norm, norm, lambda given, out: given[:2]),
+        normalize=Fused(counter, model.norm, norm, lambda given, out: given[:2], keeps=keeps),
         add_normalize=Fused(
-            counter, f"add, {model.norm}", compose_add_norm(norm), lambda given, out: (out[0], given[2]), summed=2
+            counter, f"add, {model.norm}", compose_add_norm(norm), lambda given, out: (out[0], given[2]), 2, keeps
         ),
-        activate=Fused(counter, model.activation, ACTIVATIONS[model.activation].load(), lambda given, out: given),
+        activate=activate,
     )
 
 
