@@ -6,7 +6,7 @@ They hold for this tensor object until it is changed. A view or a copy has none,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +23,9 @@ class _Known:
 
 def keep_amax(x: Tensor, *, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
     """Keep what has been found of max |x| with x. NaN and infinity are found as such."""
-    given = {name: value for name, value in (("rows", rows), ("columns", columns)) if value is not None}
-    x.known_amax = replace(_known(x), **given)  # type: ignore[attr-defined]
+    known = _known(x)
+    rows, columns = known.rows if rows is None else rows, known.columns if columns is None else columns
+    x.known_amax = _Known(known.version, rows, columns)  # type: ignore[attr-defined]
 
 
 def known_amax(x: Tensor) -> Tensor | None:

@@ -9,8 +9,8 @@ All three GEMMs of a layer take operands of a `Recipe`; scales of rows or blocks
 A scale is computed from the amax of the elements that share the scale; if tp shards them, from the amax over the tp
 ranks, and if it covers all tokens of a micro-batch, over the ranks along cp that share its sequences. Where scales
 serve the transpose too, the same codes serve rowwise and columnwise: they are all-gathered and saved for backward, and
-transposed for wgrad. Otherwise the high-precision tensor is saved, and quantized a second time for wgrad: with scales of
-rows by the amaxes of columns that the first cast has kept with it (`ops.known_amax`). Weights are quantized once per
+transposed for wgrad. Otherwise the high-precision tensor is saved, and quantized a second time for wgrad: if scales are
+of rows, by the amaxes of columns that the first cast keeps with it (`ops.known_amax`). Weights are quantized once per
 step, not once per micro-batch.
 
 `Fp8Gemms` are the GEMMs of one layer, with the model's `parallel.fp8_state`; `build_linear_gemms` returns them, or
@@ -149,8 +149,8 @@ class Fp8Gemms(LinearGemms):
         """Quantize x [rows, k] to FP8, where k is contracted.
 
         `rows_sharded`, `k_sharded`: x is a tp shard of the operand along that dimension. `contracts_tokens`: k are the
-        tokens. `amax`: of this rank's x, if it is known. `skip_stats`: the operand is already in this step's statistics,
-        from the cast of its transpose. `with_transpose`: this rank needs the transpose too.
+        tokens. `amax`: of this rank's x, if known. `skip_stats`: the operand is already in this step's statistics, from
+        the cast of its transpose. `with_transpose`: this rank needs the transpose too.
         """
         state, name, quantizer = self.state, f"{self.name}.{operand}", self.state.recipe.quantizer(operand)
         expected, block = amax, quantizer.block

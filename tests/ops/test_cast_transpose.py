@@ -104,7 +104,7 @@ def test_what_is_not_finite_becomes_nan(kernels: Any, block: ScaleBlock, value: 
     noted = record()
     ours = kernels.cast(x, given, block, Fp8Format.E4M3, True, noted)
     columns = known_column_amax(x)
-    assert columns is None or not columns[5].isfinite() and columns.isfinite().sum() == 127
+    assert columns is None or (not columns[5].isfinite() and columns.isfinite().sum() == 127)
     theirs = fp8.cast(x, given, block, Fp8Format.E4M3, False, None)
     torch.testing.assert_close(ours.data.float(), theirs.data.float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(ours.scale, theirs.scale, rtol=0, atol=0, equal_nan=True)

@@ -31,6 +31,7 @@ from megascale.layout.topology import topology_of
 from megascale.model import attention
 from megascale.model.layer_ops import LayerOps
 from megascale.model.modules import LayerContext, Linear
+from megascale.ops.activation import Activate
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.fp8 import Fp8Kernels
 from megascale.ops.norm import compose_add_norm
@@ -166,7 +167,8 @@ def operators(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> La
     model: ModelConfig = config.model
     norm, setting = NORMS[model.norm].load(), op_context(config, detect_device(allow_gpu=False))
     keeps = setting.takes_amax
-    activate = Fused(counter, model.activation, ACTIVATIONS[model.activation].load(), lambda given, out: given)
+    activation = ACTIVATIONS[model.activation].load()
+    activate: Activate = Fused(counter, model.activation, activation, lambda given, out: given, keeps=keeps)
     if keeps and model.activation == "swiglu":
         from megascale.ops import triton_swiglu
 
