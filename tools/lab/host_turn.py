@@ -16,7 +16,7 @@ from megascale.device import detect_device
 from megascale.train import step
 
 NARROW = ("hidden_size=64", "ffn_size=128", "num_heads=2", "num_kv_heads=2", "vocab_size=256", "seq_length=32")
-"""A model whose computations take no time, of as many layers and buckets."""
+"""A model of as many layers, whose computations take no time."""
 
 STEPS, WARM_UP = 40, 5
 
