@@ -203,6 +203,10 @@ _CARDS = {
         _card("torch", "torch's addition, then the backend of norm", "norm:TorchAddNorm", multi_pass=True),
     ],
     "activation": [
+        _card(
+            "triton", "Triton's kernels of this package, which find an amax for FP8", "activation:TritonActivation",
+            ("swiglu",), dtypes=("bfloat16", "float32"),
+        ),
         _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu", "geglu")),
         _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), max_columns=LIGER_MAX_COLUMNS),
         _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation"),

@@ -1,5 +1,5 @@
-"""Activation functions of the MLP: `gelu`, `gelu_tanh`, `swiglu`, `geglu`, `clamped_swiglu`, and their backend
-`TorchActivation`.
+"""Activation functions of the MLP: `gelu`, `gelu_tanh`, `swiglu`, `geglu`, `clamped_swiglu`, and their backends
+`TorchActivation` and `TritonActivation`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.catalog.layers import ACTIVATIONS
-from megascale.ops.select import OpBackend, OpContext
+from megascale.ops.library import triton_unsupported_reason
+from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 Activate = Callable[[Tensor], Tensor]
 """Maps [..., f], or [..., 2 f] with the gate first if gated, to [..., f]."""
@@ -24,6 +25,19 @@ class TorchActivation(OpBackend):
 
     def build(self, context: OpContext) -> Activate:
         return ACTIVATIONS[context.model.activation].load()
+
+
+class TritonActivation(OpBackend):
+    """Triton's kernels of SwiGLU, which find an amax for FP8 layers."""
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        unwanted = None if context.takes_amax else NotByDefault("no FP8 layer takes its amaxes")
+        return triton_unsupported_reason(context.device) or unwanted
+
+    def build(self, context: OpContext) -> Activate:
+        from megascale.ops.triton_swiglu import swiglu
+
+        return swiglu
 
 
 def gelu(x: Tensor) -> Tensor:

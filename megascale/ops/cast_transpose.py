@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megascale.catalog.recipes import ROW, ScaleBlock
 from megascale.ops.fp8 import MIN_SCALE, SATURATED, CastRecord
+from megascale.ops.known_amax import keep_amax
 from megascale.ops.quantized import Fp8Format, Quantized
 
 SIDE = 128  # of a tile, whose FP8 rows and columns are 128 contiguous bytes; blocks of a part of a matrix are no larger
@@ -92,7 +93,12 @@ def cast(
     columns = x.new_empty(k, m, dtype=element.dtype) if with_columns else None
     scale = x.new_empty(matrix.scales, dtype=torch.float32)
     largest, counts = (None, None) if record is None else (record.amax.view(torch.int32), record.counts)
-    last = largest, counts, m, k, element.max_value, FORMATS[element]
+    by_column = None
+    if with_transpose and block == ROW and with_rows:
+        by_column = torch.zeros(k, 1, dtype=torch.float32, device=x.device)
+        keep_amax(x, columns=by_column)
+    columns_bits = None if by_column is None else by_column.view(torch.int32)
+    last = largest, counts, columns_bits, m, k, element.max_value, FORMATS[element]
     if expected is None and block == ROW and with_rows:
         _fp8_cast_rows[triton.cdiv(m, BAND),](matrix.data, scale, rows, *last, BAND, SPAN, num_warps=WARPS)
     else:
@@ -146,6 +152,16 @@ def _count(counts, tile, scale, codes, inside, largest):  # type: ignore[no-unty
     tl.atomic_add(counts + 2, tl.sum(tl.ravel(inside.to(tl.int32))).to(tl.int64))
 
 
+@triton.jit
+def _raise_columns(by_column, tile, column, k):  # type: ignore[no-untyped-def]
+    """Raise the bits of the amax of each column to those of a tile. Few tiles have a larger one: the others only read,
+    and an outdated value costs an atomic operation alone.
+    """
+    bits = tl.max(_bits(tile), 0)
+    known = tl.load(by_column + column, mask=column < k, other=0)
+    tl.atomic_max(by_column + column, bits, mask=(column < k) & (bits > known), sem="relaxed")
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _block_bits(tile, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the bits of the amax of each block of a tile."""
@@ -188,8 +204,8 @@ def _fp8_amax(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr, HIGH: tl.constexpr,
-    WIDE: tl.constexpr, SIDE: tl.constexpr,
+    x, amax, scale, data, transposed, record, counts, by_column, m, k, largest, FP8: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of x [m, k] with scales by `amax`, or without by the tile itself. Outputs may be None."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
@@ -215,12 +231,15 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
         tl.atomic_max(record, tl.max(tl.ravel(_bits(tile))))
     if counts is not None:
         _count(counts, tile, _spread(by_block, HIGH, WIDE, SIDE), codes, inside, largest)
+    if by_column is not None:
+        _raise_columns(by_column, tile, tl.program_id(1) * SIDE + tl.arange(0, SIDE), k)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, scale, data, record, counts, m, k, largest, FP8: tl.constexpr, BAND: tl.constexpr, SPAN: tl.constexpr
-):
+    x, scale, data, record, counts, by_column, m, k, largest, FP8: tl.constexpr, BAND: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
     """Cast whole rows of x [m, k], each with the scale of its own amax."""
     row = tl.program_id(0).to(tl.int64) * BAND + tl.arange(0, BAND)[:, None]
     most = tl.zeros([BAND, 1], tl.int32)
@@ -241,3 +260,5 @@ def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
         tl.store(data + row * k + column, codes, mask=inside)
         if counts is not None:
             _count(counts, tile, scales, codes, inside, largest)
+        if by_column is not None:
+            _raise_columns(by_column, tile, start + tl.arange(0, SPAN), k)

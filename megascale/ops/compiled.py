@@ -28,6 +28,7 @@ from megascale.core.files import exists
 from megascale.device import Device
 from megascale.ops.activation import LIMIT, SLOPE, Activate
 from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, soft_cap, soft_cap_derivative
+from megascale.ops.known_amax import keeping_row_amax, with_row_amax
 from megascale.ops.library import triton_unsupported_reason
 from megascale.ops.norm import AddNormalize, Normalize, compose_add_norm, other_norm_requested, widened
 from megascale.ops.rope import Rotate, rotate_by, rotation
@@ -111,7 +112,7 @@ class CompiledNorm:
 
     def build(self, context: OpContext) -> Normalize:
         name = context.model.norm
-        return compile_function(_NORMS.get(name) or NORMS[name].load())
+        return _compile(context, _NORMS.get(name) or NORMS[name].load())
 
 
 class CompiledAddNorm:
@@ -123,7 +124,14 @@ class CompiledAddNorm:
 
     def build(self, context: OpContext) -> AddNormalize:
         name = context.model.norm
-        return compile_function(compose_add_norm(_NORMS.get(name) or NORMS[name].load()))
+        return _compile(context, compose_add_norm(_NORMS.get(name) or NORMS[name].load()))
+
+
+def _compile(context: OpContext, function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
+    """Compile a norm or activation, whose kernel also finds an amax that FP8 layers take."""
+    if not context.takes_amax:
+        return compile_function(function, dynamic=dynamic)
+    return keeping_row_amax(compile_function(with_row_amax(function), dynamic=dynamic))
 
 
 class CompiledActivation:
@@ -138,7 +146,7 @@ class CompiledActivation:
     def build(self, context: OpContext) -> Activate:
         name = context.model.activation
         activate = _ACTIVATIONS.get(name) or ACTIVATIONS[name].load()
-        return compile_function(activate, dynamic=context.model.experts > 0)
+        return _compile(context, activate, dynamic=context.model.experts > 0)
 
 
 class CompiledRope:
@@ -155,7 +163,8 @@ class CompiledRope:
 def _not_by_default(context: OpContext, name: str, one_kernel: tuple[str, ...]) -> NotByDefault | None:
     if context.device.is_cpu:
         return NotByDefault("on a CPU compiling delays the first step")
-    return NotByDefault(f"torch's {name} is one kernel already") if name in one_kernel else None
+    alone = name in one_kernel and not context.takes_amax
+    return NotByDefault(f"torch's {name} is one kernel already") if alone else None
 
 
 def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES, ROW, TENSOR, ScaleBlock
 from megascale.ops import compiled
+from megascale.ops.known_amax import keep_amax
 from megascale.ops.quantized import Fp8Format, Quantized, in_blocks, over_blocks
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import add_
@@ -50,6 +51,8 @@ def cast(
     record: CastRecord | None,
 ) -> Quantized:  # fmt: skip
     """Implement `Cast` with torch's operators. The transpose is left to `Quantized.t`."""
+    if with_transpose and block == ROW:
+        keep_amax(x, columns=amax(x.reshape(-1, x.shape[-1]).t(), ROW))
     largest = amax(x, block) if expected is None else expected
     # at least MIN_SCALE, to keep the inverse finite; not a number if amax is not
     scale = torch.where(largest == 0, 1.0, (largest / element.max_value).clamp(min=MIN_SCALE))
@@ -146,7 +149,8 @@ class Cast(Protocol):
         """Quantize x [..., k], also a view of a transpose if the kernels read `strided` matrices.
 
         `expected`: the amax from which each scale comes, in the shape of `Quantized.scale`; None: x's own.
-        `with_transpose`: write the transpose too, if the kernels do so in the same pass.
+        `with_transpose`: write the transpose too, if the kernels do so in the same pass. Scales of rows do not serve
+        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`).
         """
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from megascale.catalog.backends import AUTO, BACKENDS, FUSIBLE_OPERATIONS, Requirement, unmet_requirement
+from megascale.catalog.recipes import RECIPES, TENSOR
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.errors import Exit, MegascaleError
@@ -52,6 +53,12 @@ class OpContext:
     document_mask: bool = False
     attends_in_parts: bool = False
     z_loss: float = 0.0
+
+    @property
+    def takes_amax(self) -> bool:
+        """True if casts of FP8 layers spare a pass by an amax that is kept with a tensor (`ops.known_amax`)."""
+        spec = None if self.recipe is None else RECIPES[self.recipe].facts["input"]
+        return spec is not None and spec.block == TENSOR and spec.scaling == "current"
 
     def requested_backend(self, operation: str) -> str:
         """Return the backend in `[backends]`. In a compiled block, auto means `compile` for fusible operations."""

@@ -9,8 +9,9 @@ All three GEMMs of a layer take operands of a `Recipe`; scales of rows or blocks
 A scale is computed from the amax of the elements that share the scale; if tp shards them, from the amax over the tp
 ranks, and if it covers all tokens of a micro-batch, over the ranks along cp that share its sequences. Where scales
 serve the transpose too, the same codes serve rowwise and columnwise: they are all-gathered and saved for backward, and
-transposed for wgrad. Otherwise the high-precision tensor is saved, and quantized a second time for wgrad. Weights are
-quantized once per step, not once per micro-batch.
+transposed for wgrad. Otherwise the high-precision tensor is saved, and quantized a second time for wgrad: if scales are
+of rows, by the amaxes of columns that the first cast keeps with it (`ops.known_amax`). Weights are quantized once per
+step, not once per micro-batch.
 
 `Fp8Gemms` are the GEMMs of one layer, with the model's `parallel.fp8_state`; `build_linear_gemms` returns them, or
 high-precision GEMMs for a layer that is not FP8.
@@ -24,9 +25,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megascale.catalog.recipes import TENSOR
 from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
 from megascale.device import profiler_range
+from megascale.ops.known_amax import known_amax, known_column_amax
 from megascale.ops.quantized import Quantized
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.grad_accumulation import accumulate_scaled_wgrad
@@ -64,14 +67,17 @@ class Fp8Gemms(LinearGemms):
         An operand sharded along s is cast without transpose: wgrad transposes the all-gathered operand.
         """
         rows_sharded = self.tp.activations_sharded and not k_sharded
-        return self._cast(name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, with_transpose=not rows_sharded)
+        known = known_amax(x) if self.state.recipe.quantizer(name).block == TENSOR else None
+        return self._cast(
+            name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, amax=known, with_transpose=not rows_sharded
+        )
 
     def before_all_gather(self, grad: Tensor) -> Operand:
         # Where scales serve one direction, wgrad quantizes the gathered gradient a second time, along the tokens.
         return self.grad_operand(grad) if self.state.recipe.gradient.block.serves_transpose else grad
 
     def after_all_gather(self, grad: Operand) -> Operand:
-        return grad if isinstance(grad, Quantized) else self._cast("gradient", grad)
+        return grad if isinstance(grad, Quantized) else self._cast("gradient", grad, with_transpose=True)
 
     def weight_for_forward(self, weight: Tensor) -> Operand:
         return self._quantized_weights(weight)[0]
@@ -103,7 +109,7 @@ class Fp8Gemms(LinearGemms):
         if isinstance(x, Quantized):
             return quantizer.transpose(x)
         turned = quantizer.turned(x.reshape(-1, x.shape[-1]))  # for scales along the tokens
-        return self._cast(name, turned, skip_stats=True, contracts_tokens=True)
+        return self._cast(name, turned, amax=known_column_amax(x), skip_stats=True, contracts_tokens=True)
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both operands are FP8"
@@ -127,24 +133,27 @@ class Fp8Gemms(LinearGemms):
             if quantizer.block.serves_transpose:
                 turned = rowwise.t()
             else:
-                given = quantizer.turned(weight)
-                turned = self._cast("weight", given, rows_sharded=by_column, k_sharded=by_row, skip_stats=True)
+                given, known = quantizer.turned(weight), known_column_amax(weight)
+                turned = self._cast(
+                    "weight", given, rows_sharded=by_column, k_sharded=by_row, amax=known, skip_stats=True
+                )
             # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
             # accumulate in fp32.
             return replace(rowwise, use_fast_accum=True), replace(turned, use_fast_accum=self.state.fast_dgrad)
 
     def _cast(
         self, operand: str, x: Tensor, *, rows_sharded: bool = False, k_sharded: bool = False,
-        contracts_tokens: bool = False, skip_stats: bool = False, with_transpose: bool = False,
+        contracts_tokens: bool = False, amax: Tensor | None = None, skip_stats: bool = False,
+        with_transpose: bool = False,
     ) -> Quantized:  # fmt: skip
         """Quantize x [rows, k] to FP8, where k is contracted.
 
         `rows_sharded`, `k_sharded`: x is a tp shard of the operand along that dimension. `contracts_tokens`: k are the
-        tokens. `skip_stats`: the operand is already in this step's statistics, from the cast of its transpose.
-        `with_transpose`: this rank needs the transpose too.
+        tokens. `amax`: of this rank's x, if known. `skip_stats`: the operand is already in this step's statistics, from
+        the cast of its transpose. `with_transpose`: this rank needs the transpose too.
         """
         state, name, quantizer = self.state, f"{self.name}.{operand}", self.state.recipe.quantizer(operand)
-        expected, block = None, quantizer.block
+        expected, block = amax, quantizer.block
         if not state.uses_own_amax(quantizer):  # an amax history is already over all ranks
             delayed = quantizer.scaling == "delayed"
             expected = state.history_amax(name) if delayed else self.static_amaxes[operand]
@@ -154,14 +163,15 @@ class Fp8Gemms(LinearGemms):
             spans_tokens = operand != "weight" and (block.k if contracts_tokens else block.rows) is None
             groups = [*([self.tp.group] if spans_tp else ()), *(state.token_groups if spans_tokens else ())]
             if groups:
-                expected = self._reduced_amax(operand, x, groups)
+                expected = self._reduced_amax(operand, x, amax, groups)
         record = None if skip_stats else state.record(name)
         with profiler_range("quantize"):
             return quantizer.encode(x, expected, with_transpose=with_transpose, record=record)
 
-    def _reduced_amax(self, operand: str, x: Tensor, groups: Iterable[Group]) -> Tensor:
-        with profiler_range("quantize"):
-            amax = self.state.recipe.quantizer(operand).amax(x)
+    def _reduced_amax(self, operand: str, x: Tensor, amax: Tensor | None, groups: Iterable[Group]) -> Tensor:
+        if amax is None:
+            with profiler_range("quantize"):
+                amax = self.state.recipe.quantizer(operand).amax(x)
         operand_label = self.state.labels[f"{self.name}.{operand}"]
         label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
         for group in groups:

@@ -2,7 +2,7 @@
 
     compute   F B F B ... F B   norms 0 ... n   update 0   update 1   ...
     comm              reduce 0 ... n     totals          gather 0   gather 1   ...     (0 ... n: buckets)
-    host      runs ahead of the device; reads the totals once, during update 0
+    host      runs ahead of the device; reads the totals once, during update 0; the other updates hide its next batch
 
 A step that is not finite raises before the first parameter all-gather, and the optimizer skips its updates.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,13 @@ from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBloc
 from megascale.device import detect_device
 from megascale.ops import fp8
 from megascale.ops.fp8 import CastRecord
+from megascale.ops.known_amax import known_amax, known_column_amax
 from megascale.ops.quantized import Fp8Format, Quantized
 from megascale.ops.recipe import Quantizer
+from megascale.ops.select import build_op
 from megascale.ops.te_linear import TE_GEMM, te_scaled_wgrad
 from tests.gpu.conftest import Figure
+from tests.ops.settings import setting
 
 pytestmark = pytest.mark.gpu(1, only=True)
 
@@ -60,6 +64,8 @@ def test_casts_are_bit_equal_to_a_cpus(block: ScaleBlock, element: Fp8Format, tu
     if ours.transposed is not None:
         assert torch.equal(ours.transposed.cpu().view(torch.uint8), theirs.t().data.view(torch.uint8))
     assert [each.tolist() for each in there] == [each.tolist() for each in here]  # type: ignore[union-attr]
+    if block == ROW and not turned:
+        assert torch.equal(known_column_amax(on_gpu).cpu(), fp8.amax(x.t(), ROW))  # type: ignore[union-attr]
 
 
 def quantized(rows: int, block: ScaleBlock, element: Fp8Format, seed: int) -> Quantized:
@@ -110,7 +116,7 @@ def test_weights_gradients_are_timed_beside_torchs(block: ScaleBlock, figure: Fi
         figure(name, 1e3 * statistics.median(intervals(timer, marks)), "ms")
 
 
-@pytest.mark.parametrize(("block", "kernels"), [(TENSOR, 3), (ROW, 1), (BLOCK_1D, 1)], ids=str)
+@pytest.mark.parametrize(("block", "kernels"), [(TENSOR, 3), (ROW, 2), (BLOCK_1D, 1)], ids=str)
 def test_a_cast_is_the_counted_kernels(block: ScaleBlock, kernels: int) -> None:
     from megascale.ops import cast_transpose
 
@@ -121,3 +127,28 @@ def test_a_cast_is_the_counted_kernels(block: ScaleBlock, kernels: int) -> None:
         torch.cuda.synchronize()
     found = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len(found) == kernels, found
+
+
+@pytest.mark.parametrize("rows", [1, TOKENS])
+def test_norms_and_swiglu_find_amaxes_in_their_kernels(rows: int, figure: Figure) -> None:
+    """Those of a pass over what they write, in one kernel each."""
+    context = replace(setting(torch.bfloat16, detect_device(), hidden_size=K), recipe="tensorwise")
+    norm = context.backends.model_copy(update={"norm": "compile", "add_norm": "compile"})
+    context = replace(context, backends=norm)
+    add_norm, swiglu = build_op("add_norm", context), build_op("activation", context)
+    x, gain = (each.cuda() for each in (numbers(rows, K), numbers(1, K)[0]))
+    gate_up, grad = numbers(rows, 2 * K).cuda().requires_grad_(), numbers(rows, K, 1).cuda()
+
+    def results() -> list[Tensor]:
+        _, normed = add_norm(x, x, gain, None, 1e-5)
+        out = swiglu(gate_up)
+        return [normed, out, *torch.autograd.grad(out, gate_up, grad)]
+
+    for each in results():
+        assert known_amax(each) == fp8.amax(each, TENSOR)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        results()
+        torch.cuda.synchronize()
+    found = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    figure("kernels", len(found))
+    assert len(found) == 3, found

@@ -104,7 +104,7 @@ def _compile(
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if types.get(name, "").startswith("*") or (name in types and name in "mnk")
+        if types.get(name, "").startswith("*") or (name in types and name in "mnkf")
     }
     source = ASTSource(kernel, signature, values, aligned)
     return str(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
 from megascale.ops import fp8
 from megascale.ops.fp8 import CastRecord, Fp8Kernels
+from megascale.ops.known_amax import known_column_amax
 from megascale.ops.quantized import Fp8Format, Quantized
 from megascale.ops.recipe import Quantizer
 from tests.ops.interpreter import Launches, compile_for_hopper, interpreted
@@ -44,16 +45,21 @@ def bits(data: Tensor) -> Tensor:
 
 
 def check(kernels: Any, x: Tensor, block: ScaleBlock, element: Fp8Format, expected: Tensor | None = None) -> Quantized:
-    """Compare codes, scales, transposes, amaxes and counts with torch's."""
+    """Compare codes, scales, transposes, amaxes, those of columns too, and counts with torch's."""
+    given = x.contiguous().clone()
     (ours, our_record), (theirs, their_record) = (
-        (cast(given, expected, block, element, True, noted), noted)
-        for cast, given, noted in ((kernels.cast, x, record()), (fp8.cast, x.contiguous(), record()))
+        (cast(each, expected, block, element, True, noted), noted)
+        for cast, each, noted in ((kernels.cast, x, record()), (fp8.cast, given, record()))
     )
     assert torch.equal(bits(ours.data), bits(theirs.data)) and ours.data.dtype == element.dtype
     assert ours.data.is_contiguous() and ours.shape == x.shape
     assert torch.equal(ours.scale, theirs.scale)
     assert our_record.amax == their_record.amax and torch.equal(our_record.counts, their_record.counts)  # type: ignore[arg-type]
     assert torch.equal(kernels.amax(x, block), fp8.amax(x.contiguous(), block))
+    columns = fp8.amax(x.reshape(-1, x.shape[-1]).t(), ROW) if block == ROW else None
+    for kept in (known_column_amax(x) if x.is_contiguous() else columns, known_column_amax(given)):
+        assert (kept is None) == (columns is None)
+        assert columns is None or torch.equal(kept, columns)  # type: ignore[arg-type]
     if ours.transposed is not None:
         assert torch.equal(bits(ours.transposed), bits(theirs.t().data)) and ours.transposed.is_contiguous()
     assert (ours.transposed is not None) == (block.serves_transpose and x.is_contiguous())
@@ -96,12 +102,22 @@ def test_what_is_not_finite_becomes_nan(kernels: Any, block: ScaleBlock, value: 
     amax = fp8.amax(x, block)
     given = None if expected is None else torch.full_like(amax, expected)
     noted = record()
-    ours = kernels.cast(x, given, block, Fp8Format.E4M3, False, noted)
+    ours = kernels.cast(x, given, block, Fp8Format.E4M3, True, noted)
+    columns = known_column_amax(x)
+    assert columns is None or (not columns[5].isfinite() and columns.isfinite().sum() == 127)
     theirs = fp8.cast(x, given, block, Fp8Format.E4M3, False, None)
     torch.testing.assert_close(ours.data.float(), theirs.data.float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(ours.scale, theirs.scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(kernels.amax(x, block), amax, rtol=0, atol=0, equal_nan=True)
     assert ours.data[3, 5].float().isnan() and not noted.amax.isfinite()
+
+
+def test_amaxes_of_columns_hold_until_their_tensor_is_changed(kernels: Any) -> None:
+    x = numbers(8, 128)
+    kernels.cast(x, None, ROW, Fp8Format.E4M3, True, None)
+    assert known_column_amax(x) is not None and known_column_amax(x.view(8, 128)) is None
+    x.mul_(2)
+    assert known_column_amax(x) is None
 
 
 def test_zeros_and_tiny_numbers(kernels: Any) -> None:
@@ -124,6 +140,7 @@ def test_a_cast_compiles_for_hopper(block: ScaleBlock, fp8_type: str, counts: bo
     """Both layouts move in vectors."""
     types = {"x": "*bf16", "scale": "*fp32", "data": f"*{fp8_type}", "transposed": f"*{fp8_type}", "record": "*i32"}
     types |= {"m": "i32", "k": "i32", "largest": "fp32"} | ({"counts": "*i64"} if counts else {})
+    types |= {"by_column": "*i32"} if block == ROW else {}
     types |= {} if block == BLOCK_1D else {"amax": "*fp32"}
     sides = {"HIGH": block.rows or 0, "WIDE": block.k or 0, "SIDE": 128}
     assembly = compile_for_hopper(MODULE, "_fp8_cast", types, {"FP8": fp8_type, **sides}, 16)
@@ -138,7 +155,10 @@ def test_amaxes_and_whole_rows_compile_for_hopper() -> None:
         types = {"x": "*bf16", "amax": "*i32"} | sizes
         compile_for_hopper(MODULE, "_fp8_amax", types, {"HIGH": high, "WIDE": wide, "SIDE": 128}, 8)
     types = {"x": "*bf16", "scale": "*fp32", "data": "*fp8e4nv", "record": "*i32", "counts": "*i64", "largest": "fp32"}
-    compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes, {"FP8": "fp8e4nv", "BAND": 4, "SPAN": 2048}, 8)
+    constants = {"FP8": "fp8e4nv", "BAND": 4, "SPAN": 2048}
+    compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes, constants, 8)
+    assembly = compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes | {"by_column": "*i32"}, constants, 8)
+    assert "atom.global.gpu.relaxed.max.s32" in assembly, "maxima of columns order no other memory access"
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

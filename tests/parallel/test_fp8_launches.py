@@ -29,13 +29,16 @@ from tests.parallel.test_fp8_linear import WIDE, configured, operands
 LAYER, META = "attention.out", torch.device("meta")
 OPERANDS = ("input", "weight", "gradient", "input for wgrad", "gradient for wgrad")
 TWO_PASSES = ["zeros", "_fp8_amax", "_fp8_cast"]
-"""A cast by the amax of a whole tensor, or of columns: the amax begins with zero."""
+"""A cast by the amax of a whole tensor, which begins with zero."""
+
+ROWS = ["zeros", "_fp8_cast_rows"]
+"""A cast that keeps the amaxes of columns too, for the cast of the transpose."""
 
 LAUNCHES: dict[str, list[list[str]]] = {
     "tensorwise": [TWO_PASSES, TWO_PASSES, TWO_PASSES, [], []],
     "delayed": [["_fp8_cast"], ["_fp8_cast"], ["_fp8_cast"], [], []],
     "static": [["_fp8_cast"], ["_fp8_cast"], ["_fp8_cast"], [], []],
-    "rowwise": [["_fp8_cast_rows"], ["_fp8_cast_rows", *TWO_PASSES], ["_fp8_cast_rows"], TWO_PASSES, TWO_PASSES],
+    "rowwise": [ROWS, [*ROWS, "_fp8_cast"], ROWS, ["_fp8_cast"], ["_fp8_cast"]],
     "blockwise": [["_fp8_cast"], ["_fp8_cast", "clone"], ["_fp8_cast"], ["_fp8_cast"], ["_fp8_cast"]],
 }
 """By recipe, the launches for each of `OPERANDS`: weights once a step, the others once a micro-batch. blockwise copies

@@ -21,9 +21,8 @@ class Saving(NamedTuple):
 
 def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
     """Yield what each kernel that is not built would save of the launches of a layer and micro-batch."""
-    calls, read, written = Counter[str](), Counter[str](), Counter[str]()
+    read, written = Counter[str](), Counter[str]()
     for launch in launches:
-        calls[launch.name] += 1
         read[launch.name] += launch.read
         written[launch.name] += launch.written
     norm, activation = config.model.norm, config.model.activation
@@ -38,9 +37,5 @@ def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
     operands = written[norm] + written[added] // 2 + written[activation] + written[f"{activation} backward"]
     if facts["granularity"] != "tensor":
         yield Saving("norms and activations write FP8 beside 16 bits", 4, operands)
-    elif facts["scaling"] == "current":
-        yield Saving("norms and activations write their amax", 4, operands)
-    else:
+    elif facts["scaling"] != "current":
         yield Saving("norms and activations write FP8 instead of 16 bits", 4, 2 * operands)
-    if facts["granularity"] == "row":
-        yield Saving("the cast by rows also finds the maxima of columns", calls["_fp8_amax"], read["_fp8_amax"])

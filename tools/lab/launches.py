@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megascale.ops.known_amax import keeping_row_amax, with_row_amax
+
 NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "promote_types")
 """Operators without a kernel, beside views that their schema tells."""
 
@@ -121,7 +123,8 @@ class _StandIn:
 @dataclass(frozen=True)
 class Fused:
     """A function that is one launch forward and one backward. `saved`: from its arguments and results to what backward
-    reads beside the gradients; `summed`: the number of first arguments with one gradient, those of a sum.
+    reads beside the gradients; `summed`: the number of first arguments with one gradient, those of a sum; `keeps`: it
+    keeps the amaxes of its last result's rows (`ops.known_amax`).
     """
 
     counter: LaunchCounter
@@ -129,15 +132,22 @@ class Fused:
     function: Callable[..., Any]
     saved: Callable[[Sequence[Any], Sequence[Tensor]], Iterable[Tensor]]
     summed: int = 1
+    keeps: bool = False
 
     def __call__(self, *args: Any) -> Any:
         return _Fused.apply(self, *args)
+
+    def computed(self, *args: Any) -> Any:
+        """Note one launch."""
+        if self.keeps:
+            return keeping_row_amax(self.counter.noted(self.name, with_row_amax(self.function)))(*args)
+        return self.counter.noted(self.name, self.function)(*args)
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: Fused, *args: Any) -> Any:
-        out = fused.counter.noted(fused.name, fused.function)(*args)
+        out = fused.computed(*args)
         ctx.fused, ctx.args = fused, args
         ctx.save_for_backward(*fused.saved(args, (out,) if isinstance(out, Tensor) else out))
         return out

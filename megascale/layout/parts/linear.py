@@ -120,7 +120,8 @@ class ColumnParallel(LinearGroup):
         casts = outputs // sizes.compute if sizes.fp8 else 0
         wgrad = max(sizes.wgrad(layer.weight_numel, sizes.sharded(layer.outputs)) for layer in self.layers)
         backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, CAST * casts)
-        saved = 0 if recomputed else sizes.stream // sizes.shrink
+        amaxes = 0 if sizes.cut else sizes.column_amaxes(sizes.stream)
+        saved = 0 if recomputed else sizes.stream // sizes.shrink + amaxes
         gradient = sizes.stream if after_norm and holds_gradient else 0
         return UnitBytes(saved, sizes.gathered + outputs, backward, gradient - outputs)
 
@@ -153,7 +154,8 @@ class RowParallel(LinearGroup):
         wgrad = max(sizes.wgrad(layer.weight_numel, size) for layer, size in zip(self.layers, inputs, strict=True))
         reduced = sizes.full + (sizes.stream + sizes.full if sizes.cut else 0)
         backward = recomputed + sum(inputs) + sizes.gathered + wgrad
-        saved = (sum(inputs) - recomputed) // sizes.shrink
+        saved = sum(inputs) - recomputed
+        saved = saved // sizes.shrink + sizes.column_amaxes(saved)
         return UnitBytes(saved, sizes.stream + recomputed + reduced, backward, sum(inputs) - result)
 
 

@@ -174,6 +174,10 @@ class MicroBatchSizes:
         """Bytes of a tensor [tokens, width / tp]."""
         return self.tokens * width // self.tp * self.compute
 
+    def column_amaxes(self, nbytes: int) -> int:
+        """Bytes of the amaxes kept with saved inputs of `nbytes` and all tokens, for wgrad (`ops.known_amax`)."""
+        return FP32 * nbytes // (self.tokens * self.compute) if self.grain == "row" else 0
+
     def wgrad(self, weight_numel: int, nbytes: int) -> int:
         """Size wgrad's result and, in FP8, the operands of `full` and `nbytes` bytes quantized along the tokens."""
         elements = weight_numel // self.tp

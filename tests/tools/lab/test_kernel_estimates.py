@@ -69,11 +69,7 @@ def test_the_addition_in_the_next_norm_saves_three_passes(plain: Step) -> None:
 def test_kernels_that_cast_save_passes_over_their_operands() -> None:
     pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
     operands = 2 * 8192 * (2 * 4096 + 3 * 14336)
-    for recipe, passes in (("tensorwise", 1), ("delayed", 2), ("blockwise", 1)):
+    for recipe, passes in (("delayed", 2), ("rowwise", 1), ("blockwise", 1)):
         config = recipe_config(CONFIG, recipe)
         _, saving = savings(config, count(config))
         assert saving.nbytes == pytest.approx(passes * operands, rel=0.001), recipe
-    config = recipe_config(CONFIG, "rowwise")
-    launches = count(config)
-    *_, rows = savings(config, launches)
-    assert rows.launches == 8 and rows.nbytes == sum(one.read for one in launches if one.name == "_fp8_amax")

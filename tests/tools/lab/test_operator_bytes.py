@@ -35,16 +35,31 @@ def test_a_layer_in_bf16_has_a_launch_for_every_operand() -> None:
     assert of(launches, WEIGHTS) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("recipe", "amaxes"), [("tensorwise", 8), ("delayed", 0)])
+@pytest.mark.parametrize(("recipe", "amaxes"), [("tensorwise", 4), ("delayed", 0)])
 def test_casts_read_their_operands_once_or_twice(recipe: str, amaxes: int) -> None:
-    """Inputs and output gradients of four layers; an FP8 copy and its transpose are written, with a scale in fp32."""
+    """Inputs and output gradients of four layers; an FP8 copy and its transpose are written, with a scale in fp32. The
+    amaxes of norms' and SwiGLU's results, and of SwiGLU's gradient, are known: those of attention's result and gradient
+    and of the gradients of both branches take a pass.
+    """
     pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
     launches, elements = count(recipe_config(CONFIG, recipe)), INPUTS + GRADIENTS
     assert of(launches, "_fp8_cast") == (8, 2 * elements + 4 * 8, 2 * elements + 4 * 8)
-    assert of(launches, "_fp8_amax") == (amaxes, 2 * elements * bool(amaxes), 4 * amaxes)
+    unknown = (3 * HIDDEN + QKV) * TOKENS
+    assert of(launches, "_fp8_amax") == (amaxes, 2 * unknown * bool(amaxes), 4 * amaxes)
+    assert of(launches, "amax")[:2] == (amaxes, TOKENS * bool(amaxes) * (2 * 2 + 2 * 4)), "of rows, in bf16 and fp32"
     assert of(launches, "_fp8_gemm")[0] == 4 and of(launches, "_scaled_mm")[0] == 8
     assert of(launches, WEIGHTS)[0] == (12 if amaxes else 4)
     assert of(launches, "copy_")[0] == 0, "GEMMs write their results themselves"
+
+
+def test_scales_of_rows_read_an_operand_once_for_each_direction() -> None:
+    """The first cast finds the maxima of columns, the scales of the second: 6 bytes an element, and the scales."""
+    pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
+    launches, elements = count(recipe_config(CONFIG, "rowwise")), INPUTS + GRADIENTS
+    columns = 4 * (INPUTS + GRADIENTS) // TOKENS
+    assert of(launches, "_fp8_cast_rows") == (8, 2 * elements, elements + 4 * 8 * TOKENS + columns)
+    assert of(launches, "_fp8_cast") == (8, 2 * elements + columns, elements + columns)
+    assert of(launches, "_fp8_amax")[0] == 0
 
 
 def test_operators_on_tensors_without_data_are_counted() -> None:

@@ -31,6 +31,7 @@ from megascale.layout.topology import topology_of
 from megascale.model import attention
 from megascale.model.layer_ops import LayerOps
 from megascale.model.modules import LayerContext, Linear
+from megascale.ops.activation import Activate
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.fp8 import Fp8Kernels
 from megascale.ops.norm import compose_add_norm
@@ -50,8 +51,12 @@ META = torch.device("meta")
 
 CASTS = (
     TritonKernel("_fp8_amax", ("x",), ("amax",)),
-    TritonKernel("_fp8_cast", ("x", "amax"), ("scale", "data", "transposed")),
-    TritonKernel("_fp8_cast_rows", ("x",), ("scale", "data")),  # the second read of a row is from cache
+    TritonKernel("_fp8_cast", ("x", "amax"), ("scale", "data", "transposed", "by_column")),
+    TritonKernel("_fp8_cast_rows", ("x",), ("scale", "data", "by_column")),  # the second read of a row is from cache
+)
+SWIGLU = (
+    TritonKernel("_swiglu", ("gate_up",), ("out", "rows")),
+    TritonKernel("_swiglu_backward", ("gate_up", "grad"), ("out", "rows")),
 )
 WGRADS = (TritonKernel("_fp8_gemm", ("a", "b", "scale_a", "scale_b", "total"), ("total",)),)
 
@@ -125,7 +130,7 @@ def build_block(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> 
     stack.enter_context(mock.patch(f"{attention.__name__}.rope_table", angles))
     mesh = fake_mesh(topology, 0, Recorder(), tied=model.tie_embeddings, collectives_in_pieces=True)
     tp = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp)
-    context = LayerContext(model, {}, tp, operators(config, counter))
+    context = LayerContext(model, {}, tp, operators(config, counter, stack))
     if config.train.quantizes:
         state = Fp8State(
             model, config.fp8, fp8_layers(model, config.train, config.fp8), mesh, META, noted_triton(counter, stack)
@@ -157,19 +162,27 @@ def wgrad(counter: LaunchCounter, total: Tensor, grad: Tensor, x: Tensor, add: b
     counter.note("addmm", [grad, x, *([total] if add else [])], total)
 
 
-def operators(config: RunConfig, counter: LaunchCounter) -> LayerOps:
+def operators(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> LayerOps:
     """Return a layer's operators: each a launch forward, and one backward."""
     model: ModelConfig = config.model
-    norm = NORMS[model.norm].load()
+    norm, setting = NORMS[model.norm].load(), op_context(config, detect_device(allow_gpu=False))
+    keeps = setting.takes_amax
+    activation = ACTIVATIONS[model.activation].load()
+    activate: Activate = Fused(counter, model.activation, activation, lambda given, out: given, keeps=keeps)
+    if keeps and model.activation == "swiglu":
+        from megascale.ops import triton_swiglu
+
+        stack.enter_context(noted_kernels(counter, triton_swiglu, SWIGLU))
+        activate = triton_swiglu.swiglu
     return replace(
-        LayerOps.from_context(op_context(config, detect_device(allow_gpu=False))),
+        LayerOps.from_context(setting),
         attend=Fused(counter, "dot_product_attention", attend, lambda given, out: (*given[:3], *out)),
         rotate=partial(rotate_by, counter.noted("rope", rotation)),
-        normalize=Fused(counter, model.norm, norm, lambda given, out: given[:2]),
+        normalize=Fused(counter, model.norm, norm, lambda given, out: given[:2], keeps=keeps),
         add_normalize=Fused(
-            counter, f"add, {model.norm}", compose_add_norm(norm), lambda given, out: (out[0], given[2]), summed=2
+            counter, f"add, {model.norm}", compose_add_norm(norm), lambda given, out: (out[0], given[2]), 2, keeps
         ),
-        activate=Fused(counter, model.activation, ACTIVATIONS[model.activation].load(), lambda given, out: given),
+        activate=activate,
     )
 
 
