@@ -8,7 +8,8 @@ p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 
 
 Facts: `multi_chunk`: v > 1 is possible. `unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few
 micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates all. `placement`:
-where the virtual stages are, a name of `layout.stages.PLACEMENTS`. `split`: backwards are I and W, in two.
+where the virtual stages are, a name of `layout.stages.PLACEMENTS`. `split`: backwards are I and W, in two. `v`: the one
+number of chunks per rank that the schedule has.
 """
 
 from megascale.core.registry import Card, Registry
@@ -47,10 +48,17 @@ SCHEDULES = Registry(
             "megascale.schedule.zero_bubble:interleaved_zb",
             {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": True},
         ),
+        Card(
+            "zb_v",
+            "split backwards on a V of two chunks per rank: a bubble of (p-1)F/2, and p micro-batches in flight",
+            "megascale.schedule.v_shaped:zb_v",
+            {"multi_chunk": True, "v": 2, "unbounded_in_flight": False, "periodic": True, "placement": "v",
+             "split": True},
+        ),
     ],
     synonyms={
         "interleaved": "interleaved_1f1b", "interleaved1f1b": "interleaved_1f1b", "zb1p": "zb_h1", "zbh1": "zb_h1",
-        "zero_bubble": "zb_h1", "interleavedzerobubble": "interleaved_zb", "zbv": "", "zbvzerobubble": "",
+        "zero_bubble": "zb_h1", "interleavedzerobubble": "interleaved_zb", "zbv": "zb_v", "zbvzerobubble": "zb_v",
         "dualpipe": "", "dualpipev": "",
     },
 )  # fmt: skip

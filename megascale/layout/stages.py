@@ -5,6 +5,7 @@ the only map between stages and chunks of ranks:
 
     looped    stage = chunk p + rank (Narayanan et al. 2021, 2.2): for p = v = 2, rank 0 has stages 0 and 2, rank 1 has
               1 and 3
+    V         odd chunks run backwards (Qi et al. 2024): rank 0 has stages 0 and 3, rank 1 has 1 and 2
 """
 
 from __future__ import annotations
@@ -65,7 +66,15 @@ def looped(p: int, v: int) -> Placement:
     return Placement(tuple(tuple(range(rank, p * v, p)) for rank in range(p)))
 
 
-PLACEMENTS = {"loop": looped}  # functions (p, v) by the name in a schedule's facts
+@lru_cache(RECENT)
+def v_shaped(p: int, v: int) -> Placement:
+    """Place even chunks down the ranks, as if looped, and odd chunks back up: chunks meet on the same rank."""
+    return Placement(
+        tuple(tuple((c + 1) * p - 1 - rank if c % 2 else c * p + rank for c in range(v)) for rank in range(p))
+    )
+
+
+PLACEMENTS = {"loop": looped, "v": v_shaped}  # functions (p, v) by the name in a schedule's facts
 
 
 def placement_of(schedule: str | None, p: int, v: int) -> Placement:

@@ -11,14 +11,10 @@ from megascale.schedule.ir import Action, Kind, Schedule, build_schedule
 
 
 def schedule_of(name: str, p: int, v: int, m: int) -> tuple[Schedule, Placement]:
-    """Build a compute schedule, with one chunk if the schedule has only one."""
-    placement = placement_of(name, p, v if SCHEDULES[name].facts["multi_chunk"] else 1)
+    """Build a compute schedule, with as many chunks as it has if that is one number."""
+    facts = SCHEDULES[name].facts
+    placement = placement_of(name, p, facts.get("v", v) if facts["multi_chunk"] else 1)
     return build_schedule(SCHEDULES[name].load(), p, placement.v, m), placement
-
-
-def v_shaped(p: int) -> Placement:
-    """Place two chunks per rank: the stages go down the ranks, and back up."""
-    return Placement(tuple((rank, 2 * p - 1 - rank) for rank in range(p)))
 
 
 def any_order(placement: Placement, m: int, chance: random.Random, *, split: bool = False) -> Schedule:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.layout.stages import looped
+from megascale.layout.stages import looped, v_shaped
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import Action, Kind, Schedule, ScheduleError, backward, build_schedule, forward
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.zero_bubble import interleaved_zb
-from tests.schedule.orders import any_order, v_shaped
+from tests.schedule.orders import any_order
 
 
 def faulty(schedule: Schedule, rank: int, remove: Action, add: Action | None = None) -> Schedule:
@@ -25,7 +25,7 @@ def faulty(schedule: Schedule, rank: int, remove: Action, add: Action | None = N
 
 @given(p=st.integers(1, 4), m=st.integers(1, 3), split=st.booleans(), chance=st.randoms(use_true_random=False))
 def test_any_order_of_all_actions_passes(p: int, m: int, split: bool, chance: random.Random) -> None:
-    for placement in (looped(p, 2), v_shaped(p)):
+    for placement in (looped(p, 2), v_shaped(p, 2)):
         check_schedule(any_order(placement, m, chance, split=split), placement, m)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.layout.stages import Placement, looped
+from megascale.layout.stages import Placement, looped, v_shaped
 from megascale.schedule.dependencies import Neighbours, dependencies, neighbours, results
 from megascale.schedule.ir import Action, Kind, backward, forward
-from tests.schedule.orders import v_shaped
 
-PLACEMENTS = [looped(1, 1), looped(3, 1), looped(2, 3), looped(5, 2), v_shaped(1), v_shaped(3)]
+PLACEMENTS = [looped(1, 1), looped(3, 1), looped(2, 3), looped(5, 2), v_shaped(1, 2), v_shaped(3, 2)]
 
 
 def test_what_actions_need() -> None:
@@ -30,7 +29,7 @@ def test_a_backward_leaves_what_its_halves_leave() -> None:
 
 
 def test_neighbours_on_a_ring_and_on_a_v() -> None:
-    ring, v = looped(3, 2), v_shaped(3)
+    ring, v = looped(3, 2), v_shaped(3, 2)
     assert neighbours(forward(0, 1), 2, ring) == neighbours(Action(Kind.SEND_F, 0, 1), 2, ring) == Neighbours(1, 3)
     assert neighbours(backward(1, 1), 0, ring) == neighbours(Action(Kind.I, 1, 1), 0, ring) == Neighbours(4, 2)
     assert neighbours(forward(0, 1), 2, v) == Neighbours(1, None)  # stage 3 is on rank 2, too
