@@ -6,13 +6,23 @@ p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 
     rank 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
     rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
 
-Facts: `multi_chunk`: v > 1 is possible. `unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few
-micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates all. `placement`:
-where the virtual stages are, a name of `layout.stages.PLACEMENTS`. `split`: backwards are I and W, in two. `v`: the one
-number of chunks per rank that the schedule has.
+Facts: `multi_chunk`: v > 1 is possible; `v`: the only v. `min_m`: the least m, for each of the p ranks.
+`unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few micro-batches, or groups of them
+(`schedule.interleaved`), predict all; planning otherwise simulates all. `placement`: where the virtual stages are, a
+name of `layout.stages.PLACEMENTS`. `split`: some backwards are I and W, in two. `peak`: a function of p, v and m, the
+most micro-batches that are live on a rank, from forward to last gradient, summed over its chunks.
 """
 
 from megascale.core.registry import Card, Registry
+
+
+def largest_group(p: int, m: int) -> int:
+    """Return the size of the largest group of micro-batches that pass through the chunks together."""
+    return -(-m // max(1, m // p))
+
+
+LOOP = {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False}
+V = {**LOOP, "multi_chunk": True, "v": 2, "placement": "v", "split": True}
 
 SCHEDULES = Registry(
     "schedule",
@@ -22,43 +32,69 @@ SCHEDULES = Registry(
             "gpipe",
             "all forwards, then all backwards (Huang et al. 2019)",
             "megascale.schedule.gpipe:gpipe",
-            {"multi_chunk": False, "unbounded_in_flight": True, "periodic": True, "placement": "loop", "split": False},
+            {**LOOP, "unbounded_in_flight": True, "peak": lambda p, v, m: m},
         ),
         Card(
             "1f1b",
             "one forward, one backward: p micro-batches in flight, not m (Narayanan et al. 2021)",
             "megascale.schedule.one_f_one_b:one_f_one_b",
-            {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False},
+            {**LOOP, "peak": lambda p, v, m: p},
         ),
         Card(
             "interleaved_1f1b",
             "1f1b with v chunks per rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
             "megascale.schedule.interleaved:interleaved_1f1b",
-            {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False},
+            {**LOOP, "multi_chunk": True,
+             "peak": lambda p, v, m: p if v == 1 else (v - 1) * largest_group(p, m) + 2 * p - 1},
+        ),
+        Card(
+            "combined_1f1b",
+            "interleaved_1f1b whose forwards hide the exchange of experts of backwards, and are hidden by them",
+            "megascale.schedule.combined:combined_1f1b",
+            {**LOOP, "multi_chunk": True, "peak": lambda p, v, m: (v - 1) * largest_group(p, m) + 2 * p},
         ),
         Card(
             "zb_h1",
             "1f1b with split backwards: a bubble of (p-1)(F+I-W) (Qi et al. 2023)",
             "megascale.schedule.zero_bubble:interleaved_zb",
-            {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": True},
+            {**LOOP, "split": True, "peak": lambda p, v, m: p},
         ),
         Card(
             "interleaved_zb",
             "interleaved_1f1b with split backwards: a bubble of (p-1)(F+I-W)/v, and p micro-batches in flight",
             "megascale.schedule.zero_bubble:interleaved_zb",
-            {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": True},
+            {**LOOP, "multi_chunk": True, "split": True,
+             "peak": lambda p, v, m: (v - 1) * largest_group(p, m) + p},
         ),
         Card(
             "zb_v",
             "split backwards on a V of two chunks per rank: a bubble of (p-1)F/2, and p micro-batches in flight",
             "megascale.schedule.v_shaped:zb_v",
-            {"multi_chunk": True, "v": 2, "unbounded_in_flight": False, "periodic": True, "placement": "v",
-             "split": True},
+            {**V, "peak": lambda p, v, m: 2 * p},
+        ),
+        Card(
+            "v_half",
+            "zb_v with half of its activations, and half of 1f1b's bubble (Qi et al. 2024)",
+            "megascale.schedule.building_blocks:v_half",
+            {**V, "peak": lambda p, v, m: 2 * (p // 2 + 1)},
+        ),
+        Card(
+            "v_min",
+            "zb_v with a third of its activations, and two thirds of 1f1b's bubble (Qi et al. 2024)",
+            "megascale.schedule.building_blocks:v_min",
+            {**V, "peak": lambda p, v, m: 2 * ((p + 4) // 3)},
+        ),
+        Card(
+            "dualpipev",
+            "a V whose forwards and backwards hide each other's exchange of experts (DeepSeek-AI 2024)",
+            "megascale.schedule.v_shaped:dualpipev",
+            {**V, "min_m": 2, "peak": lambda p, v, m: 2 * p + 1},
         ),
     ],
     synonyms={
         "interleaved": "interleaved_1f1b", "interleaved1f1b": "interleaved_1f1b", "zb1p": "zb_h1", "zbh1": "zb_h1",
         "zero_bubble": "zb_h1", "interleavedzerobubble": "interleaved_zb", "zbv": "zb_v", "zbvzerobubble": "zb_v",
-        "dualpipe": "", "dualpipev": "",
+        "vhalf": "v_half", "v-half": "v_half", "vmin": "v_min", "v-min": "v_min", "combined": "combined_1f1b",
+        "dualpipe_v": "dualpipev", "dualpipe": "",
     },
 )  # fmt: skip

@@ -17,13 +17,22 @@ from megascale.plan.account.memory import JobMemory
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import ScheduleError, build_schedule
 
+CHECKED = 20_000  # forwards of a plug-in's schedule that are checked: a second
+
 
 def check_plug_in_schedule(name: str, placement: Placement, m: int) -> None:
-    """Check the schedule of another package with `m` micro-batches. Tests prove the others. Raises: ConfigError"""
+    """Check the schedule of another package with `m` micro-batches, or fewer with the same remainder by pipeline ranks.
+    Tests prove the others.
+
+    Raises: ConfigError
+    """
     if (card := SCHEDULES[name]).target.startswith("megascale."):
         return
+    p, v = placement.p, placement.v
+    few = max(2 * p, CHECKED // (p * v))
+    m = m if m < few else few + (m - few) % p
     try:
-        check_schedule(build_schedule(card.load(), placement.p, placement.v, m), placement, m)
+        check_schedule(build_schedule(card.load(), p, v, m), placement, m, card.facts.get("peak"))
     except ScheduleError as error:
         raise ConfigError([Problem(card.target, "parallel.schedule", str(error))]) from error
 

@@ -60,11 +60,29 @@ def pipeline(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
 
 
 def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
-    """Check that the schedule supports several model chunks per stage."""
-    if parallel.schedule and parallel.vpp > 1 and not SCHEDULES[parallel.schedule].facts["multi_chunk"]:
-        multi_chunk = [card.name for card in SCHEDULES.cards.values() if card.facts["multi_chunk"]]
-        message = f"{parallel.schedule} runs one chunk a stage, but vpp = {parallel.vpp}"
-        yield Finding("parallel.schedule", message, f"{' or '.join(multi_chunk)}, or vpp = 1")
+    """Check that the schedule supports the number of model chunks per stage."""
+    if not parallel.schedule:
+        return
+    facts, vpp = SCHEDULES[parallel.schedule].facts, parallel.vpp
+    if vpp > 1 and not facts["multi_chunk"]:
+        facts_of = {name: card.facts for name, card in SCHEDULES.cards.items()}
+        suited = [name for name, of in facts_of.items() if of["multi_chunk"] and of.get("v", vpp) == vpp]
+        message = f"{parallel.schedule} runs one chunk a stage, but vpp = {vpp}"
+        yield Finding("parallel.schedule", message, f"{' or '.join(suited)}, or vpp = 1")
+    elif facts.get("v", vpp) != vpp:
+        message = f"{parallel.schedule} runs {facts['v']} chunks a stage, but vpp = {vpp}"
+        yield Finding("parallel.vpp", message, f"vpp = {facts['v']}")
+
+
+def schedule_microbatches(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
+    """Check that a step has the micro-batches that the schedule needs."""
+    least = SCHEDULES[parallel.schedule].facts.get("min_m", 0) * parallel.pp if parallel.schedule else 0
+    unit = batch.micro * (parallel.dp if isinstance(parallel.dp, int) else 1)
+    if (found := batch.total // unit) < least:
+        message = (
+            f"{found} micro-batches in a step of a rank, but {parallel.schedule} with pp = {parallel.pp} needs {least}"
+        )
+        yield Finding("batch.global", message, f"{unit * least} or more, or another parallel.schedule")
 
 
 def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:

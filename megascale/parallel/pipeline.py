@@ -40,7 +40,7 @@ from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.recompute import run_backward
 from megascale.record.label import Label
 from megascale.schedule.dependencies import Neighbours, neighbours
-from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule
+from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, each_action
 
 if TYPE_CHECKING:
     from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
@@ -136,9 +136,10 @@ class PipelineExecutor:
 
         Returns the sum of the reported terms of the loss in this rank's micro-batches, a scalar; zero without any.
         """
-        training = any(action.kind in (Kind.B, Kind.I) for action in actions)
+        one_by_one = [*each_action(actions)]
+        training = any(action.kind in (Kind.B, Kind.I) for action in one_by_one)
         with torch.set_grad_enabled(training):
-            return _Execution(self, batch, training).run_actions(actions)
+            return _Execution(self, batch, training).run_actions(one_by_one)
 
 
 class _Execution:
@@ -160,7 +161,7 @@ class _Execution:
         self._left: dict[tuple[int, int], WeightGradients] = {}
         self._loss = pipeline.loss_scalar(0.0)
 
-    def run_actions(self, actions: RankSchedule) -> Tensor:
+    def run_actions(self, actions: list[Action]) -> Tensor:
         # The backwards that a REDUCE follows: a REDUCE has the chunk and micro-batch of its backward.
         last_backwards = {action[1:] for action in actions if action.kind is Kind.REDUCE}
         recomputed = {action[1:] for action in actions if action.kind is Kind.R}

@@ -1,31 +1,73 @@
-"""Check of a compute schedule, such as another package's, before it runs."""
+"""Check of a compute schedule, such as another package's, before it runs.
+
+Messages and reductions of gradients are those of `schedule.lower`, whose tests prove for any schedule that their order
+is equal at both ends and that no waits for devices deadlock.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+
 from megascale.layout.stages import Placement
-from megascale.schedule.ir import Action, Kind, Schedule, ScheduleError
+from megascale.schedule.dependencies import RESULTS
+from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action
 from megascale.schedule.lower import global_order
 
-PASSES = ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W))
-"""The actions of a chunk and a micro-batch in their order, recomputations aside."""
+PASSES = {(Kind.F, *again, *last) for again in ((), (Kind.R,)) for last in ((Kind.B,), (Kind.I, Kind.W))}
+"""The actions of a chunk and a micro-batch in their order."""
+
+PAIRS = {(Kind.F, Kind.B), (Kind.F, Kind.I)}
 
 
-def check_schedule(compute: Schedule, placement: Placement, m: int) -> None:
-    """Check that every rank runs every (chunk, micro-batch) forward, then backward, in one action or two; and that no
-    ranks wait for each other.
+def check_schedule(
+    compute: Schedule, placement: Placement, m: int, peak: Callable[[int, int, int], int] | None = None
+) -> None:
+    """Check that every rank runs every (chunk, micro-batch) forward, then backward, in one action or two; that the
+    gradients of weights are summed in the order of the micro-batches, as the bits of all schedules are equal; that the
+    parts of an Overlap do not need each other; that ranks do not wait for each other; and that no more micro-batches
+    than `peak(p, v, m)` are live on a rank, summed over its chunks.
 
     Raises: ScheduleError
     """
-    expected = {(chunk, i) for chunk in range(placement.v) for i in range(m)}
+    p, v = placement.p, placement.v
+    if len(compute) != p:
+        raise ScheduleError(f"lists of actions for {len(compute)} ranks, not {p}")
     for rank, order in enumerate(compute):
-        kinds: dict[tuple[int, int], tuple[Kind, ...]] = dict.fromkeys(expected, ())
-        for action in order:
-            key = action.chunk, action.microbatch
-            if key not in expected:
-                raise ScheduleError(f"rank {rank}: {action} is none of {placement.v} chunks and {m} micro-batches")
-            kinds[key] += () if action.kind is Kind.R else (action.kind,)
-        for (chunk, i), found in kinds.items():
-            if found not in PASSES:
-                actions = " ".join(str(Action(kind, chunk, i)) for kind in found) or "nothing"
-                raise ScheduleError(f"rank {rank} runs {actions} for chunk {chunk} and micro-batch {i}, not F, then B")
+        _check_passes(order, rank, v, m)
+        if peak is not None and (live := most_live(order)) > peak(p, v, m):
+            raise ScheduleError(f"rank {rank} has {live} micro-batches live, more than {peak(p, v, m)}")
     global_order(compute, placement)
+
+
+def most_live(order: RankSchedule) -> int:
+    """Count the most (chunk, micro-batch) pairs from forward to last gradient."""
+    live = most = 0
+    for action in each_action(order):
+        live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
+        most = max(most, live)
+    return most
+
+
+def _check_passes(order: RankSchedule, rank: int, v: int, m: int) -> None:
+    for pair in (entry for entry in order if isinstance(entry, Overlap)):
+        if (pair.forward.kind, pair.backward.kind) not in PAIRS or pair.forward.microbatch == pair.backward.microbatch:
+            raise ScheduleError(f"rank {rank}: {pair} is no forward with a backward of another micro-batch")
+    kinds: dict[tuple[int, int], tuple[Kind, ...]] = {(chunk, i): () for chunk in range(v) for i in range(m)}
+    summed = defaultdict[int, int](int)
+    for action in each_action(order):
+        key = action.chunk, action.microbatch
+        if key not in kinds:
+            raise ScheduleError(f"rank {rank}: {action} is none of {v} chunks and {m} micro-batches")
+        kinds[key] += (action.kind,)
+    for (chunk, i), found in kinds.items():
+        if found not in PASSES:
+            actions = " ".join(str(Action(kind, chunk, i)) for kind in found) or "nothing"
+            raise ScheduleError(f"rank {rank} runs {actions} for chunk {chunk} and micro-batch {i}, not F, then B")
+    for action in each_action(order):
+        if Kind.W in RESULTS[action.kind]:
+            if action.microbatch != summed[action.chunk]:
+                raise ScheduleError(
+                    f"rank {rank}: {action} comes before gradients of micro-batch {summed[action.chunk]}"
+                )
+            summed[action.chunk] += 1

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megascale.layout.stages import Placement
-from megascale.schedule.ir import SERVED, Action, Kind
+from megascale.schedule.ir import SERVED, Action, Entry, Kind, parts
 
 Result = tuple[Kind, int, int]
 """The result of an action: kind, virtual stage, micro-batch. The kinds are F for the output of a stage, I for the
@@ -30,15 +30,22 @@ TAKEN = {Kind.F: (Kind.F, -1), Kind.B: (Kind.I, 1), Kind.I: (Kind.I, 1)}
 CACHED = 1 << 14
 
 
-def results(action: Action, rank: int, placement: Placement) -> list[Result]:
-    """List what a compute action leaves."""
-    stage = placement.stage(rank, action.chunk)
-    return [(kind, stage, action.microbatch) for kind in RESULTS[action.kind]]
+def results(entry: Entry, rank: int, placement: Placement) -> list[Result]:
+    """List what a compute action, or a pair of them, leaves."""
+    return [
+        (result, placement.stage(rank, chunk), microbatch)
+        for kind, chunk, microbatch in parts(entry)
+        for result in RESULTS[kind]
+    ]
 
 
-def dependencies(action: Action, rank: int, placement: Placement) -> list[Result]:
-    """List what a compute action needs."""
-    return [(kind, stage, action.microbatch) for kind, stage in _needs(action.kind, rank, action.chunk, placement)]
+def dependencies(entry: Entry, rank: int, placement: Placement) -> list[Result]:
+    """List what a compute action, or a pair of them, needs."""
+    return [
+        (result, stage, microbatch)
+        for kind, chunk, microbatch in parts(entry)
+        for result, stage in _needs(kind, rank, chunk, placement)
+    ]
 
 
 @lru_cache(CACHED)

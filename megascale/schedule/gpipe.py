@@ -19,4 +19,4 @@ def gpipe(p: int, v: int, m: int, rank: int) -> RankSchedule:
     """
     if v != 1:
         raise ValueError(f"gpipe has one model chunk per rank, not {v}")
-    return [forward(0, i) for i in range(m)] + [backward(0, i) for i in range(m)]
+    return [*(forward(0, i) for i in range(m)), *(backward(0, i) for i in range(m))]

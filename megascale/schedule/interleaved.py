@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megascale.schedule.ir import RankSchedule, backward, forward
+from megascale.schedule.ir import Action, RankSchedule, backward, forward
 from megascale.schedule.one_f_one_b import alternate, one_f_one_b
 
 
@@ -25,14 +25,31 @@ def interleaved_1f1b(p: int, v: int, m: int, rank: int) -> RankSchedule:
     """
     if v == 1:
         return one_f_one_b(p, v, m, rank)
+    # Every rank before the last needs two more warm-up forwards per hop: the activation goes to the last rank, and the
+    # gradient comes back.
+    forwards, backwards, first = interleave(p, v, m)
+    return alternate(forwards, backwards, warmup=first + 2 * (p - rank - 1))
+
+
+class Interleaved(NamedTuple):
+    """The forwards and the backwards of a rank, each in their order. `first`: forwards before the `first` one of the
+    last chunk, after which the last rank starts backward.
+    """
+
+    forwards: list[Action]
+    backwards: list[Action]
+    first: int
+
+
+def interleave(p: int, v: int, m: int) -> Interleaved:
+    """Order the chunks of m micro-batches, in their groups; equal on all p ranks."""
     sizes = [size for count, size in microbatch_groups(p, m) for _ in range(count)]
     groups = [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
-    forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
-    backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
-    # The last rank starts backward after the first forward of its last chunk. Every rank before needs two more warm-up
-    # forwards per hop: the activation goes to the last rank, and the gradient comes back.
-    last_chunk_warmup = (v - 1) * sizes[0]
-    return alternate(forwards, backwards, warmup=last_chunk_warmup + 2 * (p - rank - 1))
+    return Interleaved(
+        [forward(chunk, i) for group in groups for chunk in range(v) for i in group],
+        [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group],
+        (v - 1) * sizes[0],
+    )
 
 
 class MicrobatchGroups(NamedTuple):

@@ -7,7 +7,8 @@ lowered schedule, the simulator estimates its time, tests prove its properties.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from megascale.core.errors import Exit, MegascaleError
@@ -88,8 +89,10 @@ class Overlap(NamedTuple):
         return f"{self.forward}&{self.backward}"
 
 
-RankSchedule = list[Action]
-"""The actions of one rank."""
+Entry = Action | Overlap
+
+RankSchedule = list[Entry]
+"""The actions of one rank, some of them in pairs."""
 
 
 Schedule = list[RankSchedule]
@@ -109,6 +112,16 @@ def backward(chunk: int, microbatch: int) -> Action:
     return Action(Kind.B, chunk, microbatch)
 
 
+def parts(entry: Entry) -> tuple[Action, ...]:
+    """Return an action, or the two of an Overlap."""
+    return (entry.forward, entry.backward) if isinstance(entry, Overlap) else (entry,)
+
+
+def each_action(order: Iterable[Entry]) -> Iterator[Action]:
+    """Yield the actions of a rank one by one, of an Overlap the forward first."""
+    return chain.from_iterable(map(parts, order))
+
+
 def build_schedule(order: ScheduleFn, p: int, v: int, m: int) -> Schedule:
     """List the compute actions of all p ranks."""
     return [order(p, v, m, rank) for rank in range(p)]
@@ -116,4 +129,4 @@ def build_schedule(order: ScheduleFn, p: int, v: int, m: int) -> Schedule:
 
 def forwards_only(schedule: Schedule) -> Schedule:
     """Drop the backwards of a compute schedule, for an evaluation."""
-    return [[action for action in order if action.kind is Kind.F] for order in schedule]
+    return [[action for action in each_action(order) if action.kind is Kind.F] for order in schedule]

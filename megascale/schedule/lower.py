@@ -6,7 +6,7 @@
 The sender of a message places its receive: `global_order` is one order of the actions of all ranks; each action is
 followed by the send of its result, and this send is followed by its receive. The list of a rank is its part of the
 global order. Receives of a channel, an ordered pair of ranks, therefore come in the order of its sends, and messages
-need no tags or handshakes.
+need no tags or handshakes. Both messages of an Overlap are sent after it.
 
 On a GPU a posted receive is a kernel that runs until its message arrives, and a send is a kernel that runs until its
 receive is posted. A host that waits for its device (to load a kernel, free cached memory, or tune a kernel) waits for
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
-from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, ScheduleError
+from megascale.schedule.ir import Action, Entry, Kind, RankSchedule, Schedule, ScheduleError, each_action, parts
 
 ACTION, MESSAGE = 5, 1
 """Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their
@@ -35,31 +35,34 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
     Raises: ScheduleError if the ranks wait for each other
     """
     lowered = [RankSchedule() for _ in compute]
-    last = [{a.chunk: a.microbatch for a in order if Kind.W in RESULTS[a.kind]} for order in compute]
+    last = [{a.chunk: a.microbatch for a in each_action(order) if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered = set[tuple[int, int]]()
-    for rank, action in global_order(compute, placement):
-        order, (kind, chunk, microbatch) = lowered[rank], action
-        if kind is Kind.F and (rank, chunk) not in gathered:
-            gathered.add((rank, chunk))
-            order.append(Action(Kind.WAIT_PARAMS, chunk, microbatch))
-        order.append(action)
-        if (target := neighbours(action, rank, placement).target) is not None:
-            send, receive = (Kind.SEND_F, Kind.RECV_F) if kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
-            receiver, its_chunk = placement.places[target]
-            order.append(Action(send, chunk, microbatch))
-            lowered[receiver].append(Action(receive, its_chunk, microbatch))
-        if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
-            order.append(Action(Kind.REDUCE, chunk, microbatch))
+    for rank, entry in global_order(compute, placement):
+        order, actions = lowered[rank], parts(entry)
+        for kind, chunk, microbatch in actions:
+            if kind is Kind.F and (rank, chunk) not in gathered:
+                gathered.add((rank, chunk))
+                order.append(Action(Kind.WAIT_PARAMS, chunk, microbatch))
+        order.append(entry)
+        for action in actions:
+            if (target := neighbours(action, rank, placement).target) is not None:
+                send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
+                receiver, its_chunk = placement.places[target]
+                order.append(action._replace(kind=send))
+                lowered[receiver].append(Action(receive, its_chunk, action.microbatch))
+        for kind, chunk, microbatch in actions:
+            if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
+                order.append(Action(Kind.REDUCE, chunk, microbatch))
     return lowered
 
 
-def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Action]]:
-    """Order the actions of all ranks, with their ranks, by their starts on a clock; at equal times by rank.
+def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Entry]]:
+    """Order the entries of all ranks, with their ranks, by their starts on a clock; at equal times by rank.
 
     Raises: ScheduleError if the ranks wait for each other
     """
     left, clock = [order[::-1] for order in compute], [0] * len(compute)
-    ends, starts = dict[Result, int](), list[tuple[int, int, Action]]()
+    ends, starts = dict[Result, int](), list[tuple[int, int, Entry]]()
     progress = True
     while progress:
         progress = False
@@ -69,12 +72,12 @@ def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Act
                 if not all(need in ends for need in needs):
                     break
                 arrivals = [ends[need] + MESSAGE * (placement.places[need[1]][0] != rank) for need in needs]
-                start, action = max([clock[rank], *arrivals]), order.pop()
+                start, entry = max([clock[rank], *arrivals]), order.pop()
                 clock[rank] = start + ACTION
-                ends.update(dict.fromkeys(results(action, rank, placement), clock[rank]))
-                starts.append((start, rank, action))
+                ends.update(dict.fromkeys(results(entry, rank, placement), clock[rank]))
+                starts.append((start, rank, entry))
                 progress = True
     if any(left):
         stuck = ", ".join(f"rank {rank} at {order[-1]}" for rank, order in enumerate(left) if order)
         raise ScheduleError(f"the schedule deadlocks: {stuck}")
-    return [(rank, action) for _, rank, action in sorted(starts, key=lambda start: start[:2])]
+    return [(rank, entry) for _, rank, entry in sorted(starts, key=lambda start: start[:2])]

@@ -10,9 +10,10 @@ Time by rank, p = 3 ranks and m = 4 micro-batches; F0: forward of micro-batch 0;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
-from megascale.schedule.ir import RankSchedule, backward, forward
+from megascale.schedule.ir import Action, RankSchedule, backward, forward
 
 
 def one_f_one_b(p: int, v: int, m: int, rank: int) -> RankSchedule:
@@ -28,7 +29,7 @@ def one_f_one_b(p: int, v: int, m: int, rank: int) -> RankSchedule:
     return alternate(forwards, backwards, warmup=p - rank - 1)
 
 
-def alternate(forwards: RankSchedule, backwards: RankSchedule, warmup: int) -> RankSchedule:
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> RankSchedule:
     """Order equally many forwards and backwards: `warmup` forwards, then a forward and a backward in turn, then the
     remaining backwards.
     """

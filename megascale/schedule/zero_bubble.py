@@ -8,8 +8,8 @@ ZB-H1 by rank, p = 3 ranks and m = 4 micro-batches:
 
 from __future__ import annotations
 
-from megascale.schedule.interleaved import interleaved_1f1b, microbatch_groups
-from megascale.schedule.ir import Kind, RankSchedule
+from megascale.schedule.interleaved import interleave
+from megascale.schedule.ir import Action, Kind, RankSchedule
 
 
 def interleaved_zb(p: int, v: int, m: int, rank: int) -> RankSchedule:
@@ -19,14 +19,12 @@ def interleaved_zb(p: int, v: int, m: int, rank: int) -> RankSchedule:
     weights' gradients by r. With times F, I, W of a rank the bubble is (p - 1)(F + I - W) / v, and p micro-batches are
     live on every rank.
     """
-    whole = interleaved_1f1b(p, v, m, rank)
-    forwards, backwards = ([action for action in whole if action.kind is kind] for kind in (Kind.F, Kind.B))
-    first_group = next(groups.size for groups in microbatch_groups(p, m) if groups.num_groups)
-    order, left = forwards[: (v - 1) * first_group + p - 1 - rank], RankSchedule()
-    ahead = forwards[len(order) :]
+    forwards, backwards, first = interleave(p, v, m)
+    warmup = first + p - 1 - rank
+    order, ahead, left = RankSchedule(forwards[:warmup]), forwards[warmup:], list[Action]()
     for action in backwards:
         order += [ahead.pop(0)] if ahead else []
         order.append(action._replace(kind=Kind.I))
         left.append(action._replace(kind=Kind.W))
         order += [left.pop(0)] if len(left) > rank else []
-    return order + left
+    return [*order, *left]

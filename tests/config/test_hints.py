@@ -105,7 +105,7 @@ def test_a_preset_suggests_the_nearest_three() -> None:
     *((f"train.precision={name}", "fp16, which needs loss scaling, is not supported: bf16")
       for name in ("fp16", "float16", "half", "16-mixed")),
     ("fp8.recipe=mxfp8", "mxfp8 is not supported: blockwise"), ("optimizer.name=sgd", "SGD is not supported"),
-    ("parallel.schedule=ZBVZeroBubble", "V-shaped schedules are not supported"),
+    ("parallel.schedule=DualPipe", "a second copy of the weights is not supported"),
 ])  # fmt: skip
 def test_values_that_other_systems_have(override: str, hint: str) -> None:
     assert problem(override.partition("=")[0], override).hint.startswith(hint)

@@ -383,6 +383,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"parallel.schedule": "gpipe runs one chunk a stage, but vpp = 2"},
     ),
     (
+        "schedule",
+        {"parallel__pp": 2, "parallel__schedule": "zb_v"},
+        {"parallel.vpp": "zb_v runs 2 chunks a stage, but vpp = 1"},
+    ),
+    (
+        "schedule_microbatches",
+        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "dualpipev", "batch__global": 3},
+        {"batch.global": "3 micro-batches in a step of a rank, but dualpipev with pp = 2 needs 4"},
+    ),
+    (
         "fp8_shapes",
         {"train__precision": "fp8", "fp8__first_layers_bf16": 2, "fp8__last_layers_bf16": 2},
         {"fp8.first_layers_bf16": "the first 2 and last 2 of 4 layers leave none in fp8"},

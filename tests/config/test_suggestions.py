@@ -68,7 +68,10 @@ def test_a_misspelled_choice_suggests_the_choice_or_none(key: str) -> None:
         ("model.activation", "gelu_new", "gelu_tanh"),
         ("model.norm", "RMSNorm", "rmsnorm"),
         ("parallel.schedule", "Interleaved1F1B", "interleaved_1f1b"),
-        ("parallel.schedule", "DualPipeV", None),
+        ("parallel.schedule", "DualPipeV", "dualpipev"),
+        ("parallel.schedule", "ZBVZeroBubble", "zb_v"),
+        ("parallel.schedule", "InterleavedZeroBubble", "interleaved_zb"),
+        ("parallel.schedule", "DualPipe", None),
         ("fp8.recipe", "mxfp8", None),
     ],
 )

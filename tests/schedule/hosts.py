@@ -16,7 +16,17 @@ from itertools import pairwise
 
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import Result, dependencies, neighbours, results
-from megascale.schedule.ir import COMPUTE_KINDS, Action, Kind, RankSchedule, Schedule
+from megascale.schedule.ir import (
+    COMPUTE_KINDS,
+    Action,
+    Entry,
+    Kind,
+    Overlap,
+    RankSchedule,
+    Schedule,
+    each_action,
+    parts,
+)
 
 SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
 
@@ -41,8 +51,8 @@ def check_messages(schedule: Schedule, placement: Placement) -> None:
     sent, received = (channels(schedule, placement, kinds) for kinds in (SENDS, RECEIVES))
     assert sent == received, "receives of a channel are not in the order of its sends"
     for rank, order in enumerate(schedule):
-        at = {action: index for index, action in enumerate(order)}
-        for action in (action for action in order if action.kind in COMPUTE_KINDS):
+        at = {action: index for index, entry in enumerate(order) for action in parts(entry)}
+        for action in (action for action in each_action(order) if action.kind in COMPUTE_KINDS):
             source, target = neighbours(action, rank, placement)
             backward = action.kind is not Kind.F
             assert source is None or at[action._replace(kind=RECEIVES[backward])] < at[action]
@@ -56,7 +66,7 @@ def channels(
     """List the messages that SENDS or RECEIVES name, in order, by sending and receiving rank."""
     found = defaultdict[tuple[int, int], list[Message | None]](list)
     for rank, order in enumerate(schedule):
-        for action in (action for action in order if action.kind in kinds):
+        for action in (action for action in each_action(order) if action.kind in kinds):
             source, target = neighbours(action, rank, placement)
             other = target if kinds is SENDS else source
             assert other is not None, f"rank {rank}: {action} has no other end"
@@ -71,15 +81,25 @@ def merged_graph(schedule: Schedule, placement: Placement) -> dict[object, set[o
     """
     graph, made = defaultdict[object, set[object]](set), dict[Result, object]()
     for rank, order in enumerate(schedule):
-        nodes = [message_of(action, rank, placement) or (rank, action) for action in order]
+        nodes = [node_of(entry, rank, placement) for entry in order]
         for before, after in pairwise(nodes):
             graph[after].add(before)
-        work = (action for action in order if action.kind in COMPUTE_KINDS)
-        made |= {result: (rank, action) for action in work for result in results(action, rank, placement)}
+        made |= {result: (rank, entry) for entry in computed(order) for result in results(entry, rank, placement)}
     for rank, order in enumerate(schedule):
-        for action in (action for action in order if action.kind in COMPUTE_KINDS):
-            graph[rank, action] |= {made[need] for need in dependencies(action, rank, placement)}
+        for entry in computed(order):
+            graph[rank, entry] |= {made[need] for need in dependencies(entry, rank, placement)}
     return graph
+
+
+def node_of(entry: Entry, rank: int, placement: Placement) -> object:
+    """Return the message of a SEND or a RECV, or what the rank does."""
+    message = None if isinstance(entry, Overlap) else message_of(entry, rank, placement)
+    return message or (rank, entry)
+
+
+def computed(order: RankSchedule) -> list[Entry]:
+    """List the compute actions of a rank, pairs as one."""
+    return [entry for entry in order if parts(entry)[0].kind in COMPUTE_KINDS]
 
 
 def ends(schedule: Schedule, placement: Placement, waits: AbstractSet[tuple[int, int]]) -> bool:
@@ -124,18 +144,19 @@ class _Rank:
 
     def __init__(self, number: int, order: RankSchedule, placement: Placement) -> None:
         self.number, self.order, self.posted = number, order, 0
-        self.arrived = set[Action]()
-        self.to_compute = [at for at, action in enumerate(order) if action.kind in COMPUTE_KINDS]
+        self.arrived = set[Entry]()
+        self.to_compute = [at for at, entry in enumerate(order) if parts(entry)[0].kind in COMPUTE_KINDS]
         self.sends, self.receives = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-        self._needs = dict[Action, Action]()
-        for at, action in enumerate(order):
-            source, target = neighbours(action, number, placement)
-            if action.kind in SENDS and target is not None:
-                self.sends[placement.places[target][0]].append(at)
-            elif action.kind in RECEIVES and source is not None:
-                self.receives[placement.places[source][0]].append(at)
-            elif source is not None:
-                self._needs[action] = action._replace(kind=RECEIVES[action.kind is not Kind.F])
+        self._needs = defaultdict[Entry, set[Entry]](set)
+        for at, entry in enumerate(order):
+            for action in parts(entry):
+                source, target = neighbours(action, number, placement)
+                if action.kind in SENDS and target is not None:
+                    self.sends[placement.places[target][0]].append(at)
+                elif action.kind in RECEIVES and source is not None:
+                    self.receives[placement.places[source][0]].append(at)
+                elif source is not None:
+                    self._needs[entry].add(action._replace(kind=RECEIVES[action.kind is not Kind.F]))
 
     def idle(self) -> bool:
         """Return True if the device has done all posted actions."""
@@ -149,8 +170,7 @@ class _Rank:
         """Do all compute actions that can run; return True if there were any."""
         before = len(self.to_compute)
         while self.to_compute and self.to_compute[0] < self.posted:
-            needed = self._needs.get(self.order[self.to_compute[0]])
-            if needed is not None and needed not in self.arrived:
+            if not self._needs[self.order[self.to_compute[0]]] <= self.arrived:
                 break
             del self.to_compute[0]
         return len(self.to_compute) < before

@@ -17,8 +17,12 @@ def schedule_of(name: str, p: int, v: int, m: int) -> tuple[Schedule, Placement]
     return build_schedule(SCHEDULES[name].load(), p, placement.v, m), placement
 
 
-def any_order(placement: Placement, m: int, chance: random.Random, *, split: bool = False) -> Schedule:
-    """Draw a random compute schedule: pick any action whose dependencies are done."""
+def any_order(
+    placement: Placement, m: int, chance: random.Random, *, split: bool = False, ascending: bool = False
+) -> Schedule:
+    """Draw a random compute schedule: pick any action whose dependencies are done. `ascending`: sum the gradients of
+    weights in the order of the micro-batches.
+    """
     kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
     schedule: Schedule = [[] for _ in range(placement.p)]
     done = set[Result]()
@@ -30,6 +34,13 @@ def any_order(placement: Placement, m: int, chance: random.Random, *, split: boo
     ]  # fmt: skip
     while remaining:
         ready = [each for each in remaining if done.issuperset(dependencies(each[1], each[0], placement))]
+        if ascending:
+            first = {(rank, action._replace(microbatch=0)): action for rank, action in reversed(remaining)}
+            ready = [
+                (rank, a)
+                for rank, a in ready
+                if a.kind not in (Kind.B, Kind.W) or a == first[rank, a._replace(microbatch=0)]
+            ]
         rank, action = picked = chance.choice(ready)
         remaining.remove(picked)
         schedule[rank].append(action)

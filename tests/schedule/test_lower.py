@@ -16,13 +16,13 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import looped, v_shaped
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import (
-    COMPUTE_KINDS,
     SERVED,
     Action,
     Kind,
     ScheduleError,
     backward,
     build_schedule,
+    each_action,
     forward,
     forwards_only,
 )
@@ -30,7 +30,7 @@ from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
 from megascale.schedule.zero_bubble import interleaved_zb
-from tests.schedule.hosts import RECEIVES, SENDS, check_messages, ends, places
+from tests.schedule.hosts import RECEIVES, SENDS, check_messages, computed, ends, places
 from tests.schedule.orders import any_order, schedule_of
 
 SEEDS = st.randoms(use_true_random=False)
@@ -171,14 +171,16 @@ def test_only_communication_is_added(name: str, p: int, v: int, m: int, each: bo
     """
     compute, placement = schedule_of(name, p, v, m)
     lowered = lower(compute, placement, reduce_each=each)
-    counts = Counter(action.kind for order in lowered for action in order)
+    counts = Counter(action.kind for order in lowered for action in each_action(order))
     boundaries = m * sum(one != other for (one, _), (other, _) in pairwise(placement.places))
     assert {counts[kind] for kind in (*SENDS, *RECEIVES)} == {boundaries}
     for order, own in zip(lowered, compute, strict=True):
-        assert [action for action in order if action.kind in COMPUTE_KINDS] == own
+        assert computed(order) == own
         for chunk in range(placement.v):
             kinds = [
-                action.kind for action in order if action.chunk == chunk and action.kind not in (*SENDS, *RECEIVES)
+                action.kind
+                for action in each_action(order)
+                if action.chunk == chunk and action.kind not in (*SENDS, *RECEIVES)
             ]
             assert kinds[0] is Kind.WAIT_PARAMS and kinds.count(Kind.WAIT_PARAMS) == 1
             assert (

@@ -17,7 +17,7 @@ from lab.fleet_times import FleetFault, FleetLayout, Floats, own_times
 from megascale.layout.stages import looped
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.interleaved import interleaved_1f1b
-from megascale.schedule.ir import Kind, build_schedule
+from megascale.schedule.ir import Kind, build_schedule, each_action
 from megascale.schedule.one_f_one_b import one_f_one_b
 
 MESSAGE_S, TP_S, REDUCE_S, GATHER_S = 0.0004, 0.0006, 0.012, 0.002
@@ -83,7 +83,8 @@ class Fleet:
         """Run the schedule on vectors [S, dp], with times from the start of each step."""
         p = self.shape[1]
         chunks, m, times = self.layout.chunks, self.layout.microbatches, self.times
-        orders = build_schedule(one_f_one_b if chunks == 1 else interleaved_1f1b, p, chunks, m)
+        schedule = build_schedule(one_f_one_b if chunks == 1 else interleaved_1f1b, p, chunks, m)
+        orders = [[*each_action(order)] for order in schedule]
         placement, ready = looped(p, chunks), dict[tuple[Kind, int, int], Floats]()
         host = times.data.copy()
         clock = [host[:, stage] for stage in range(p)]  # [S, dp, tp]

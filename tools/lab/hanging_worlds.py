@@ -20,7 +20,7 @@ from megascale.record.layout import COLLECTIVE, NEWEST, RECEIVE, SEND, Phase
 from megascale.record.rank_state import FlightEvent, GroupState, RankRuns, RankState, Wait
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.interleaved import interleaved_1f1b
-from megascale.schedule.ir import Action, Kind, build_schedule
+from megascale.schedule.ir import Action, Kind, build_schedule, each_action
 from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 
@@ -109,7 +109,8 @@ def _group(topology: Topology, first: Coord, axis: str) -> RankRuns:
 @functools.lru_cache(maxsize=64)
 def _lowered(pp: int, work: Workload) -> list[list[Action]]:
     order = one_f_one_b if work.vpp == 1 else interleaved_1f1b
-    return lower(build_schedule(order, pp, work.vpp, work.micro_batches), looped(pp, work.vpp))
+    lowered = lower(build_schedule(order, pp, work.vpp, work.micro_batches), looped(pp, work.vpp))
+    return [[*each_action(actions)] for actions in lowered]
 
 
 class _Program:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megascale.layout.stages import Placement
 from megascale.operate.show.summary import union_length
 from megascale.schedule.dependencies import neighbours
-from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, Schedule
+from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind
 
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
@@ -36,7 +36,7 @@ class Times(NamedTuple):
     open: int
 
 
-def posted_ahead(order: RankSchedule, ahead: int = 2) -> RankSchedule:
+def posted_ahead(order: Sequence[Action], ahead: int = 2) -> list[Action]:
     """Move every receive of a rank's list before the action that is `ahead` compute actions before its consumer."""
     work = {action: at for at, action in enumerate(each for each in order if each.kind in COMPUTE_KINDS)}
     actions, before = list(work), defaultdict[Action, list[Action]](list)
@@ -46,7 +46,7 @@ def posted_ahead(order: RankSchedule, ahead: int = 2) -> RankSchedule:
     return [each for action in order if action.kind not in RECEIVES for each in (*before[action], action)]
 
 
-def times_of(lowered: Schedule, placement: Placement, seconds: Seconds, message: float) -> Times:
+def times_of(lowered: Sequence[Sequence[Action]], placement: Placement, seconds: Seconds, message: float) -> Times:
     """Simulate a lowered schedule. `message`: seconds of a message."""
     ranks = [_Rank(number, deque(order), placement) for number, order in enumerate(lowered)]
     progress = True

@@ -12,7 +12,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.schedule.interleaved import microbatch_groups
-from megascale.schedule.ir import Kind, RankSchedule
+from megascale.schedule.ir import Kind, RankSchedule, each_action
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 3  # groups of micro-batches until the memory of a periodic schedule repeats
@@ -59,12 +59,12 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: int, receiv
     `newest`, from the chunk `before`, and `older`, freed in the next backward. `head`: unsharded gradient of the head,
     from the loss to the last chunk's backward. `received`: input of a forward that is recomputed.
     """
-    dropped = {action[1:] for action in order if action.kind is Kind.R}
+    dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
     last = chunks[-1].unit
     saved, peak = last.saved, last.saved + last.casting  # in the first forward
     alive = newest = older = loss = 0
     before = -1
-    for kind, chunk, microbatch in order:
+    for kind, chunk, microbatch in each_action(order):
         unit, follows, reducing = chunks[chunk]
         if kind in (Kind.F, Kind.R):
             again = (chunk, microbatch) in dropped
@@ -84,9 +84,9 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: int, receiv
 
 def most_inputs(order: RankSchedule, inputs: Sequence[int]) -> int:
     """Count the most inputs of blocks that are kept from forward to backward, `inputs` by a micro-batch on a chunk."""
-    dropped = {action[1:] for action in order if action.kind is Kind.R}
+    dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
     held = most = 0
-    for kind, chunk, microbatch in order:
+    for kind, chunk, microbatch in each_action(order):
         if kind in (Kind.B, Kind.W):
             held -= inputs[chunk]
         elif kind is Kind.R or (kind is Kind.F and (chunk, microbatch) not in dropped):

@@ -16,13 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from megascale.layout.stages import Place, Placement
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.record.label import BACKWARD
 from megascale.schedule.dependencies import RESULTS, neighbours
-from megascale.schedule.ir import COMPUTE_KINDS, Action, Kind, RankSchedule, Schedule, ScheduleError
+from megascale.schedule.ir import (
+    COMPUTE_KINDS,
+    Action,
+    Kind,
+    Overlap,
+    RankSchedule,
+    Schedule,
+    ScheduleError,
+    each_action,
+)
 
 Message = int
 """2 x (micro-batch x stages + receiving stage), + 1 for a gradient."""
@@ -38,7 +48,8 @@ class StageTimes:
     collectives over dp, in `buckets` (default 1); `slowdown`: slowdown of compute, as a share of an overlapped
     collective's time; `share_link`: messages and collectives share a link. `scales`: by micro-batch, factors of compute
     and of messages, for micro-batches of unequal lengths; empty: all equal. `weight_gradient`: the part of a backward
-    that a schedule may run apart.
+    that a schedule may run apart. `hidden`: by rank and the chunks of an Overlap's forward and backward, the seconds
+    that it takes less than both.
     """
 
     forward: Mapping[Place, float]
@@ -52,6 +63,7 @@ class StageTimes:
     share_link: bool = False
     scales: Sequence[tuple[float, float]] = ()
     weight_gradient: Mapping[Place, float] = field(default_factory=dict)
+    hidden: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
 
     def seconds(self, kind: Kind, place: Place) -> float:
         """Return the duration of a compute action."""
@@ -136,14 +148,12 @@ class _Rank:
         """Run the actions of this rank; yield to wait for a message."""
         rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.overlaps.pp, self.overlaps.dp
         (ready, arrival, waiting), stride = messages, 2 * self.placement.count
-        chunks, kinds = range(self.placement.v), {action.kind for action in self.order}
-        routes = {kind: [self._route(kind, chunk) for chunk in chunks] for kind in kinds}
-        last = {action.chunk: action for action in self.order if routes[action.kind][0].completes}
+        steps = [*self._steps()]
+        last = {action.chunk: action for action, route in steps if route.completes}
         gathered, reductions = self._gather(), list[Action]()
         now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
-        for action in self.order:
-            kind, chunk, microbatch = action
-            seconds, enters, leaves, backward, completes = routes[kind][chunk]
+        for action, (seconds, enters, leaves, backward, completes) in steps:
+            _, chunk, microbatch = action
             begin, first = now, stride * microbatch
             weights = received = now = max(now, gathered[chunk])
             work, size = times.scales[microbatch] if times.scales else (1.0, 1.0)
@@ -171,10 +181,26 @@ class _Rank:
                 self._record(action, begin, weights, received, start, done, sent, arrives)
             if completes and (reduce_each or action is last[chunk]):
                 reductions.append(action)
-                now = self._reduce(action, now, last=action is self.order[-1]) if overlaps_dp else now
+                now = self._reduce(action, now, last=action is steps[-1][0]) if overlaps_dp else now
         for action in () if overlaps_dp else reductions:
             now = self._reduce(action, now, last=True)
         self.end = now
+
+    def _steps(self) -> Iterator[tuple[Action, _Route]]:
+        """Yield the actions with their routes. A pair waits for what both need, and then sends what both leave."""
+        route = cache(self._route)
+        for entry in self.order:
+            if isinstance(entry, Overlap):
+                forward, backward = entry
+                one, two = route(forward.kind, forward.chunk), route(backward.kind, backward.chunk)
+                less = self.times.hidden.get((self.rank, forward.chunk, backward.chunk), 0.0) / 2
+                yield backward, two._replace(seconds=0.0, sent=None, completes=False)
+                yield forward, one._replace(seconds=one.seconds - less, sent=None)
+                yield backward, two._replace(seconds=two.seconds - less, received=None, sent=None, completes=False)
+                yield forward, one._replace(seconds=0.0, received=None)
+                yield backward, two._replace(seconds=0.0, received=None)
+            else:
+                yield entry, route(entry.kind, entry.chunk)
 
     def _route(self, kind: Kind, chunk: int) -> _Route:
         backward = COMPUTE_KINDS[kind].runs == BACKWARD
@@ -187,7 +213,7 @@ class _Rank:
     def _gather(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""
         gathered = dict[int, float]()
-        for chunk in dict.fromkeys(action.chunk for action in self.order if action.kind is FORWARD):
+        for chunk in dict.fromkeys(action.chunk for action in each_action(self.order) if action.kind is FORWARD):
             taken, start = self.times.gather.get((self.rank, chunk), 0.0), self.until
             self.until = start + taken
             # a forward waits for the first bucket, and computes while later buckets arrive

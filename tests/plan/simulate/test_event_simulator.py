@@ -17,6 +17,7 @@ from megascale.record.events import COMPUTE
 from megascale.schedule import ir
 from megascale.schedule.ir import Action, Kind, ScheduleError, backward, forward
 from megascale.schedule.lower import lower
+from tests.schedule.orders import schedule_of
 
 ALL, NONE = Overlaps(tp="all", pp=True, dp=True), Overlaps()
 WORK = tuple(ir.COMPUTE_KINDS)
@@ -146,10 +147,9 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
     """A rank's sends and reductions stand where lowering puts them; all-gathers keep the order of lowering, before the
     first forward of their chunk.
     """
-    v = v if SCHEDULES[name].facts["multi_chunk"] else 1
-    compute = ir.build_schedule(SCHEDULES[name].load(), p, v, m)
-    dp = dict.fromkeys(itertools.product(range(p), range(v)), 0.1)
-    taken, placement = times(p, v, message=0.1, reduce=dp, gather=dp), looped(p, v)
+    compute, placement = schedule_of(name, p, v, m)
+    dp = dict.fromkeys(placement.places, 0.1)
+    taken = times(p, placement.v, message=0.1, reduce=dp, gather=dp)
     recorded = simulate(compute, placement, taken, ALL, reduce_each=each, spans=True)
     for rank, order in enumerate(lower(compute, placement, reduce_each=each)):
         spans = [
@@ -158,7 +158,7 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
             if span.rank == rank and (span.row == COMPUTE or span.action.kind not in WORK)
         ]
         gathers = {span.action.chunk: span for span in spans if span.action.kind is Kind.WAIT_PARAMS}
-        expected = [action for action in order if action.kind not in (Kind.RECV_F, Kind.RECV_B)]
+        expected = [action for action in ir.each_action(order) if action.kind not in (Kind.RECV_F, Kind.RECV_B)]
         assert [span.action for span in spans] == sorted(
             expected, key=lambda action: action.kind is not Kind.WAIT_PARAMS
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from lab.message_times import Times, posted_ahead, times_of
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import placement_of
-from megascale.schedule.ir import Kind, build_schedule
+from megascale.schedule.ir import Kind, build_schedule, each_action
 from megascale.schedule.lower import lower
 
 SHARES = (0.02, 0.1)
@@ -89,7 +89,8 @@ def compare(shape: Shape, message: float, seed: int | None = None) -> list[Times
     """Return the times of receives posted ahead, and of those that senders place. `seed`: of times that vary."""
     name, p, v, m = shape
     placement = placement_of(name, p, v)
-    lowered = lower(build_schedule(SCHEDULES[name].load(), p, v, m), placement)
+    compute = build_schedule(SCHEDULES[name].load(), p, v, m)
+    lowered = [[*each_action(order)] for order in lower(compute, placement)]
 
     chance, jitter = random.Random(seed), 0.0 if seed is None else JITTER
     seconds = {

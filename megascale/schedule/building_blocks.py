@@ -1,0 +1,127 @@
+"""V-Half and V-Min: the V-shaped schedules with a half and a third of the activations of 1F1B (Qi et al. 2024, Pipeline
+parallelism with controllable memory).
+
+A micro-batch is a building block: the times of its F0, F1, I1 and I0 on every rank. Blocks repeat every 6 times; the
+weights' gradients take the times that are left. The longer a block, the more micro-batches are live. Then every rank
+runs what is ready ahead of its turn, unless more would ever be live than in the blocks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from megascale.layout.stages import v_shaped
+from megascale.schedule.dependencies import Result, dependencies, results
+from megascale.schedule.ir import Action, Kind, RankSchedule, forward
+
+PERIOD = 6
+LIVE = {Kind.F: 1, Kind.I: 0, Kind.W: -1}
+"""How many more activations are live after an action."""
+
+
+class Block(NamedTuple):
+    """Times of a micro-batch on rank r, of F0, F1, I1 and I0: `starts` + `hops` r."""
+
+    starts: tuple[int, int, int, int]
+    hops: tuple[int, int, int, int]
+
+
+def v_half(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """List the actions of `rank` of p for m micro-batches; v must be 2.
+
+    With equal times F, I, W of a rank the bubble is less than half of 1F1B's, 3 (p - 1) F / 2, and at most 1 + p // 2
+    micro-batches are live.
+
+    Raises: ValueError for v != 2
+    """
+    wait = 0 if p % 2 else 3
+    block = Block((0, 3 * p - 2, 3 * p + wait - 1, 6 * p + wait - 2), (2, -1, 2, -1))
+    return repeated("v_half", block, p, v, m, rank)
+
+
+def v_min(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """List the actions of `rank` of p for m micro-batches; v must be 2.
+
+    With equal times F, I, W of a rank the bubble is at most two thirds of 1F1B's, 2 (p - 1) F, and at most (p + 4) // 3
+    micro-batches are live.
+
+    Raises: ValueError for v != 2
+    """
+    wait = 0 if p % 3 else 2
+    block = Block((0, 2 * p - 1, 2 * p + wait, 4 * p + wait - 1), (1, -1, 1, -1))
+    return repeated("v_min", block, p, v, m, rank)
+
+
+def repeated(name: str, block: Block, p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """Repeat the steady micro-batch of a short schedule for m micro-batches."""
+    if v != 2:
+        raise ValueError(f"{name} has two model chunks per rank, not {v}")
+    few = min(m, 2 * p + 4)
+    order, more = squeezed(block, p, few)[rank], m - few
+    if not more:
+        return [*order]
+    start, end = order.index(Action(Kind.I, 0, p)), order.index(Action(Kind.I, 0, p + 1))
+    steady = [_later(action, i) for i in range(more) for action in order[start:end]]
+    return [*order[:start], *steady, *(_later(action, more) for action in order[start:])]
+
+
+def _later(action: Action, microbatches: int) -> Action:
+    return action._replace(microbatch=action.microbatch + microbatches)
+
+
+def in_blocks(block: Block, m: int, rank: int) -> list[Action]:
+    """Order the actions of a rank by the times of their blocks, the oldest W in every time that is left."""
+    passes = forward(0, 0), forward(1, 0), Action(Kind.I, 1, 0), Action(Kind.I, 0, 0)
+    at = {
+        start + hop * rank + PERIOD * i: action._replace(microbatch=i)
+        for start, hop, action in zip(*block, passes, strict=True)
+        for i in range(m)
+    }
+    order, left = list[Action](), list[Action]()
+    for time in range(max(at) + 1):
+        if (action := at.get(time)) is not None:
+            order.append(action)
+            left += [action._replace(kind=Kind.W)] if action.kind is Kind.I else []
+        elif left:
+            order.append(left.pop(0))
+    return order + left
+
+
+@lru_cache(8)
+def squeezed(block: Block, p: int, m: int) -> list[list[Action]]:
+    """Run the blocks of all ranks in unit times: a rank takes the first action of its order that is ready, a W only
+    without another, and a forward only if never more activations are live than in the blocks.
+    """
+    placement, schedule = v_shaped(p, 2), [list[Action]() for _ in range(p)]
+    orders = [in_blocks(block, m, rank) for rank in range(p)]
+    most = max(max(accumulate(LIVE[action.kind] for action in order)) for order in orders)
+    left = [[(action, dependencies(action, rank, placement)) for action in order] for rank, order in enumerate(orders)]
+    live, done = [0] * p, set[Result]()
+    while any(left):
+        ended = list[Result]()
+        for rank, order in enumerate(left):
+            if (at := _next(order, live[rank], most, done)) is not None:
+                action, _ = order.pop(at)
+                schedule[rank].append(action)
+                live[rank] += LIVE[action.kind]
+                ended += results(action, rank, placement)
+        done.update(ended)
+    return schedule
+
+
+def _next(order: list[tuple[Action, list[Result]]], live: int, most: int, done: set[Result]) -> int | None:
+    """Find the action of a rank's order that is next, None while none can run."""
+    passed, weights, high = set[tuple[Kind, int]](), None, live  # high: the most that are live up to here
+    for at, ((kind, chunk, _), needs) in enumerate(order):
+        if (kind, chunk) not in passed and (kind is not Kind.F or high < most) and done.issuperset(needs):
+            if kind is not Kind.W:
+                return at
+            weights = at if weights is None else weights
+        passed.add((kind, chunk))
+        live += LIVE[kind]
+        high = max(high, live)
+        if len(passed) == 2 * len(LIVE):
+            break
+    return weights
