@@ -121,8 +121,8 @@ class JobMemory:
         if config.num_chunks > 1:
             layers = len(self.layout.layers(self.layout.index(stage, 0)))
             saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
-        if p.pp > 1:
-            transient += posted_receives(p.pp, p.vpp, m, stage) * sizes.message
+        if p.pp > 1 and p.schedule:
+            transient += posted_receives(p.schedule, p.pp, p.vpp, m, stage) * sizes.message
         if stage in (first, last):
             depths = config.model.mtp_layers if stage == last else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
@@ -192,4 +192,5 @@ class JobMemory:
         unsharded = size * chunk.elements
         follows = activations.chunk_bytes(units, (dense, experts), overlap).backward
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
-        return ChunkBytes(chunk._replace(backward=chunk.backward + unsharded), follows + unsharded, reducing)
+        chunk = chunk._replace(backward=chunk.backward + unsharded)
+        return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)
