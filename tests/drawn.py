@@ -57,7 +57,9 @@ def jobs(
         "data": {"mock": True},
         "checkpoint": {"every": 0},
     }
-    tree["batch"]["global"] = tree["batch"]["micro"] * parallel["dp"] * draw(st.integers(1, 16 if large else 6))
+    least = max(1, SCHEDULES[parallel["schedule"]].facts.get("min_m", 0) * parallel["pp"])
+    count = draw(st.integers(least, 16 if large else max(least, 6)))
+    tree["batch"]["global"] = tree["batch"]["micro"] * parallel["dp"] * count
     tree["overlap"]["bucket_bytes"] = "auto" if large else 1 << draw(st.sampled_from([20, 22, 25]))
     widths = ([2048] if quick else [2048, 4096, 8192]) if large else None
     tree["model"] = draw(models(parallel, tree["train"]["precision"] == "fp8", widths))
@@ -111,7 +113,8 @@ def layouts(draw: Draw, large: bool = False) -> dict[str, Any]:
     """Draw a section [parallel] without `layers_per_chunk`."""
     tp, pp = draw(st.sampled_from([1, 2, 4, 8] if large else [1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4]))
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    able = [name for name in SCHEDULES.names() if vpp == 1 or SCHEDULES[name].facts["multi_chunk"]]
+    facts = {name: SCHEDULES[name].facts for name in SCHEDULES.names()}
+    able = [name for name in facts if facts[name].get("v", vpp) == vpp and (vpp == 1 or facts[name]["multi_chunk"])]
     return {
         "tp": tp, "sp": tp > 1 and draw(booleans), "pp": pp, "vpp": vpp, "schedule": draw(st.sampled_from(able)),
         "dp": draw(st.sampled_from([1, 2, 16] if large else [1, 2, 3])), "zero": draw(st.sampled_from([0, 1, 2])),

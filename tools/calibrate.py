@@ -2,8 +2,8 @@
 """Fit the efficiencies of configs/hardware and configs/stacks to the trusted rows of tools/calibration, and write the
 profiles. Write the errors by source and the worth of every assumption to docs/results/planner.md.
 
-`--check` only prints the errors of the present profiles; `--assumptions` only updates the assumptions' worth, and
-`--experts` the errors of mixtures of experts.
+`--check` only prints the errors of the present profiles; `--assumptions` only updates the assumptions' worth,
+`--experts` the errors of mixtures of experts, and `--split` those of schedules with split backwards.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from calibration import assumptions
 from calibration import experts as expert_rows
 from calibration.fit import EFFICIENCIES, FIRST_YEAR, LOSS, RECENT, RECENT_YEAR, Fit, Profiles, Values, mean_error
-from calibration.rows import MANY, ROWS, Row, goals, read
+from calibration.rows import MANY, ROWS, Row, goals, read, read_split
 from megascale.config import profile_files
 from megascale.core.files import write_text
+from megascale.layout.parameters import parameter_count
 from megascale.plan.account.flops import mfu
 from megascale.plan.simulate import profiles
 from results import fill
@@ -42,6 +43,7 @@ def main() -> None:
         "--assumptions", action="store_true", help="fit nothing, write the worth of the assumptions to the page"
     )
     parser.add_argument("--experts", action="store_true", help="fit only the rows of experts, write them to the page")
+    parser.add_argument("--split", action="store_true", help="fit nothing, write the errors of split backwards")
     options = parser.parse_args()
     gc.disable()  # a simulation allocates millions of tuples, none in a cycle
     rows = [row for row in read(options.rows) if row.trusted]
@@ -50,6 +52,9 @@ def main() -> None:
         return
     if options.experts:
         fill(PAGE, "experts", "\n".join(experts()))
+        return
+    if options.split:
+        fill(PAGE, "split", "\n".join(split_backwards(rows)))
         return
     if options.assumptions:
         write_assumptions(rows)
@@ -64,6 +69,7 @@ def main() -> None:
     page = list(report(rows, fitted, left_out))
     fill(PAGE, "calibration", "\n".join(page))
     fill(PAGE, "experts", "\n".join(experts()))
+    fill(PAGE, "split", "\n".join(split_backwards(rows)))
     write_assumptions(rows)
     print("\n".join([*page, "", *values_table(fit.values)]))
     print(f"{time.monotonic() - began:.0f} s")
@@ -72,6 +78,38 @@ def main() -> None:
 def experts() -> Iterator[str]:
     """Yield the tables of mixtures of experts."""
     return expert_rows.report(expert_rows.read())
+
+
+def split_backwards(rows: Sequence[Row]) -> Iterator[str]:
+    """Tabulate published steps with split backwards, by profiles that are fitted to steps of other schedules: their
+    errors, and their gain over 1F1B where that was published for the same job.
+    """
+
+    def job(row: Row) -> tuple[str, ...]:
+        return tuple(row.text[key] for key in ("source", "gpus", "layers", "batch", "micro"))
+
+    split = list(read_split())
+    plain = {job(row): row for row in rows if row.config.parallel.schedule == "1f1b"}
+    planned = as_written([*split, *plain.values()])
+    yield "| model, GPUs | batch, micro | schedule | measured, s | planned, s | error | over 1F1B, measured | planned |"
+    yield f"|---|---|---|{'---:|' * 5}"
+    gains, errors = list[float](), list[float]()
+    for row in split:
+        seconds, whole = planned[row.line], plain.get(job(row))
+        errors.append(seconds / row.step_s - 1)
+        model, jobs = parameter_count(row.config.model) / 1e9, f"{row.text['batch']}, {row.text['micro']}"
+        cells = [f"{model:.1f}B, {row.text['gpus']}", jobs, f"{row.text['schedule']}: {row.config.parallel.schedule}"]
+        cells += [f"{row.step_s:.3f}", f"{seconds:.3f}", f"{errors[-1]:+.1%}"]
+        if whole is not None:
+            measured, ours = whole.step_s / row.step_s, planned[whole.line] / seconds
+            gains.append(ours / measured - 1)
+            cells += [f"{measured - 1:+.1%}", f"{ours - 1:+.1%}"]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield (
+        f"Mean error of {len(errors)} steps {mean(map(abs, errors)):.1%}, of {len(gains)} gains "
+        f"{mean(map(abs, gains)):.1%}."
+    )
 
 
 def as_written(rows: Sequence[Row]) -> dict[int, float]:

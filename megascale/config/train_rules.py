@@ -77,7 +77,7 @@ def noise_scale(parallel: ParallelConfig, batch: BatchConfig, train: TrainConfig
     if batch.total <= batch.micro:
         message = f"a step of one micro-batch of {batch.micro} has no smaller batch to compare with"
         yield Finding(key, message, "a larger batch.global, a smaller batch.micro, or 0")
-    ahead = "unbounded_in_flight", "split", "runs_ahead"
+    ahead = "unbounded_in_flight", "split", "pairs"
     fit = [card.name for card in SCHEDULES.cards.values() if not any(map(card.facts.get, ahead))]
     if name and name not in fit:
         message = f"{name} computes the head's gradient of further micro-batches before all gradients of the first"

@@ -231,7 +231,7 @@ def test_schedules_keep_the_first_micro_batch_apart(name: str) -> None:
                         if (rank, chunk) == (p - 1, v - 1):
                             before = [a for a in actions[:first] if a.kind is Kind.F and a.chunk == chunk]
                             apart = len(before) == 1
-                assert m == 1 or p == 1 or apart != any(map(card.facts.get, ("unbounded_in_flight", "runs_ahead")))
+                assert m == 1 or p == 1 or apart != any(map(card.facts.get, ("unbounded_in_flight", "pairs")))
 
 
 def set_averages(run: Any) -> None:

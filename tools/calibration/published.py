@@ -132,7 +132,7 @@ class PublishedStep(StepParts):
             pairs = dict.fromkeys(pairs, sum(pairs.values(), PassTimes()) * (1 / len(pairs)))
         if self.system.overlaps != "none":
             pairs = {
-                place: PassTimes(*(self._overlapped(each) for each in (pair.forward, pair.backward)))
+                place: PassTimes(self._overlapped(pair.forward), self._overlapped(pair.backward), pair.weights)
                 for place, pair in pairs.items()
             }
         return pairs

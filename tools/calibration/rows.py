@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ GOALS = {"A100": "a100", "H100": "h100"}
 """Accelerators with a goal for the error, and the prefix of their profiles' names."""
 
 FLAGS = {"0": False, "1": True, "": False}
+
+SPLIT = {"zb-1p": "zb_h1", "zb-v": "zb_v"}
+"""Published schedules with split backwards that ours come closest to; no fit uses their rows."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,19 @@ def read(path: Path = ROWS) -> Iterator[Row]:
 
     Raises: ValueError for an invalid row: indivisible batch, or a layout with another number of devices.
     """
+    return _read(path, {name: name for name in SCHEDULES.cards})
+
+
+def read_split(path: Path = ROWS) -> Iterator[Row]:
+    """Read the rows of published schedules with split backwards, with those of ours (`SPLIT`)."""
+    return _read(path, {name: ours for name, ours in SPLIT.items() if ours in SCHEDULES.cards})
+
+
+def _read(path: Path, schedules: Mapping[str, str]) -> Iterator[Row]:
     with open(path, encoding="utf-8", newline="") as file:
         for line, text in enumerate(csv.DictReader(file), start=2):
-            if text["schedule"] in SCHEDULES.cards:
-                yield _row(line, text)
+            if (schedule := schedules.get(text["schedule"])) is not None:
+                yield _row(line, text, schedule)
 
 
 def goals(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -94,9 +106,9 @@ def goals(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return dict(sorted(groups.items()))
 
 
-def _row(line: int, text: dict[str, str]) -> Row:
+def _row(line: int, text: dict[str, str], schedule: str) -> Row:
     try:
-        config = RunConfig.model_validate(_tree(text)).resolve(int(text["gpus"]))
+        config = RunConfig.model_validate(_tree(text, schedule)).resolve(int(text["gpus"]))
     except ValueError as error:
         raise ValueError(f"line {line}: {error}") from error
     if config.world_size != int(text["gpus"]) or config.batch.total % (config.batch.micro * config.dp):
@@ -109,8 +121,8 @@ def _row(line: int, text: dict[str, str]) -> Row:
     )  # fmt: skip
 
 
-def _tree(text: dict[str, str]) -> dict[str, Any]:
-    """Convert a row to a configuration."""
+def _tree(text: dict[str, str], schedule: str) -> dict[str, Any]:
+    """Convert a row to a configuration, with a schedule of megascale's."""
 
     def number(name: str) -> int:
         return int(text[name])
@@ -139,7 +151,7 @@ def _tree(text: dict[str, str]) -> dict[str, Any]:
             "vpp": number("vpp"),
             "dp": number("dp"),
             "zero": min(2, number("zero")),
-            "schedule": text["schedule"],
+            "schedule": schedule,
         },
         "batch": {"micro": number("micro"), "global": number("batch")},
         "train": {

@@ -36,7 +36,7 @@ class CommOp(NamedTuple):
 class UnitBytes(NamedTuple):
     """Bytes of a unit, or of a block's part: `saved` for backward; transient peaks of `forward`, of `backward` and of
     `casting` weights to FP8; `gradient`, the input's gradient minus the output's. `elements`: weights of the unit, of
-    which `experts` are those of experts.
+    which `experts` are those of experts. `left`: by the I of a split backward, for its W.
     """
 
     saved: int
@@ -46,6 +46,7 @@ class UnitBytes(NamedTuple):
     elements: int = 0
     casting: int = 0
     experts: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True)

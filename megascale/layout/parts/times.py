@@ -48,10 +48,11 @@ class Seconds(_Sum):
 
 @dataclass(frozen=True)
 class PassTimes(_Sum):
-    """A forward and a backward."""
+    """A forward and a backward. `weights`: the part of the backward that a split one does in W."""
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
+    weights: Seconds = Seconds()
 
     @property
     def total(self) -> float:

@@ -3,7 +3,8 @@
 A model chunk is a sequence of units, each with a function here: embedding, blocks, head. A block is a list of parts
 (`layout.parts`). The forward of a part adds saved bytes (Korthikanti et al. 2022, section 4). Its backward allocates
 dgrad and work space, then frees the output's gradient and the saved tensors. Transient bytes are the peak along this
-walk with torch's unfused operators; fused kernels need less. docs/memory.md has the table.
+walk with torch's unfused operators; fused kernels need less. docs/memory.md has the table. A split backward leaves the
+inputs of linear layers and the gradients of their outputs for W: as many bytes as a block saves without recomputation.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     of_block = replace(sizes, fp8=fp8, recompute=recompute)
     parts = [part.memory(of_block, at) for part, at in surroundings(tile_mlp(block, recompute.mlp_tiles))]
     released, forward, backward = walk(parts, sizes.stream)
+    left = released if sizes.split else 0
     if recompute.full:  # the recomputed forward's saved tensors exist in this block's backward only
         kept = sizes.stream + sum(part.kept(of_block) for part in block)
         released, backward = kept, released + max(forward, backward)
@@ -48,7 +50,7 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     casting = cast * max(elements) if fp8 else 0
     experts = sum(part.expert_numel for part in block) // sizes.ep
     whole = sum(part.whole_numel for part in block)
-    return UnitBytes(released, forward, backward, 0, sum(elements) + whole + experts, casting, experts)
+    return UnitBytes(released, forward, backward, 0, sum(elements) + whole + experts, casting, experts, left)
 
 
 def layer_bytes(sizes: MicroBatchSizes, fp8: range) -> Callable[[int, RecomputePolicy], UnitBytes]:
@@ -65,7 +67,8 @@ def embedding_bytes(sizes: MicroBatchSizes) -> UnitBytes:
     saved = sizes.tokens * (TOKEN + (1 if sizes.tp > 1 else 0)) + sizes.mask  # with tp a mask of other ranks' tokens
     backward = sizes.stream + sizes.full + sizes.full // sizes.compute * sizes.wide
     positions = sizes.model.seq_length * sizes.model.hidden_size if sizes.model.position == "learned" else 0
-    return UnitBytes(saved, 2 * sizes.stream, backward, elements=_vocabulary(sizes) + positions)
+    left = saved + sizes.stream if sizes.split else 0
+    return UnitBytes(saved, 2 * sizes.stream, backward, elements=_vocabulary(sizes) + positions, left=left)
 
 
 def head_bytes(sizes: MicroBatchSizes) -> UnitBytes:
@@ -85,17 +88,17 @@ def _vocabulary(sizes: MicroBatchSizes) -> int:
 
 
 def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: bool = False) -> UnitBytes:
-    """Account for a chain of units: a unit's backward begins after later units freed their saved tensors, and ends
-    with gradient shards (`shard_bytes`), freed at once or at the chain's end (`stay`).
+    """Account for a chain of units: a unit's backward begins after later units freed their saved tensors, but for what
+    they have left, and ends with gradient shards (`shard_bytes`), freed at once or at the chain's end (`stay`).
     """
-    saved = forward = backward = casting = 0
+    saved = forward = backward = casting = left = 0
     for unit in reversed(units):
         shard = shard_bytes(unit, shares)
         forward, casting = max(forward, unit.forward - saved), max(casting, unit.casting - saved)
-        backward = max(backward, unit.backward - saved, shard - unit.saved - saved)
-        saved += unit.saved - (shard if stay else 0)
+        backward = max(backward, unit.backward + left - saved, shard - unit.saved - saved)
+        saved, left = saved + unit.saved - (shard if stay else 0), left + unit.left
     elements, experts = sum(unit.elements for unit in units), sum(unit.experts for unit in units)
-    return UnitBytes(saved, forward, backward, 0, elements, casting, experts)
+    return UnitBytes(saved, forward, backward, 0, elements, casting, experts, left)
 
 
 def shard_bytes(unit: UnitBytes, shares: Shares) -> int:

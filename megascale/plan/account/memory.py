@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
@@ -123,8 +123,8 @@ class JobMemory:
         if config.num_chunks > 1:
             layers = len(self.layout.layers(self.layout.index(stage, 0)))
             saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
-        if p.pp > 1:
-            transient += posted_receives(p.pp, p.vpp, m, stage) * sizes.message
+        if p.pp > 1 and p.schedule:
+            transient += posted_receives(p.schedule, p.pp, p.vpp, m, stage) * sizes.message
         if stage in (first, last):
             depths = config.model.mtp_layers if stage == last else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
@@ -166,14 +166,10 @@ class JobMemory:
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [activations.embedding_bytes(self.sizes)] if index == 0 else []
             units, layers = begin, self.layout.layers(index)
-            blocks = {layer: self.layer(layer, recompute) for layer in layers}
-            if recompute.full and self.sizes.split:  # from I to W there is what the chunk does not save
-                left = sum(self.layer(layer, replace(recompute, full=False, offload=False)).saved for layer in layers)
-                blocks = {layer: block._replace(backward=block.backward + left) for layer, block in blocks.items()}
-            units += [blocks[layer] for layer in layers if layer < model.num_layers]
+            units += [self.layer(layer, recompute) for layer in layers if layer < model.num_layers]
             units += [head] if index == self.layout.count - 1 else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
-                units += [blocks[layer], further]
+                units += [self.layer(layer, recompute), further]
             chunks.append(units)
         return chunks
 
@@ -203,4 +199,5 @@ class JobMemory:
         unsharded = size * chunk.elements
         follows = activations.chunk_bytes(units, (dense, experts), overlap).backward
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
-        return ChunkBytes(chunk._replace(backward=chunk.backward + unsharded), follows + unsharded, reducing)
+        chunk = chunk._replace(backward=chunk.backward + unsharded)
+        return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)

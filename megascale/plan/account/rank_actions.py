@@ -15,7 +15,7 @@ from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import Kind, RankSchedule, each_action
 from megascale.schedule.state_aware import state_aware_1f1b
 
-GROUPS = 3  # groups of micro-batches until the memory of a periodic schedule repeats
+GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
 CACHED_ORDERS = 64  # layouts of a search often share the order of actions
 
 
@@ -46,12 +46,14 @@ def representative_microbatches(p: int, m: int) -> int:
 
 class ChunkBytes(NamedTuple):
     """Bytes of a model chunk: as a `unit`; transient in a backward that `follows` another chunk's, with the shards of
-    its gradients; of gradients still in reduction after the backward (`reducing`).
+    its gradients; of gradients still in reduction after the backward (`reducing`); of those that the backward writes
+    `unsharded`, in W if it is split.
     """
 
     unit: UnitBytes
     follows: int
     reducing: int = 0
+    unsharded: int = 0
 
 
 def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: int, received: int) -> tuple[int, int]:
@@ -65,20 +67,24 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: int, receiv
     alive = newest = older = loss = 0
     before = -1
     for kind, chunk, microbatch in each_action(order):
-        unit, follows, reducing = chunks[chunk]
+        unit, follows, reducing, unsharded = chunks[chunk]
         if kind in (Kind.F, Kind.R):
             again = (chunk, microbatch) in dropped
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
         if chunk == len(chunks) - 1:
             loss = head if kind in (Kind.F, Kind.R) else 0
-        beside = unit.forward + older
-        if kind not in (Kind.F, Kind.R):  # reductions of a chunk finish bucket by bucket, before new gradients
+        beside = older + (unit.backward - unsharded if kind is Kind.I else unit.forward)
+        if kind is Kind.B:  # reductions of a chunk finish bucket by bucket, before new gradients
             beside = unit.backward if newest and chunk == before else follows
+        elif kind is Kind.W:
+            beside = unsharded
         if alive + beside + newest + loss > peak:
             saved, peak = alive, alive + beside + newest + loss
-        if kind in (Kind.B, Kind.W):  # W needs all that the stage has saved
+        if kind is Kind.I:
+            alive += unit.left - unit.saved
+        elif kind in (Kind.B, Kind.W):
             older, newest = 0 if chunk == before else newest, reducing
-            alive, before = alive - unit.saved, chunk
+            alive, before = alive - (unit.saved if kind is Kind.B else unit.left), chunk
     return saved, peak - saved
 
 
@@ -95,11 +101,17 @@ def most_inputs(order: RankSchedule, inputs: Sequence[int]) -> int:
     return most
 
 
-def posted_receives(p: int, v: int, m: int, stage: int) -> int:
-    """Bound the receives that a rank has posted for later actions (`schedule.lower`): two, and where the stages of the
-    next chunk begin or end also those of micro-batches that wait for the rest of a group larger than p.
+def posted_receives(schedule: str, p: int, v: int, m: int, stage: int) -> int:
+    """Bound the receives that a rank has posted for later actions (`schedule.lower`): two, or three of pairs, and where
+    the stages of the next chunk begin or end also those of micro-batches that wait for the rest of a group larger than
+    p, and with split backwards, which return sooner, up to p.
     """
+    facts = SCHEDULES[schedule].facts
     last, waiting = stage == p - 1, max(groups.size for groups in microbatch_groups(p, m) if groups.num_groups) - p
+    paired = 1 if facts.get("pairs") else 0
     if v == 1:
-        return min(1 if last else 2, m)
-    return min((4 if last else 2) + (max(0, waiting) if last or stage == 0 else 0), m * v)
+        return min((1 if last else 2) + paired, m)
+    posted = 4 if last else 2 + paired
+    if last or stage == 0:
+        posted = max(posted, p if facts.get("split") else 0) + max(0, waiting)
+    return min(posted, m * v)

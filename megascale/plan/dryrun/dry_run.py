@@ -13,6 +13,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.chunks import stages_of
 from megascale.layout.topology import Coord, topology_of
 from megascale.ops.rope import rope_table
+from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.dryrun.fake_mesh import FakeDevice, fake_mesh
 from megascale.plan.dryrun.replay import ModuleCostCache, replay_equal_modules
 from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, CountingRecorder, ResourceCounterMode
@@ -69,7 +70,8 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
                 run.fp8_state.has_history = True
             # chunks have more keys than the one before, and planned micro-batches differ
             if replay_modules and config.num_chunks == 1 and not config.parallel.hybrid_dp:
-                replay_equal_modules(run, ModuleCostCache(counter_mode, run.dtypes[1]))
+                split = micro_batch_sizes(config).split
+                replay_equal_modules(run, ModuleCostCache(counter_mode, run.dtypes[1], split))
             with recorder.memory_kind("buffers"):
                 batch = run.train_loader.batch(0)
             train_step(run, batch)

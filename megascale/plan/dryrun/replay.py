@@ -1,14 +1,15 @@
 """Replay of module costs: of several equal modules one is run, and its costs are replayed for the rest.
 
-`ModuleCostCache` measures a module's forward and backward in separate `ResourceCounts`. A `ReplayModule` replaces a
-module: the same communications, FLOPs, memory peak, and bytes saved for backward are counted, without the operators.
+`ModuleCostCache` measures a module's forward and backward, and the two parts of a split one, in separate
+`ResourceCounts`. A `ReplayModule` replaces a module: the same communications, FLOPs, memory peak, and bytes saved for
+backward are counted, without the operators.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +23,15 @@ from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.sequence_shard import sequence_shard
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.grad_accumulation import WeightGradients, left_for_w
 from megascale.parallel.microbatch import MicroBatch
-from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, ResourceCounterMode, ResourceCounts
+from megascale.plan.dryrun.resource_counter import (
+    BytesByKind,
+    CommCall,
+    ResourceCounterMode,
+    ResourceCounts,
+    TrackedStorage,
+)
 from megascale.train.run import Run
 
 
@@ -40,18 +48,23 @@ class PassCost:
 class ModuleCost:
     """The cost of a module whose output has `shape` and `dtype`.
 
-    `saved_for_backward`: bytes live between forward and backward. `retained`: bytes live after the backward. Neither
-    counts the input, which is saved for backward if `saves_input`. `backward` is None without gradients. `choice`: of
-    the micro-batch, if the forward has made one; it is counted neither.
+    `saved_for_backward`: bytes live between forward and backward. `left`: bytes live between the parts of a split
+    backward. `retained`: bytes live after the backward. None of them counts the input, which is saved for backward if
+    `saves_input`, or the output's gradient; the second part holds these if `leaves` says so. `backward` is None without
+    gradients, `weight_gradient` unless the backward is split. `choice`: of the micro-batch, if the forward has made
+    one; it is counted neither.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     forward: PassCost
     backward: PassCost | None
+    weight_gradient: PassCost | None
     saved_for_backward: BytesByKind
+    left: BytesByKind
     retained: BytesByKind
     saves_input: bool
+    leaves: Sequence[bool]
     choice: ExpertChoice | None
 
 
@@ -59,12 +72,14 @@ class ModuleCost:
 class ModuleCostCache:
     """Measures modules and caches their `costs`.
 
-    `representatives`: the module that is run for all modules of a key. Only the representative has the side effects of
-    a first call, such as quantized weights. `choices`: by key, those of the last measured forward, for a recomputation.
+    `split`: backwards are measured in their two parts. `representatives`: the module that is run for all modules of a
+    key. Only the representative has the side effects of a first call, such as quantized weights. `choices`: by key,
+    those of the last measured forward, for a recomputation.
     """
 
     counter_mode: ResourceCounterMode
     grad_dtype: torch.dtype
+    split: bool = False
     costs: dict[Hashable, ModuleCost] = field(default_factory=dict)
     representatives: dict[Hashable, nn.Module] = field(default_factory=dict)
     choices: dict[Hashable, dict[int, ExpertChoice]] = field(default_factory=dict)
@@ -89,46 +104,62 @@ class ModuleCostCache:
         outer, recorder.counts = recorder.counts, ResourceCounts()
         try:
             with _temporary_main_grads(module, self.grad_dtype):
-                return self._measure(x, call, choices, recompute)
+                return self._measure(module, x, call, choices, recompute)
         finally:
             recorder.counts = outer
 
     def _measure(
-        self, x: Tensor, call: Callable[[Tensor], Tensor], choices: Mapping[int, ExpertChoice], recompute: bool
+        self,
+        module: nn.Module,
+        x: Tensor,
+        call: Callable[[Tensor], Tensor],
+        choices: Mapping[int, ExpertChoice],
+        recompute: bool,
     ) -> ModuleCost:
-        with_backward, known = torch.is_grad_enabled(), set(choices)
-        counts, counter_mode = self.counts, self.counter_mode
+        with_backward, known, counts = torch.is_grad_enabled(), set(choices), self.counts
         leaf = torch.empty_like(x).requires_grad_(x.requires_grad and with_backward)
         baseline = Counter(counts.live_bytes)  # tensors that exist only for the measurement
         module_input = leaf.clone()
-        key, start = counter_mode.storage_key(module_input), self._start()
+        storages, start = [self.counter_mode.storage(module_input)], self._start()  # of the input, and of the gradient
         out = call(module_input)
         forward = self._cost(start)
         shape, dtype = out.shape, out.dtype
-        backward: PassCost | None = None
+        backward, weight_gradient = None, None
         edge, starts, held_grads = None, [start], list[Tensor]()
 
         def on_backward_start(grad: Tensor) -> None:
             starts.append(self._start())
+            storages.append(self.counter_mode.storage(grad))
             held_grads.extend([grad] if recompute else [])
 
         if with_backward:
             edge = get_gradient_edge(_BackwardStart.apply(out, on_backward_start))
         del out, module_input
-        saves_input = counter_mode.is_alive(key)
-        saved = counts.live_bytes - baseline
-        if saves_input:
-            saved -= Counter({"activations": x.nbytes})
         choice = next((choices[layer] for layer in choices.keys() - known), None)
-        kept = Counter({"activations": sum(tensor.nbytes for tensor in _tensors(choice))})
+        baseline["activations"] += sum(tensor.nbytes for tensor in _tensors(choice))
+        saved, (saves_input,) = self._held(baseline, storages)
+        left = WeightGradients()
         if edge is not None:
-            torch.autograd.backward((edge,), (torch.ones((), dtype=self.grad_dtype),))
+            with _left_in(module, left) if self.split else nullcontext():
+                torch.autograd.backward((edge,), (torch.ones((), dtype=self.grad_dtype),))
             backward = self._cost(starts[-1])
             leaf.grad = None
         del edge
         held_grads.clear()
-        retained = counts.live_bytes - baseline - kept
-        return ModuleCost(shape, dtype, forward, backward, saved - kept, retained, saves_input, choice)
+        waiting, leaves = self._held(baseline, storages)
+        if backward is not None and self.split:
+            start = self._start()
+            left.run()
+            weight_gradient = self._cost(start)
+        retained, _ = self._held(baseline, storages)
+        costs = forward, backward, weight_gradient
+        return ModuleCost(shape, dtype, *costs, saved, waiting, retained, saves_input, leaves, choice)
+
+    def _held(self, baseline: BytesByKind, storages: Sequence[TrackedStorage]) -> tuple[BytesByKind, Sequence[bool]]:
+        """Return the live bytes beyond `baseline` and `storages`, and which of these are alive."""
+        alive = [storage.alive for storage in storages]
+        held = self.counts.live_bytes - baseline
+        return held - Counter({"activations": sum(s.nbytes for s in storages if s.alive)}), alive
 
     def _start(self) -> BytesByKind:
         """Begin to count a forward or backward pass. Returns the live bytes."""
@@ -186,7 +217,7 @@ class ReplayModule(nn.Module):
         cost = cache.costs[key]
         if cost.choice is not None:
             batch.expert_choices[self._layer] = _without_values(cost.choice)
-        return _Replay.apply(x, self._anchor, cache, cost, self._layer)
+        return _Replay.apply(x, self._anchor, cache, cost, self._layer, next(self._module[0].parameters()))
 
 
 class _Replay(torch.autograd.Function):
@@ -194,9 +225,10 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, cost_cache: ModuleCostCache, cost: ModuleCost, layer: int
-    ) -> Tensor:
-        ctx.cost_cache, ctx.cost = cost_cache, cost
+        ctx: Any, x: Tensor, anchor: Tensor, cost_cache: ModuleCostCache, cost: ModuleCost, layer: int,
+        parameter: nn.Parameter,
+    ) -> Tensor:  # fmt: skip
+        ctx.cost_cache, ctx.cost, ctx.parameter = cost_cache, cost, parameter
         ctx.layer, ctx.input_meta = layer, (x.shape, x.dtype, x.requires_grad)
         if cost.saves_input:
             ctx.save_for_backward(x)
@@ -207,14 +239,26 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cost_cache, cost = ctx.cost_cache, ctx.cost
+        cost_cache, cost, layer, left = ctx.cost_cache, ctx.cost, ctx.layer, left_for_w(ctx.parameter)
         assert cost.backward is not None, "the module was measured with gradients"
-        _replay(cost_cache, cost.backward, ctx.layer)
-        for kind, nbytes in (cost.saved_for_backward - cost.retained).items():
-            cost_cache.counts.add_bytes(kind, -nbytes)
+        _replay(cost_cache, cost.backward, layer)
+        _change(cost_cache.counts, cost.saved_for_backward, cost.left)
+        operands = *ctx.saved_tensors, *grads
+        held = [tensor for tensor, leaves in zip(operands, cost.leaves, strict=False) if leaves]
+
+        def weight_gradient() -> None:
+            held.clear()
+            if cost.weight_gradient is not None:
+                _replay(cost_cache, cost.weight_gradient, layer)
+            _change(cost_cache.counts, cost.left, cost.retained)
+
+        if left is None:
+            weight_gradient()
+        else:
+            left.add(weight_gradient)
         shape, dtype, requires_grad = ctx.input_meta
         grad = torch.empty(shape, dtype=dtype, device=grads[0].device) if requires_grad else None
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 class _BackwardStart(torch.autograd.Function):
@@ -245,6 +289,12 @@ def _replay(cost_cache: ModuleCostCache, cost: PassCost, layer: int) -> None:
         recorder.record_communication(axis, call.group, call.operation, label, call.bytes, call.peer)
 
 
+def _change(counts: ResourceCounts, before: BytesByKind, after: BytesByKind) -> None:
+    """Count bytes that are held after a pass in place of those before."""
+    for kind in before | after:
+        counts.add_bytes(kind, after[kind] - before[kind])
+
+
 def _tensors(choice: ExpertChoice | None) -> list[Tensor]:
     """List the tensors of a choice."""
     if choice is None:
@@ -260,6 +310,17 @@ def _without_values(choice: ExpertChoice) -> ExpertChoice:
     counts = torch.empty_like(choice.counts)
     nbytes = sum(tensor.nbytes for tensor in _tensors(choice)) - counts.nbytes
     return ExpertChoice(torch.empty(nbytes, dtype=torch.uint8), (), counts)
+
+
+@contextmanager
+def _left_in(module: nn.Module, left: WeightGradients) -> Iterator[None]:
+    """Leave the work on the gradients of a module's weights while the block runs."""
+    accumulations = [parameter.accumulation for parameter in module.parameters()]  # type: ignore[attr-defined]
+    for accumulation in accumulations:
+        accumulation.left = left
+    yield
+    for accumulation in accumulations:
+        accumulation.left = None
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class ResourceCounterMode(TorchDispatchMode):
     def __init__(self, recorder: CountingRecorder) -> None:
         super().__init__()
         self.recorder = recorder
-        self._alive: dict[int, tuple[Any, _TrackedStorage]] = {}
+        self._alive: dict[int, tuple[Any, TrackedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,35 +129,33 @@ class ResourceCounterMode(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        tracked = _TrackedStorage(self.recorder.counts, self.recorder.kind, storage.nbytes())
+        tracked = TrackedStorage(self.recorder.counts, self.recorder.kind, storage.nbytes())
         tracked.counts.add_bytes(tracked.kind, tracked.nbytes)
         self._alive[key] = weakref.ref(storage, partial(self._on_free, key, tracked)), tracked
 
     def set_kind(self, tensor: Tensor, kind: MemoryKind) -> None:
-        tracked = self._alive[tensor.untyped_storage()._cdata][1]
+        tracked = self.storage(tensor)
         tracked.counts.live_bytes[tracked.kind] -= tracked.nbytes
         tracked.counts.live_bytes[kind] += tracked.nbytes
         tracked.kind = kind
 
-    def storage_key(self, tensor: Tensor) -> int:
-        """Return a key of the tensor's storage, unique while the storage is alive."""
-        return tensor.untyped_storage()._cdata
+    def storage(self, tensor: Tensor) -> TrackedStorage:
+        return self._alive[tensor.untyped_storage()._cdata][1]
 
-    def is_alive(self, key: int) -> bool:
-        return key in self._alive
-
-    def _on_free(self, key: int, tracked: _TrackedStorage, _: object) -> None:
+    def _on_free(self, key: int, tracked: TrackedStorage, _: object) -> None:
         del self._alive[key]
+        tracked.alive = False
         tracked.counts.add_bytes(tracked.kind, -tracked.nbytes)
 
 
 @dataclass
-class _TrackedStorage:
-    """A counted storage: its counts, memory kind and bytes."""
+class TrackedStorage:
+    """A counted storage: its counts, memory kind and bytes, and whether anything refers to it."""
 
     counts: ResourceCounts
     kind: str
     nbytes: int
+    alive: bool = True
 
 
 def _cast_bytes(args: Any) -> int:

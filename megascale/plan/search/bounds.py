@@ -8,8 +8,9 @@ and a backward of the model, and w of its largest chunk, for a micro-batch:
 - W + (m - 1) w / 2: one micro-batch, and the slower direction of the largest chunk for the others;
 - the collectives over dp.
 
-A rank of the first stage holds its state and activations of min(m, p) micro-batches, since p forwards precede the first
-backward.
+With split backwards weights' gradients are in none of the times but m W / p and m micro-batches: they fill the drain.
+
+A rank of the first stage holds its state, and activations as its schedule says.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from functools import cache
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.chunks import stages_of
+from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.rank_actions import most_inputs, rank_order
 from megascale.plan.account.state_bytes import state_bytes
+from megascale.plan.search.balance import balanced
 from megascale.plan.search.space import Layout, Space
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.profiles import Hardware, Stack
@@ -35,16 +39,19 @@ class Bounds:
     def __init__(self, space: Space, hardware: Hardware, stack: Stack) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._cut, self._seconds, self._link = cache(self._cut_of), cache(self._seconds_of), cache(self._link_of)
+        self._passes = cache(self._passes_of)
+        self._most = cache(self._most_of)
         self._state = cache(lambda layout: state_bytes(space.with_layout(layout), 0, stack.storage).total)
         self._saved = cache(self._saved_of)
 
     def step_s(self, layout: Layout) -> float:
         """Lower bound of step time in seconds."""
-        m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp)
+        m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp, layout.schedule)
         block, flat = self._reset(layout)
-        (network, layer, head), (reduce, gather) = self._seconds(block), self._link(flat)
-        busiest = max((before + m * held) * layer + (m * head if last else 0.0) for before, held, last in ranks)
-        one_by_one = network + (m - 1) * largest * layer / 2
+        (network, layer, head, *apart), (reduce, gather) = self._seconds(block), self._link(flat)
+        path, direct, fill = apart if SCHEDULES[layout.schedule].facts.get("split") else (network, layer, layer)
+        busiest = max(before * fill + m * held * layer + (m * head if last else 0.0) for before, held, last in ranks)
+        one_by_one = path + (m - 1) * largest * direct / 2
         overlaps, hidden = self._stack.overlaps.dp, self._hardware.attained.overlap
         if self._stack.shards_weights:  # weights are all-gathered for all forwards and backwards
             link = m * (2 * gather + reduce)
@@ -57,19 +64,28 @@ class Bounds:
 
     def memory(self, layout: Layout) -> float:
         """Lower bound of the fullest rank's memory in bytes."""
-        m, layers = self._micro_batches(layout), self._cut(layout.pp, layout.vpp)[0]
         block, flat = self._reset(layout)
-        in_flight = m if SCHEDULES[layout.schedule].facts["unbounded_in_flight"] else min(m, layout.pp)
-        return (1 - PADDING) * self._state(flat) + layers * in_flight * self._saved(block)
+        most = self._most(layout.pp, layout.vpp, layout.schedule, self._micro_batches(layout))
+        return (1 - PADDING) * self._state(flat) + most * self._saved(block)
+
+    def balanced(self, layout: Layout) -> list[int]:
+        """Split the layers over a layout's stages by time."""
+        first, *layers, last = (pair.total for pair in self._passes(self._reset(layout)[0]))
+        return balanced(layers, first, last, layout.pp * layout.vpp)
 
     def _micro_batches(self, layout: Layout) -> int:
         return self._space.config.batch.total // (layout.dp * layout.micro)
 
-    def _cut_of(self, pp: int, vpp: int) -> tuple[int, list[tuple[int, int, bool]], int]:
-        """Count layers: of the first rank; by rank, as (before the first chunk, on the rank, is the last rank); of the
-        largest chunk. Among ranks with equal layer counts only the last is listed, for it has the longest fill.
+    def _most_of(self, pp: int, vpp: int, schedule: str, m: int) -> int:
+        """Count the most layers whose activations the first rank holds."""
+        parallel = self._space.with_layout(Layout(pp=pp, vpp=vpp, schedule=schedule)).parallel
+        return most_inputs(rank_order(parallel, m, 1, 1, 0), self._cut(pp, vpp, schedule)[0])
+
+    def _cut_of(self, pp: int, vpp: int, schedule: str) -> tuple[list[int], list[tuple[int, int, bool]], int]:
+        """Count layers: of the first rank by chunk; by rank, as (before the first chunk, on the rank, has the head); of
+        the largest chunk. Among ranks with equal layer counts only the last is listed, for it has the longest fill.
         """
-        config = self._space.with_layout(Layout(pp=pp, vpp=vpp))
+        config = self._space.with_layout(Layout(pp=pp, vpp=vpp, schedule=schedule))
         stages = stages_of(config.model, config.parallel)
         sizes = [len(stages.layers(index)) for index in range(stages.count)]
         last, _ = stages.placement.places[-1]
@@ -77,18 +93,29 @@ class Bounds:
             (stages.starts[own[0]], sum(sizes[stage] for stage in own), rank == last)
             for rank, own in enumerate(stages.placement.stages)
         ]
-        return ranks[0][1], list({rank[1:]: rank for rank in ranks}.values()), max(sizes)
+        return (
+            [sizes[stage] for stage in stages.placement.stages[0]],
+            list({rank[1:]: rank for rank in ranks}.values()),
+            max(sizes),
+        )
 
-    def _seconds_of(self, layout: Layout) -> tuple[float, float, float]:
-        """Seconds of a micro-batch's forward and backward: of the model, the fastest layer, and the head."""
+    def _seconds_of(self, layout: Layout) -> tuple[float, ...]:
+        """Seconds of a micro-batch's forward and backward: of the model, the fastest layer, and the head; of the first
+        two without weights' gradients; and of the fastest layer's forward.
+        """
+        pairs = self._passes(layout)
+        seconds, direct = [pair.total for pair in pairs], [pair.total - pair.weights.total for pair in pairs]
+        forward = min(pair.forward.total for pair in pairs[1:-1])
+        return sum(seconds), min(seconds[1:-1]), seconds[-1], sum(direct), min(direct[1:-1]), forward
+
+    def _passes_of(self, layout: Layout) -> list[PassTimes]:
+        """Time the embedding, each layer, and the head with the layers after it."""
         config = self._space.config
         recompute = "none" if config.train.recompute_model_chunks else layout.recompute
         vpp = config.model.num_layers + 2  # a chunk per layer, embedding, head
         dp = self._space.devices // (layout.tp * layout.cp)
         layerwise = self._space.free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
-        pairs = chunk_times(StepParts(layerwise, self._hardware, self._stack).layers).values()
-        seconds = [pair.forward.total + pair.backward.total for pair in pairs]
-        return sum(seconds), min(seconds[1:-1]), seconds[-1]
+        return list(chunk_times(StepParts(layerwise, self._hardware, self._stack).layers).values())
 
     def _link_of(self, layout: Layout) -> tuple[float, float]:
         """Seconds of a rank's gradient reduction and weight all-gather: of the first rank, active first and last; with

@@ -128,7 +128,9 @@ def _settings(space: Space, plan: Plan, count: str | None) -> str:
     keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}
-    arguments = [f"{key}={str(value).lower()}" for key, value in keys.items()]
+    if plan.config.parallel.layers_per_chunk not in (None, config.parallel.layers_per_chunk):
+        keys["parallel.layers_per_chunk"] = plan.config.parallel.layers_per_chunk
+    arguments = [f"{key}={str(value).lower().replace(' ', '')}" for key, value in keys.items()]
     return " ".join([*arguments, f"--gpus {plan.config.world_size}"] if count == "--gpus" else arguments)
 
 
@@ -142,10 +144,14 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
     rows = []
     for plan in result.best:
         keys, e = plan.layout, plan.estimate
-        cells = [str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
+        cells = [keys.schedule, str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
         cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
         rows.append([format_layout(plan.config.parallel), *cells])
-    yield plain_table(("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by"), rows)
+    headings = ("layout", "schedule", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by")
+    yield plain_table(headings, rows)
+    for parallel in (plan.config.parallel for plan in result.best):
+        if parallel.layers_per_chunk:
+            yield f"{format_layout(parallel)}: parallel.layers_per_chunk={parallel.layers_per_chunk}"
     error = first.expected_error or 0.0
     near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in result.best)
     if error and near > 1:
@@ -251,6 +257,7 @@ def _summary(plan: Plan) -> dict[str, Any]:
     e = plan.estimate
     return {
         "layout": {**plan.layout._asdict(), "global": plan.config.batch.total},
+        "layers_per_chunk": plan.config.parallel.layers_per_chunk,
         "memory_bytes": plan.memory.total,
         "step_time_s": e.step_s,
         "tokens_per_s": e.tokens_per_s,

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megascale.config.finding import divisors
+from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds
@@ -21,6 +22,7 @@ from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.step_time import StepParts
 
 MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
+MIN_GAIN = 0.01  # smallest share of a step that an uneven split of layers must save
 MAX_DOUBLINGS = 6  # most doublings of the devices in the search for a job that fits
 
 
@@ -111,7 +113,19 @@ class _BranchAndBound:
             limit = sorted(best.values())[results - 1][0] if len(best) >= results else math.inf
         pruned = len(sizes) - too_large - len(fitting)
         counts.update(legal=len(sizes), too_large=too_large, pruned=pruned, simulated=len(fitting))
-        return [self._plan(layout) for *_, layout in sorted(best.values())[:results]]
+        plans = (self._balanced(layout) for *_, layout in sorted(best.values())[:results])
+        return sorted(plans, key=lambda plan: plan.parts.step_s)
+
+    def _balanced(self, layout: Layout) -> Plan:
+        """Return the plan of a layout, with layers split over its stages by time where that fits and pays."""
+        plan, key = self._plan(layout), "parallel.layers_per_chunk"
+        if layout.pp == 1 or key in self._space.fixed or self._space.config.train.recompute_model_chunks:
+            return plan
+        parallel = plan.config.parallel.model_copy(update={"layers_per_chunk": self._bounds.balanced(layout)})
+        uneven = replace(plan, config=plan.config.model_copy(update={"parallel": parallel}))
+        if any(run_rules(RULES, dict(uneven.config))) or uneven.parts.step_s > (1 - MIN_GAIN) * plan.parts.step_s:
+            return plan
+        return uneven if uneven.memory.total <= self.memory_limit else plan
 
     def smallest(self, tps: Collection[int], below: float = math.inf) -> Plan | None:
         """Find the layout with these tp and the lowest memory; None without a layout `below` this number of bytes."""

@@ -32,7 +32,8 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
     copied, hardware = 0.0, layers.kernels.hardware  # behind a block's forward, and behind its backward
     if recompute.offload and hardware.device.host_bandwidth:
         copied = layers.stream * layers.kernels.bytes / (hardware.device.host_bandwidth * hardware.attained.link)
-    return PassTimes(*(work + Seconds(offload=max(0.0, copied - work.total)) for work in launched))
+    forward, back = (work + Seconds(offload=max(0.0, copied - work.total)) for work in launched)
+    return PassTimes(forward, back, total.weights)
 
 
 def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:

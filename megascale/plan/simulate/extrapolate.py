@@ -107,6 +107,9 @@ def with_fewer_stages(times: StageTimes, p: int, v: int, stages: int) -> StageTi
     forward, backward = cut(times.forward), cut(times.backward)
     reduce, gather = cut(times.reduce), cut(times.gather)
     weights = cut(times.weight_gradient)
+    chunks = range(v if times.hidden else 0)
+    hidden = {(rank, one, two): fmean(times.hidden[stage, one, two] for stage in run)
+              for (rank, run), one, two in itertools.product(enumerate(runs), chunks, chunks)}  # fmt: skip
     return replace(
         times,
         forward=forward,
@@ -115,4 +118,5 @@ def with_fewer_stages(times: StageTimes, p: int, v: int, stages: int) -> StageTi
         gather=gather,
         buckets=buckets,
         weight_gradient=weights,
+        hidden=hidden,
     )

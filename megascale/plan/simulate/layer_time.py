@@ -97,7 +97,8 @@ class LayerTimes:
         columns, gather = padded_vocab(m, tp) // tp, self.exchange.gather() if self.config.parallel.sp else 0.0
         loss = self.passes(LOSS_PASSES * self.tokens * columns, 1)
         gathers = PassTimes(Seconds(tp=gather), Seconds(tp=2 * gather))
-        return self._gemms(columns, m.hidden_size, fp8=False) + loss + gathers
+        gemms = self._gemms(columns, m.hidden_size, fp8=False)
+        return PassTimes(gemms.forward, gemms.backward) + loss + gathers  # the loss has its wgrad beside it
 
     def passes(self, elements: float, backward: int = 2) -> PassTimes:
         seconds = self.kernels.elementwise(elements * self.kernels.bytes)
@@ -111,11 +112,12 @@ class LayerTimes:
         shapes = list(shapes)
         exchange = self._exchange(width, "input", 1 if enters else len(shapes), fp8)
         gemms = sum((self._gemms(*shape, fp8) for shape in shapes), PassTimes())
-        wgrad = gemms.backward.gemm / 2  # dgrad takes as long
+        wgrad, split = gemms.backward.gemm / 2, self.sizes.split  # dgrad takes as long
         forward = exchange.exposed(gemms.forward.gemm, enters=enters)
-        backward = self._exchange(width, "gradient", 1, fp8).exposed(wgrad, enters=not enters, backward=True)
-        backward += exchange.regathered(wgrad) if enters else 0.0
-        return gemms + PassTimes(Seconds(tp=forward), Seconds(tp=backward))
+        beside = 0.0 if split and enters else wgrad  # in I no wgrad hides the reduction of dX
+        backward = self._exchange(width, "gradient", 1, fp8).exposed(beside, enters=not enters, backward=True)
+        again = exchange.regathered(wgrad) if enters or split else 0.0
+        return gemms + PassTimes(Seconds(tp=forward), Seconds(tp=backward + again), Seconds(tp=again))
 
     def attention(self, heads: int, window: int | None, width: int, exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:
         """Time attention document by document; unfused with all scores. Ranks that share sequences have equal shares of
@@ -145,8 +147,10 @@ class LayerTimes:
             forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain)
             dgrad, _ = self.kernels.grouped_gemm(experts, rows, inputs, outputs, grain)
             before, after = (self.kernels.elementwise(cast * width) for width in (inputs, outputs))
-            added = self._added(experts * outputs * inputs) + after
-            total += PassTimes(Seconds(forward, elementwise=before), Seconds(dgrad + wgrad, elementwise=added))
+            weights = Seconds(wgrad, elementwise=self._added(experts * outputs * inputs))
+            total += PassTimes(
+                Seconds(forward, elementwise=before), Seconds(dgrad, elementwise=after) + weights, weights
+            )
         return total
 
     def exchanges(self, sent: Sequence[Iterable[CommOp]], beside: PassTimes) -> PassTimes:
@@ -180,9 +184,9 @@ class LayerTimes:
         facts, gemm, moved = RECIPES[self.config.fp8.recipe].facts, self.kernels.gemm, self.kernels.elementwise
         m, n, k, grain = tokens or self.tokens, outputs, inputs, facts["granularity"] if fp8 else None
         cast = CASTS[facts["scaling"] if grain == "tensor" else grain] if grain else 0
-        backward = gemm(m, k, n, grain=grain) + gemm(n, k, m, grain=grain)
-        casts = moved(cast * m * n) + self._added(n * k)
-        return PassTimes(Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k)), Seconds(backward, 0.0, casts))
+        forward = Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k))
+        weights = Seconds(gemm(n, k, m, grain=grain), 0.0, self._added(n * k))
+        return PassTimes(forward, Seconds(gemm(m, k, n, grain=grain), 0.0, moved(cast * m * n)) + weights, weights)
 
     def _added(self, elements: int) -> float:
         """Time the addition of a micro-batch's gradients of a weight: 16-bit ones are added in a pass, with two reads

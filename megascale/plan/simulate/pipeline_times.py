@@ -81,6 +81,19 @@ class PipelineTimes:
         return pairs
 
     @cached_property
+    def hidden(self) -> dict[tuple[int, int, int], float]:
+        """Seconds that an overlapped forward and backward take less than both, by rank and their chunks: the exchanges
+        of experts of each are hidden behind the other's compute, which they slow down.
+        """
+        p, share, found = self.config.parallel, self.hardware.attained.overlap, dict[tuple[int, int, int], float]()
+        chunks = range(p.vpp if p.ep > 1 else 0)
+        for rank, one, two in itertools.product(range(p.pp), chunks, chunks):
+            ahead, back = self.pairs[rank, one].forward, self.pairs[rank, two].backward
+            behind = min(ahead.ep, back.total - back.ep) + min(back.ep, ahead.total - ahead.ep)
+            found[rank, one, two] = share * behind
+        return found
+
+    @cached_property
     def slowest_rank(self) -> PassTimes:
         p = self.config.parallel
         ranks = (sum((self.pairs[rank, c] for c in range(p.vpp)), PassTimes()) for rank in range(p.pp))
@@ -116,7 +129,6 @@ class PipelineTimes:
             {place: len(sizes) for place, sizes in self.buckets.items()},
             1 - self.hardware.attained.overlap,
             share_link=between.network and self.dp.network,
-            weight_gradient={
-                place: pair.backward.gemm / 2 for place, pair in self.pairs.items()
-            },  # dgrad takes as long
+            weight_gradient={place: pair.weights.total for place, pair in self.pairs.items()},
+            hidden=self.hidden,
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 
 from megascale.catalog.precisions import PRECISIONS
+from megascale.layout.chunks import stages_of
 from megascale.layout.parts.times import Seconds
 from megascale.plan.account.attended import expected_scores
 from megascale.plan.account.flops import mfu, token_flops
@@ -39,7 +40,10 @@ class StepParts(PipelineTimes):
         compute_only = replace(without_messages, reduce={}, gather={})
         ended, without_pp, without_dp = map(self.pipeline_s, (self.times, without_messages, compute_only))
         step = self.seconds(ended)
+        plain = self.pipeline_s(replace(compute_only, hidden={})) if self.times.hidden else without_dp
         causes = self._causes(ended, min(ended, without_pp), min(ended, without_pp, without_dp))
+        hidden = plain - without_dp  # by overlapped forwards and backwards
+        causes |= {"ep": causes["ep"] - hidden, "bubble": causes["bubble"] + hidden}
         tokens = config.batch.total * config.model.seq_length / step
         flops = token_flops(config.model, expected_scores(config.model, config.data))
         peak = hardware.device.peak_of("fp8" if config.train.quantizes else self.layers.kernels.dtype)
@@ -88,7 +92,9 @@ class StepParts(PipelineTimes):
         work = count * sum([*times.forward.values(), *times.backward.values()])
         work += count * self.config.dropped_share * sum(times.forward.values())
         work += sum([*times.reduce.values(), *times.gather.values()])
-        work += 2 * (p.pp * p.vpp - 1) * count * (times.message + times.receive)
+        places = stages_of(self.config.model, p).placement.places
+        hops = sum(one != other for (one, _), (other, _) in pairwise(places))
+        work += 2 * hops * count * (times.message + times.receive)
         waits = (crowd - 1) * self.hardware.node.turn_s * mean_calls(self.config)  # a rank finds the caches cold
         return max(pipeline + fixed, crowd * (work / p.pp + fixed) + waits)
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.layout.stages import looped
+from megascale.layout.stages import placement_of
 from megascale.plan.account.rank_actions import posted_receives, representative_microbatches
 from megascale.schedule import ir
 from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule
@@ -22,6 +22,8 @@ from megascale.schedule.lower import lower
 @example(p=8, v=3, m=71)  # all groups but one are large
 @settings(max_examples=40, deadline=None)
 def test_representative_micro_batches_show_all_situations(name: str, p: int, v: int, m: int) -> None:
+    v = SCHEDULES[name].facts.get("v", v)
+    m = max(m, SCHEDULES[name].facts.get("min_m", 0) * p)
     few, many = (
         ir.build_schedule(SCHEDULES[name].load(), p, v, count) for count in (representative_microbatches(p, m), m)
     )
@@ -29,31 +31,34 @@ def test_representative_micro_batches_show_all_situations(name: str, p: int, v: 
 
 
 def test_representative_micro_batches_are_few() -> None:
-    assert representative_microbatches(8, 6144 + 5) == 6 * 8 + 3
+    assert representative_microbatches(8, 6144 + 5) == 8 * 8 + 4
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_posted_receives_have_a_bound(name: str) -> None:
-    for p, v, m in itertools.product(
-        range(2, 6), (1, 2, 4) if SCHEDULES[name].facts["multi_chunk"] else (1,), range(1, 14)
-    ):
-        placement = looped(p, v)
+    facts = SCHEDULES[name].facts
+    chunks = facts.get("v", (1, 2, 4)) if facts["multi_chunk"] else 1
+    for p, v, m in itertools.product(range(2, 6), chunks if isinstance(chunks, tuple) else (chunks,), range(1, 14)):
+        if m < facts.get("min_m", 0) * p:
+            continue
+        placement = placement_of(name, p, v)
         for rank, order in enumerate(lower(ir.build_schedule(SCHEDULES[name].load(), p, v, m), placement)):
             posted, most = set[Action](), 0
-            for action in order:
+            for action in ir.each_action(order):
                 if action.kind in (Kind.RECV_F, Kind.RECV_B):
                     posted.add(action._replace(kind=SERVED[action.kind]))
-                elif action.kind in (Kind.F, Kind.B):
-                    posted.discard(action)
+                elif action.kind in (Kind.F, Kind.B, Kind.I):
+                    posted.discard(action if action.kind is Kind.F else action._replace(kind=Kind.B))
                     most = max(most, len(posted))
-            assert most <= posted_receives(p, v, m, rank)
+            assert most <= posted_receives(name, p, v, m, rank)
 
 
 def situations(order: RankSchedule, v: int) -> set[tuple[object, ...]]:
-    """Collect the numbers of live micro-batches by chunk, with the actions around."""
+    """Collect the numbers of live micro-batches by chunk, in a split backward until W, with the actions around."""
     live, seen = [0] * v, set()
-    kinds = [(action.kind, action.chunk) for action in order]
-    for index, action in enumerate(order):
+    actions = [*ir.each_action(order)]
+    kinds = [(action.kind, action.chunk) for action in actions]
+    for index, action in enumerate(actions):
         seen.add((*live, *kinds[max(0, index - 2) : index + 3]))
-        live[action.chunk] += 1 if action.kind is Kind.F else -1
+        live[action.chunk] += {Kind.F: 1, Kind.I: 0}.get(action.kind, -1)
     return seen

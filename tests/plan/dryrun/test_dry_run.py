@@ -80,6 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer__name": "lamb",
         "batch__global": 4,
     },
+    "llama zb_h1": {"parallel__pp": 2, "parallel__schedule": "zb_h1", "parallel__tp": 2, "parallel__sp": True},
+    "gpt interleaved_zb": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved_zb"},
     "llama cp2 ring": {"parallel__cp": 2, "parallel__cp_mode": "ring"},
     "gpt cp2 allgather": {"parallel__cp": 2, "parallel__cp_mode": "allgather", "train__recompute": "full"},
     "llama no overlap": {"parallel__tp": 2, "parallel__dp": 2, **{f"overlap__{x}": False for x in ("tp", "pp", "dp")}},

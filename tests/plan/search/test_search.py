@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
@@ -45,6 +46,7 @@ def test_results_are_legal_and_fit(small: SearchResult) -> None:
     assert len(small.best) == 10
     for plan in small.best:
         keys = [f"{key}={str(value).lower()}" for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True)]
+        keys += [f"parallel.layers_per_chunk={plan.config.parallel.layers_per_chunk or 'auto'}"]
         assert load_config(SMALL, ["batch.global=32", *keys], world_size=16) == plan.config
         assert JobMemory(plan.config, STORAGE).fullest() == plan.memory
         assert plan.memory.total <= H100.memory_limit(1)
@@ -69,7 +71,10 @@ def test_every_layout_is_counted_once(small: SearchResult) -> None:
 
 @pytest.mark.slow
 def test_an_exhaustive_search_has_equal_results() -> None:
-    config, fixed = load_config(SMALL, ["batch.global=8"]), ["parallel.zero", "parallel.sp"]
+    config, fixed = (
+        load_config(SMALL, ["batch.global=8"]),
+        ["parallel.zero", "parallel.sp", "parallel.layers_per_chunk"],
+    )
     result = search(config, 8, H100, STACK, fixed, memory_fraction=1.0)
     every = exhaustive(Space(config, 8, frozenset(fixed)), [1, 2, 4, 8])
     rows = [row(layout) for _, _, layout in every]
@@ -89,6 +94,16 @@ def test_layouts_that_differ_only_in_recomputation_share_a_row() -> None:
     ).best
     assert tight.layout != plan.layout and row(tight.layout) == row(plan.layout)
     assert tight.estimate.step_s > plan.estimate.step_s
+
+
+def test_split_backwards_win() -> None:
+    keys = {"parallel.tp": 2, "parallel.pp": 4, "parallel.vpp": 2, "batch.micro": 1, "train.recompute": "none"}
+    config = load_config(SMALL, ["batch.global=32", *(f"{key}={value}" for key, value in keys.items())])
+    fixed = [*keys, "parallel.cp", "parallel.sp", "parallel.zero", "parallel.layers_per_chunk"]
+    (split,), (whole,) = (search(config, 16, H100, STACK, [*fixed, *more]).best for more in ([], ["parallel.schedule"]))
+    assert SCHEDULES[split.layout.schedule].facts["split"] and whole.layout.schedule == "interleaved_1f1b"
+    assert split.estimate.causes["bubble"] < whole.estimate.causes["bubble"]
+    assert split.estimate.step_s < whole.estimate.step_s
 
 
 def test_results_closer_than_the_error_are_reported(small: SearchResult, monkeypatch: pytest.MonkeyPatch) -> None:

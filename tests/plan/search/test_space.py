@@ -49,7 +49,8 @@ def legal(space: Space, layout: Layout) -> bool:
 def all_legal(space: Space) -> set[Layout]:
     """Enumerate all legal combinations without duplicates in effect."""
     counts, parallel = range(1, space.devices + 1), space.config.parallel
-    schedules = ["1f1b", "interleaved_1f1b"]
+    bounded = {name: card.facts for name, card in SCHEDULES.cards.items() if not card.facts["unbounded_in_flight"]}
+    schedules = [name for name, facts in bounded.items() if space.config.model.experts or not facts["pairs"]]
     axes = (
         counts,
         (False, True),
@@ -69,7 +70,9 @@ def all_legal(space: Space) -> set[Layout]:
         for keys in itertools.product([tp], axes[1], [pp], *axes[3:5], [dp], *axes[6:]):
             layout = Layout(*keys[:2], 1, "ring", 1, *keys[2:])
             no_effect = (tp == 1 and layout.sp != parallel.sp) or (dp == 1 and layout.zero != parallel.zero)
-            duplicate = SCHEDULES[layout.schedule].facts["multi_chunk"] != (layout.vpp > 1)
+            facts = SCHEDULES[layout.schedule].facts
+            duplicate = facts["multi_chunk"] != (layout.vpp > 1) or facts.get("v", layout.vpp) != layout.vpp
+            duplicate |= pp == 1 and layout.schedule not in ("1f1b", "interleaved_1f1b")
             if not no_effect and not duplicate and legal(space, layout):
                 layouts.add(layout)
     return layouts

@@ -54,6 +54,23 @@ def test_settings_that_save_time() -> None:
     assert of(stack=profiles.stack("megatron-2023")).step_s > base
 
 
+def test_pairs_hide_the_exchange_of_experts() -> None:
+    """Up to the slowdown of compute, in the steady phase of a pipeline: most of many micro-batches."""
+
+    def planned(schedule: str) -> Any:
+        keys = ["parallel.pp=4", "parallel.vpp=2", "parallel.tp=1", "parallel.ep=8", "parallel.dp=8", "batch.micro=1"]
+        keys += ["parallel.sp=false", "parallel.cp=1", "batch.global=512", f"parallel.schedule={schedule}"]
+        config = load_config("configs/gpu/mixtral-8x22b.toml", keys, world_size=32)
+        return StepParts(config, profiles.hardware("h100-800g"), STACK).estimate
+
+    whole, paired = planned("interleaved_1f1b"), planned("combined_1f1b")
+    assert whole.causes["ep"] > 0.02 * whole.step_s
+    assert 0 < paired.causes["ep"] < 0.5 * whole.causes["ep"]
+    assert paired.step_s < whole.step_s - 0.2 * whole.causes["ep"]
+    assert paired.causes["bubble"] == pytest.approx(whole.causes["bubble"], rel=0.1)
+    assert planned("dualpipev").step_s < planned("zb_v").step_s
+
+
 def test_unfused_scores_pass_through_memory() -> None:
     """Four passes of two bytes and a mask in forward, five in backward, beside six GEMMs."""
     unfused = STACK.model_copy(update={"attention": "unfused"})
