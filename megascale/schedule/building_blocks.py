@@ -15,6 +15,7 @@ from typing import NamedTuple
 from megascale.layout.stages import v_shaped
 from megascale.schedule.dependencies import Result, dependencies, results
 from megascale.schedule.ir import Action, Kind, RankSchedule, forward
+from megascale.schedule.v_shaped import require_two_chunks
 
 PERIOD = 6
 LIVE = {Kind.F: 1, Kind.I: 0, Kind.W: -1}
@@ -48,9 +49,7 @@ def v_half(p: int, v: int, m: int, rank: int) -> RankSchedule:
 
     Raises: ValueError for v != 2
     """
-    if v != 2:
-        raise ValueError(f"v_half has two model chunks per rank, not {v}")
-    return _in_steady_state(half_block(p), p, m, rank)
+    return _squeezed_and_repeated(half_block(p), p, v, m, rank)
 
 
 def v_min(p: int, v: int, m: int, rank: int) -> RankSchedule:
@@ -61,12 +60,11 @@ def v_min(p: int, v: int, m: int, rank: int) -> RankSchedule:
 
     Raises: ValueError for v != 2
     """
-    if v != 2:
-        raise ValueError(f"v_min has two model chunks per rank, not {v}")
-    return _in_steady_state(min_block(p), p, m, rank)
+    return _squeezed_and_repeated(min_block(p), p, v, m, rank)
 
 
-def _in_steady_state(block: Block, p: int, m: int, rank: int) -> RankSchedule:
+def _squeezed_and_repeated(block: Block, p: int, v: int, m: int, rank: int) -> RankSchedule:
+    require_two_chunks(v)
     few = min(m, 2 * p + 4)  # with a steady micro-batch, if m is larger
     order = squeezed(block, p, few)[rank]
     return [*(repeated(order, p, m - few) if m > few else order)]

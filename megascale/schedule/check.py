@@ -39,9 +39,10 @@ def check_schedule(
             if action.microbatch != summed[action.chunk]:
                 raise ScheduleError(f"rank {rank}: {action} comes before that of micro-batch {summed[action.chunk]}")
             summed[action.chunk] += 1
-        if peak is not None and (live := most_live(order)) > peak(p, v, m):
-            raise ScheduleError(f"rank {rank} has {live} micro-batches live, more than {peak(p, v, m)}")
     global_order(compute, placement)
+    for rank, live in enumerate(map(most_live, compute)):
+        if peak is not None and live > peak(p, v, m):
+            raise ScheduleError(f"rank {rank} has {live} micro-batches live, more than {peak(p, v, m)}")
 
 
 def check_passes(order: RankSchedule, rank: int, v: int, m: int) -> None:

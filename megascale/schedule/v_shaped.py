@@ -14,8 +14,15 @@ from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule
 Phase = tuple[int, str]
 
 
-def in_phases(phases: Iterable[Phase], m: int) -> RankSchedule:
+def require_two_chunks(v: int) -> None:
+    """Raise ValueError unless v, the chunks per rank, is 2."""
+    if v != 2:
+        raise ValueError(f"the schedule has two model chunks per rank, not {v}")
+
+
+def in_phases(phases: Iterable[Phase], v: int, m: int) -> RankSchedule:
     """List the actions of phases for m micro-batches; actions of further micro-batches are left out."""
+    require_two_chunks(v)
     following, left, order = Counter[tuple[bool, int]](), list[Action](), RankSchedule()
     for name in (name for times, names in phases for name in times * names.split()):
         if name[0] == Kind.W:
@@ -43,14 +50,12 @@ def zb_v(p: int, v: int, m: int, rank: int) -> RankSchedule:
 
     Raises: ValueError for v != 2
     """
-    if v != 2:
-        raise ValueError(f"zb_v has two model chunks per rank, not {v}")
     after, steady = p - rank - 1, max(0, m - 2 * p + 1)
     phases = [
         (2 * after + 1, "F0"), (rank, "F1 F0"), (after + 1, "F1 I1 W1"), (steady + rank, "F0 I0 W0 F1 I1 W1"),
         (after, "I0 W0 F1 I1 W1"), (rank, "I0 I1"), (after + 1, "I0 W0"), (rank, "W1"), (rank, "W0"),
     ]  # fmt: skip
-    return in_phases(phases, m)
+    return in_phases(phases, v, m)
 
 
 def dualpipev(p: int, v: int, m: int, rank: int) -> RankSchedule:
@@ -62,8 +67,6 @@ def dualpipev(p: int, v: int, m: int, rank: int) -> RankSchedule:
 
     Raises: ValueError for v != 2
     """
-    if v != 2:
-        raise ValueError(f"dualpipev has two model chunks per rank, not {v}")
     after, steady, half = p - rank - 1, max(0, m - 2 * p), (rank + 1) // 2
     first = "F0&B1 F1&B0" if after else "F0 B1 F1&B0"
     phases = [
@@ -71,4 +74,4 @@ def dualpipev(p: int, v: int, m: int, rank: int) -> RankSchedule:
         (after, "B1 F1&B0"), (half, "B1 B0"), (1, "I1 I0" if rank % 2 else "B1 I0"), (rank - half, "I1 I0"),
         (after, "W I0"), (rank + 1, "W"),
     ]  # fmt: skip
-    return in_phases(phases, m)
+    return in_phases(phases, v, m)

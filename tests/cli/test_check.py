@@ -54,8 +54,9 @@ def backwards_missing(p: int, v: int, m: int, rank: int) -> RankSchedule:
 
 def ranks_waiting(p: int, v: int, m: int, rank: int) -> RankSchedule:
     """A schedule whose first rank runs all of a micro-batch before the next, which the others expect first."""
-    ends = range(m) if rank == 0 else range(m)[::-1]
-    return [action(0, i) for i in ends for action in (forward, backward)]
+    if rank == 0:
+        return [action(0, i) for i in range(m) for action in (forward, backward)]
+    return [*(forward(0, i) for i in reversed(range(m))), *(backward(0, i) for i in range(m))]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 6), st.integer
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 @given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES)
-@settings(deadline=None)
+@settings(max_examples=25)
 def test_complete_and_free_of_deadlock(name: str, p: int, v: int, m: int) -> None:
     """With gradients in the order of the micro-batches, and no more of these live than the card says."""
     compute, placement = schedule_of(name, p, v, m)
@@ -124,7 +124,7 @@ def test_messages_that_are_exposed(name: str, v: int, times: dict[float, float])
 
 @pytest.mark.parametrize(("name", "share"), [("v_half", 1 / 2), ("v_min", 2 / 3)])
 @given(p=st.integers(2, 12), m=st.integers(0, 12))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=15)
 def test_bubbles_of_building_blocks(name: str, share: float, p: int, m: int) -> None:
     """At most a share of 1F1B's bubble, from 2 p micro-batches on."""
     m += 2 * p
