@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         arguments = stored_arguments(Path(options.source.removeprefix(CHECKPOINT)))
     else:
         arguments = read_arguments(options.source, words, os.environ)
-    settings = {**arguments.settings} | {key: read_value(value) for key, value in added.items()}
+    settings = {key: read_value(value) for key, value in added.items()}
     left_out = {plain(name) for name in filter(None, options.without.split(","))}
     if missing := left_out - {plain(name) for name in arguments.given}:
         raise ConfigError([Problem("command line", "--without", f"the source has no {min(missing)}")])
@@ -81,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
     for note in made.notes.values():
         print(f"converted {note}", file=report)
     for dropped, why in made.dropped.items():
-        if not arguments.settings or given[dropped][0] is True:  # a checkpoint has the default of any other argument
+        if (
+            not options.source.startswith(CHECKPOINT) or given[dropped][0] is True
+        ):  # a checkpoint has the default of any other argument
             print(f"dropped {dropped}: {why}", file=report)
     return Exit.OK
 

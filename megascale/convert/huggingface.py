@@ -266,7 +266,7 @@ def export_model(
     for number, group in enumerate(groups, 1):
         file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors_of_file = {
-            name: assemble([(part.place, read(part.tensor, part.index)) for part in parts]) for name, parts in group
+            name: assemble([(part.place, read(part.tensor, part.at)) for part in parts]) for name, parts in group
         }
         try:
             save_file(tensors_of_file, folder / file, {"format": "pt"})

@@ -206,10 +206,10 @@ def _read_matrix(place: Place, offset: Sequence[int], size: Sequence[int], read:
 
 
 class Part(NamedTuple):
-    """A part of Hugging Face's tensor: a megascale tensor, or the matrix `index` of a stack."""
+    """A part of Hugging Face's tensor: a megascale tensor, or the matrix of a stack that is `at` an index."""
 
     tensor: str
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     place: Place
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,11 @@ _DEFAULTS = {"training.local_batch_size": [8], "training.global_batch_size": [-1
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a run of `system`: values by name; `gpus`: of the job, None if the source does not say it;
-    `settings`: those here that the source says by itself, by key.
-    """
+    """The arguments of a run of `system`: values by name; `gpus`: of the job, None if the source does not say it."""
 
     system: str
     given: Mapping[str, Values]
     gpus: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, str]) -> Arguments:

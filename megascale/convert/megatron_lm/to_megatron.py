@@ -19,9 +19,10 @@ from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
 from megascale.convert.dcp import write_dcp
-from megascale.convert.families.config_json import differences, read_keys
-from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY
+from megascale.convert.families.config_json import differences
+from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY, arguments_of
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, TRACKER
+from megascale.convert.megatron_lm.namespace import model_of
 from megascale.convert.megatron_lm.torch_dist import COMMON, LAYER, PREFIXES, stored_forms
 from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
 from megascale.convert.tensor_map import assemble, model_tensors, parts_by_name, tensor_map
@@ -48,9 +49,8 @@ def to_megatron(source: Location, output: Path) -> list[str]:
     """
     saved = manifest.read(source)
     model = saved_model(source, saved)
-    args = FAMILY.config_keys(model)
-    again = read_keys(FAMILY, args, f"{source}: its model", "a model that Megatron-LM computes")
-    if different := differences(again, model):
+    args = arguments_of(model)
+    if different := differences(model_of(args, f"{source}: its model"), model):
         listed = ", ".join(f"{key} = {value!r}" for key, value in different.items())
         raise CheckpointError(f"{source}: Megatron-LM's arguments do not express this model, but one with {listed}")
     if any(name.startswith(f"{LOW}.") for name in saved.tensors):
@@ -123,7 +123,7 @@ def _tensors(
         if (bias := parts[0].tensor.startswith(BALANCE_BIAS)) and state != MODEL:
             continue
         read = SavedWeights(source, saved, (prefix,)).read
-        whole = assemble([(part.place, read(part.tensor, part.index)) for part in parts])
+        whole = assemble([(part.place, read(part.tensor, part.at)) for part in parts])
         if name in VOCABULARY:
             whole = pad(whole, (0, 0, 0, -len(whole) % VOCAB_MULTIPLE))
         whole = whole.to(dtype if state == MODEL and not bias else torch.float32)

@@ -23,6 +23,7 @@ from megascale.config.model import ModelConfig
 from megascale.convert.dcp import DcpFolder
 from megascale.convert.megatron_lm.from_megatron import from_megatron
 from megascale.convert.megatron_lm.iteration import MOMENTS, TRACKER, read_plain
+from megascale.convert.megatron_lm.namespace import model_of
 from megascale.convert.megatron_lm.to_megatron import to_megatron
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
@@ -41,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "gpt tanh": GPT | {"activation": "gelu_tanh", "positions": 32, "tie_embeddings": False},
     "llama": LLAMA,
+    "windows": LLAMA | {"window": [8, 8, 0, 8]},
     "llama 3": LLAMA
     | {"head_dim": 12, "qkv_bias": True, "rope_theta": 500_000.0, "norm": "rmsnorm_1p", "rope_scaling": SCALING},
     "mixture": MIXTURE,
@@ -255,8 +257,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_common(lambda state: state["optimizer"].update(param_state_sharding_type="dp_reshardable")),
         "the optimizer is stored as dp_reshardable, of experts or of other ranks than its args say  -> save it with",
     ),
-    "unsupported": (set_argument("multi_latent_attention", True), "args: multi_latent_attention is True, not None"),
-    "positions": (set_argument("position_embedding_type", "yarn"), "position_embedding_type is 'yarn', not learned"),
+    "unsupported": (
+        set_argument("multi_latent_attention", True),
+        "is of a model with layers.0.attention.kv_latent.weight, a",
+    ),
+    "positions": (
+        set_argument("position_embedding_type", "yarn"),
+        "args: position_embedding_type is 'yarn': no value of model.position means it",
+    ),
     "another width": (
         set_argument("ffn_hidden_size", 47),
         "decoder.layers.0.mlp.linear_fc1.weight has shape [96, 32], the model has [94, 32]",
@@ -339,6 +347,7 @@ SMALLER = {
     "layers": ("llama", {"num_layers": 3}, False, "linear_fc1.layer_norm_weight[3], "),
     "experts": ("mixture", {"experts": 2}, False, "router.weight has shape [4, 32], the model has [2, 32]"),
     "vocabulary": ("llama", {"vocab_size": 2}, True, "has shape [128, 32], the model has [2, 32]"),
+    "vocabulary, no arguments": ("llama", {"vocab_size": 2}, False, "has shape [128, 32], the model has [2, 32]"),
 }  # fmt: skip
 
 
@@ -369,11 +378,9 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_arguments_of_a_gelu_model_are_read(tmp_path: Path) -> None:
     """Of Megatron-LM's fused activation the tanh form is the default."""
-    from megascale.convert.families.config_json import read_keys
-    from megascale.convert.families.megatron_lm import FAMILY
 
     def read(**arguments: Any) -> ModelConfig:
-        return read_keys(FAMILY, GPT_ARGUMENTS | arguments, "args", "")
+        return model_of(GPT_ARGUMENTS | arguments, "args")
 
     assert (read().activation, read(bias_gelu_fusion=True).activation) == ("gelu", "gelu_tanh")
     assert (read().vocab_size, read(vocab_size=101).vocab_size) == (128, 101)
