@@ -24,10 +24,7 @@ from megascale.config.foreign.setting import (
     computed,
     every,
     needless,
-    rate_of_share,
     same,
-    scaled,
-    steps_of_samples,
     switch,
     words,
 )
@@ -137,7 +134,8 @@ TORCHTITAN = (
     same("lr_scheduler.total_steps", "optimizer.schedule_steps"),
     words("lr_scheduler.decay_type", "optimizer.decay", {"linear": "linear", "cosine": "cosine"}, theirs="linear"),
     absent("lr_scheduler.decay_ratio", "write optimizer.decay = wsd and optimizer.decay_steps"),
-    computed("lr_scheduler.min_lr_factor", "optimizer.min_lr", rate_of_share, "a rate, theirs is a share of lr"),
+    computed("lr_scheduler.min_lr_factor", "optimizer.min_lr", lambda values, context: float(
+             f"{values[0] * context['lr'][0]:.6g}"), "a rate, theirs is a share of lr"),
     words("activation_checkpoint.mode", "train.recompute", {"none": "none", "selective": "selective", "full": "full"},
           "memory_budget is not supported", "selective"),
     needless("activation_checkpoint.selective_ac_option", "write train.recompute_ops, or train.recompute_model_chunks"),
@@ -217,8 +215,8 @@ DEEPSPEED = (
     needless("gradient_accumulation_steps", "nothing to write: batch.global / (batch.micro x dp)"),
     words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, _NO_ZERO3, 0),
     switch("zero_optimization.overlap_comm, overlap_comm", "overlap.dp", True),
-    scaled("zero_optimization.reduce_bucket_size, reduce_bucket_size", "overlap.bucket_bytes", 4,
-           "bytes of fp32 gradients, theirs are elements"),
+    computed("zero_optimization.reduce_bucket_size, reduce_bucket_size", "overlap.bucket_bytes",
+             lambda values, _: 4.0 * values[0], "bytes of fp32 gradients, theirs are elements"),
     absent("offload_optimizer, offload_param", "not supported: parallel.zero = 2, or optimizer.name = adamw_8bit"),
     switch("bf16.enabled, bf16_enabled", "train.precision", "bf16"),
     switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", NO_FP16),
@@ -267,7 +265,9 @@ TRANSFORMERS = (
     same("grad_clip, max_grad_norm, max_norm", "optimizer.clip_norm"),
     computed("warmup_ratio", "optimizer.warmup_steps", lambda values, context: round(
         values[0] * context["max_steps"][0]), "counts steps"),
-    computed("warmup_samples", "optimizer.warmup_steps", steps_of_samples, "steps: samples / batch.global"),
+    computed("warmup_samples", "optimizer.warmup_steps", lambda values, context: int(
+             values[0] // (context.get("global_batch_size") or context["train_batch_size"])[0]),
+             "steps: samples / batch.global"),
     same("iterations, num_iterations", "train.steps"),
     absent("num_train_epochs, max_epochs", "write train.steps: steps x batch.global samples"),
     same("random_seed", "train.seed"),
