@@ -254,7 +254,7 @@ TRANSFORMERS = (
     same("final_logit_softcapping", "model.logit_softcap"),
     computed("query_pre_attn_scalar", "model.softmax_scale", lambda values, _: values[0] ** -0.5,
              "its inverse square root"),
-    words("torch_dtype, dtype, mixed_precision", "train.precision", _DTYPES),
+    words("torch_dtype, dtype", "train.precision", _DTYPES),
     same("tp_size", "parallel.tp"),
     same("pp_size", "parallel.pp"),
     same("dp_size", "parallel.dp"),

@@ -51,6 +51,8 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError([Problem(source, "", f"cannot be read: {' '.join(str(error).split())}")]) from None
     script = ShellScript(text, environment, words)
+    if (count := len(script.commands)) > 1:
+        raise ConfigError([Problem(source, "", f"has {count} training commands", "leave one of them in a copy")])
     command = script.command or ["pretrain_gpt.py", *split_words(text)]
     if len(command) < 2 or not any(word.startswith("--") for word in command):
         raise ConfigError([Problem(source, "", "has no command of pretrain_gpt.py or torchtitan", "a training script")])

@@ -29,7 +29,7 @@ from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS
-from tests.convert.megatron_lm.cases import GPT_ARGUMENTS, LLAMA_ARGUMENTS, MODELS
+from tests.convert.megatron_lm.cases import GPT_ARGUMENTS, LLAMA_ARGUMENTS, MIXTURE_ARGUMENTS, MODELS
 from tests.runs import GPT, LLAMA, config_of, settings
 
 MIXTURE = MODELS["mixture"] | {
@@ -207,6 +207,29 @@ def test_ranks_of_the_format_torch_are_one_model(tmp_path: Path) -> None:
     assert all(tensor.equal(before[name]) for name, tensor in after.items())
 
 
+def test_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    """Those of GroupedMLP, which views its weights as [experts, in, out]."""
+    stored = DcpFolder(theirs(tmp_path, MODELS["mixture"]) / "iter_0000003")
+    model: dict[str, Tensor] = {}
+    for name in stored.tensors:
+        for layer, tensor in enumerate(stored.read(name)) if ".layers." in name else ():
+            key = name.replace(".layers.", f".layers.{layer}.").replace(".experts.experts.linear_fc", ".experts.weight")
+            if ".experts.weight" in key:
+                key, rows = key.removesuffix(".weight"), 32 if key.endswith("1.weight") else -1
+                tensor = tensor.transpose(1, 2).reshape(rows, -1 if rows == 32 else 32)
+            model |= {} if name.startswith("optimizer.") else {key: tensor}
+        if ".layers." not in name and not name.startswith("optimizer."):
+            model[name] = stored.read(name)
+    path = tmp_path / "iter_0000003/mp_rank_00/model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    args = argparse.Namespace(**MIXTURE_ARGUMENTS)
+    torch.save({"args": args, "iteration": 3, "model": model}, path)
+    from_megatron(path.parents[1], tmp_path / "again")
+    before, after = tensors_of(tmp_path / "made"), tensors_of(tmp_path / "again")
+    assert all(tensor.equal(before[name]) for name, tensor in after.items())
+    assert "decoder.layers.1.mlp.experts.weight2" in model
+
+
 class Code:
     """An object whose pickle calls a function of the system."""
 
@@ -309,6 +332,15 @@ def test_what_megatron_lm_cannot_compute_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"arguments do not express this model, but one with block = 'serial'"):
         to_megatron(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()
+
+
+def test_a_weight_that_megatron_lm_does_not_normalize_is_refused(tmp_path: Path) -> None:
+    one = MODELS["mixture"] | {"router_score": "sigmoid", "experts_per_token": 1}
+    write_checkpoint(tmp_path / "ours", one)
+    with pytest.raises(CheckpointError, match="this model, but one with router_normalize = False"):
+        to_megatron(Location(str(tmp_path / "ours")), tmp_path / "theirs")
+    write_checkpoint(tmp_path / "fixed", one | {"router_normalize": False})
+    to_megatron(Location(str(tmp_path / "fixed")), tmp_path / "theirs")
 
 
 def test_weights_without_moments_are_a_release(tmp_path: Path) -> None:
