@@ -33,9 +33,9 @@ BESIDE = {
     "padded_vocab_size": "num_layers", "num_layers_per_virtual_pipeline_stage": "num_layers",
     "use_checkpoint_args": "num_layers", "use_flash_attn": "attention_backend", "train_iters": "train_samples",
     "lr_decay_iters": "train_samples", "global_batch_size": "step_batch_size_schedule",
+    "kv_channels": "multi_latent_attention",
 }  # fmt: skip
 """Arguments that follow from others, or say nothing, beside another one that has a value."""
-
 
 UNSUPPORTED = (
     "rotary_interleaved", "squared_relu", "apply_residual_connection_post_layernorm", "qk_l2_norm",
@@ -65,16 +65,24 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     """The model of a namespace. Raises: CheckpointError if it is unsupported"""
     hidden = {"attention_dropout": args.get("hidden_dropout")}  # another one is no other model
     size = {"vocab_size": args.get("vocab_size") or args.get("padded_vocab_size")}
-    made = import_arguments(SYSTEM, _given({**args, **hidden, **size}, where))
-    for name, why in made.refused.items():
-        if (found := find(name, SYSTEM)) and found[1].key.startswith("model."):
-            raise CheckpointError(f"{where}: {name} is {args[name]!r}: {why}", hint=SUPPORTED_HINT)
+    given = _given({**args, **hidden, **size}, where)
+    made = import_arguments(SYSTEM, given)
+    refused = {name: why for name, why in made.refused.items() if _key_of(name).startswith("model.")}
+    if given.get("apply_layernorm_1p") == [True] and made.settings.get("model.norm") != "rmsnorm_1p":
+        refused["apply_layernorm_1p"] = "LayerNorm has no gains around 1"
+    for name, why in refused.items():
+        raise CheckpointError(f"{where}: {name} is {given[name][0]!r}: {why}", hint=SUPPORTED_HINT)
     try:
         return ModelConfig.model_validate(made.tree("")["model"])
     except ValidationError as error:
         first = error.errors()[0]
         what = f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise CheckpointError(what, hint=SUPPORTED_HINT) from None
+
+
+def _key_of(name: str) -> str:
+    found = find(name, SYSTEM)
+    return found[1].key if found else ""
 
 
 def _given(stored: Mapping[str, Any], where: str) -> dict[str, Values]:

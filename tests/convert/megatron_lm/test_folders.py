@@ -288,6 +288,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         set_argument("position_embedding_type", "yarn"),
         "args: position_embedding_type is 'yarn': no value of model.position means it",
     ),
+    "gains around 1": (
+        change_common(lambda state: vars(state["args"]).update(normalization="LayerNorm", apply_layernorm_1p=True)),
+        "args: apply_layernorm_1p is True: LayerNorm has no gains around 1",
+    ),
     "another width": (
         set_argument("ffn_hidden_size", 47),
         "decoder.layers.0.mlp.linear_fc1.weight has shape [96, 32], the model has [94, 32]",

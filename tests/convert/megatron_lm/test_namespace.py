@@ -192,6 +192,15 @@ def test_the_true_size_of_the_vocabulary_is_added() -> None:
     assert load_config("run.toml").model.vocab_size == 500
 
 
+def test_latent_attention_of_a_checkpoint() -> None:
+    latent = {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16, "group_query_attention": False}
+    latent |= {"layernorm_zero_centered_gamma": False, "apply_layernorm_1p": False}
+    store("llama in fp8, by samples", multi_latent_attention=True, **latent)
+    assert main(["import-config", "megatron:ckpt", "--output", "run.toml"]) == 0
+    model = load_config("run.toml").model
+    assert (model.kv_lora_rank, model.head_dim, model.rope_head_dim, model.num_kv_heads) == (32, 16, 8, 4)
+
+
 def test_folders_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ckpt is no checkpoint of Megatron-LM" in refused(capsys)
     Path("ckpt/iter_0000010").mkdir(parents=True)
