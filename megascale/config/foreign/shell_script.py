@@ -15,7 +15,6 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 PROGRAM = re.compile(r"(.*/)?(pretrain_\w+\.py|torchtitan[./]train(\.py)?)")
@@ -49,8 +48,8 @@ _OPENS, _CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac"
 
 
 class ShellScript:
-    """A script. `commands`: the words of its training commands that differ behind the program; `environment`: variables
-    before it; `arguments`: the words behind its name, `$1` and on.
+    """A script. `commands`: its training commands, by their words from the program on; `environment`: variables before
+    it; `arguments`: the words behind its name, `$1` and on.
     """
 
     def __init__(self, text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> None:
@@ -60,7 +59,7 @@ class ShellScript:
         }
         self._variables |= {"@": list(arguments), "*": list(arguments)}
         self._branches: list[tuple[bool | None, bool | None]] = []  # of open blocks: followed; one was followed before
-        self.commands: list[list[str]] = []
+        self.commands: dict[tuple[str, ...], list[str]] = {}
         self._assigned: list[str] = []  # a command in a variable
         statement: list[str] = []
         before, depth = "\n", 0
@@ -77,7 +76,7 @@ class ShellScript:
     @property
     def command(self) -> list[str]:
         """The last training command, which may be in a variable alone."""
-        return self.commands[-1] if self.commands else self._assigned
+        return [self._assigned, *self.commands.values()][-1]
 
     def expand(self, text: str, *, quoted: bool = False) -> list[str]:
         """Return what a word becomes: several words for an array, or for text with spaces that is not `quoted`."""
@@ -148,8 +147,8 @@ class ShellScript:
             self._assign(assigned, statement[2 : end - 1] if array else None, whole)
             statement = statement[end:]
         command = _training([word for text in statement for word in self.expand(text)])
-        if command and command[0] not in _NAMES_ALONE and all(map(partial(_differ, command), self.commands)):
-            self.commands.append(command)
+        if command and command[0] not in _NAMES_ALONE:
+            self.commands.setdefault(tuple(itertools.dropwhile(_is_no_program, command)), command)
 
     def _assign(self, assigned: re.Match[str], array: list[str] | None, known: bool) -> None:
         name, adds, text = assigned.groups()
@@ -191,10 +190,8 @@ def _training(words: list[str]) -> list[str]:
     return split[:ends] if any(map(PROGRAM.fullmatch, split[: ends - 1])) else []
 
 
-def _differ(one: list[str], other: list[str]) -> bool:
-    """Return True if the words of two commands differ from the program on."""
-    first, second = (list(itertools.dropwhile(lambda word: not PROGRAM.fullmatch(word), each)) for each in (one, other))
-    return first != second
+def _is_no_program(word: str) -> bool:
+    return not PROGRAM.fullmatch(word)
 
 
 def _integer(node: Any) -> int:

@@ -67,7 +67,11 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     size = {"vocab_size": args.get("vocab_size") or args.get("padded_vocab_size")}
     given = _given({**args, **hidden, **size}, where)
     made = import_arguments(SYSTEM, given)
-    refused = {name: why for name, why in made.refused.items() if _key_of(name).startswith("model.")}
+    refused = {
+        name: why
+        for name, why in made.refused.items()
+        if (found := find(name, SYSTEM)) and found[1].key.startswith("model.")
+    }
     if given.get("apply_layernorm_1p") == [True] and made.settings.get("model.norm") != "rmsnorm_1p":
         refused["apply_layernorm_1p"] = "LayerNorm has no gains around 1"
     for name, why in refused.items():
@@ -78,11 +82,6 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         first = error.errors()[0]
         what = f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise CheckpointError(what, hint=SUPPORTED_HINT) from None
-
-
-def _key_of(name: str) -> str:
-    found = find(name, SYSTEM)
-    return found[1].key if found else ""
 
 
 def _given(stored: Mapping[str, Any], where: str) -> dict[str, Values]:

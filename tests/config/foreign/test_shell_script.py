@@ -103,7 +103,7 @@ def test_words_of_a_command() -> None:
 
 def test_training_commands_that_differ() -> None:
     script = f"C='{TRAIN} --lr 1'\necho $C --x\n$C\neval $C\nsrun $C\n[ -f x ] && {TRAIN} --lr 2"
-    assert [command[-2:] for command in ShellScript(script, {}).commands] == [["--lr", "1"], ["--lr", "2"]]
+    assert [list(words[-2:]) for words in ShellScript(script, {}).commands] == [["--lr", "1"], ["--lr", "2"]]
 
 
 def test_a_script_without_training() -> None:
