@@ -15,9 +15,10 @@ from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.foreign.imported import Imported, import_arguments
 from megascale.config.foreign.setting import plain
 from megascale.config.foreign.sources import read_arguments
-from megascale.config.foreign.translation import OURS, SYSTEMS, find, is_ours, read_value, toml
+from megascale.config.foreign.translation import OURS, SYSTEMS, find, is_ours, read_value
 from megascale.config.loading import load_config_tree
 from megascale.config.rules import run_rules
+from megascale.config.toml_writer import toml_value
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import exists, write_text
 
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         arguments = stored_arguments(Path(options.source.removeprefix(CHECKPOINT)))
     else:
         arguments = read_arguments(options.source, words, os.environ)
-    settings = {**arguments.settings} | {key: read_value(value) for key, value in added.items()}
+    settings = {key: read_value(value) for key, value in added.items()}
     left_out = {plain(name) for name in filter(None, options.without.split(","))}
     if missing := left_out - {plain(name) for name in arguments.given}:
         raise ConfigError([Problem("command line", "--without", f"the source has no {min(missing)}")])
@@ -81,7 +82,9 @@ def run(options: argparse.Namespace) -> int:
     for note in made.notes.values():
         print(f"converted {note}", file=report)
     for dropped, why in made.dropped.items():
-        if not arguments.settings or given[dropped][0] is True:  # a checkpoint has the default of any other argument
+        if (
+            not options.source.startswith(CHECKPOINT) or given[dropped][0] is True
+        ):  # a checkpoint has the default of any other argument
             print(f"dropped {dropped}: {why}", file=report)
     return Exit.OK
 
@@ -107,5 +110,5 @@ def _named(problem: Problem, made: Imported, system: str) -> Problem:
     if problem.key not in made.defaults:
         return problem
     names = ", ".join(one for row in SYSTEMS[system] if row.key == problem.key for one in row.names)
-    why = f"{problem.message}; {toml(made.settings[problem.key])} is the default of {system}"
+    why = f"{problem.message}; {toml_value(made.settings[problem.key])} is the default of {system}"
     return replace(problem, message=why, hint=f"{problem.hint}: by {names}, or {problem.key}=VALUE behind the source")

@@ -53,14 +53,15 @@ def unknown_key_hint(
 def _table_hint(name: str, value: Mapping[str, Any], known: Sequence[str]) -> str:
     """Return the hint for a table of another system's file: what to write for each of its keys; else ''."""
     from megascale.config.foreign.others import TABLES
-    from megascale.config.foreign.translation import toml, translate_all
+    from megascale.config.foreign.translation import translate_all
+    from megascale.config.toml_writer import toml_value
 
     if not (table := TABLES.get(plain(name))) and closest_name(name, known):
         return ""
     given = {f"{name}.{key}": [item] for key, item in value.items() if not isinstance(item, dict)}
     found = {key: one for key, one in translate_all(given) if one}
     written = {key: one for key, one in found.items() if one.key and one.value is not None}
-    settings = ", ".join(f"{one.key} = {toml(one.value)}" for one in written.values())
+    settings = ", ".join(f"{one.key} = {toml_value(one.value)}" for one in written.values())
     notes = [f"{key}: {one.note}" for key, one in found.items() if key not in written and one.note]
     text = "; ".join([f"write {settings}"] * bool(settings) + notes)
     return text or (f"did you mean '{table}'?" if table else "")

@@ -12,14 +12,14 @@ from megascale.config.run import RunConfig
 def to_toml(config: RunConfig) -> str:
     """Format a configuration as TOML, without keys that have no value."""
     tree = config.model_dump(by_alias=True, exclude_none=True, mode="json")
-    lines = [f"{key} = {_value(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    lines = [f"{key} = {toml_value(value)}" for key, value in tree.items() if not isinstance(value, dict)]
     lines += ["\n" + section_to_toml(table, keys) for table, keys in tree.items() if isinstance(keys, dict)]
     return "\n".join(lines) + "\n"
 
 
 def section_to_toml(name: str, keys: Mapping[str, Any]) -> str:
     """Format a section as TOML."""
-    return "\n".join([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in keys.items())])
+    return "\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in keys.items())])
 
 
 LOSS_SECTIONS = ("model", "moe", "batch", "train", "fp8", "optimizer", "data")
@@ -31,19 +31,21 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
     `RunConfig.model_dump(by_alias=True, mode="json")`.
     """
     return [
-        f"{section}.{key} {_value(saved[section][key])} -> {_value(value)}"
+        f"{section}.{key} {toml_value(saved[section][key])} -> {toml_value(value)}"
         for section in LOSS_SECTIONS
         for key, value in current[section].items()
         if key in saved.get(section, {}) and saved[section][key] != value
     ]
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Format a value as TOML, a date as text."""
     if isinstance(value, float):
         return repr(value)  # keeps every digit, and the '.' or 'e' that makes it a float
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    text = json.dumps(value, ensure_ascii=False)  # JSON's strings, booleans, integers and arrays are TOML's
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    # JSON's strings, booleans, integers and arrays are TOML's
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text.replace("\x7f", "\\u007f")  # the one character that JSON leaves and TOML escapes

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,11 @@ from megascale.convert.config_file import (
 from megascale.convert.families.config_json import FAMILIES, TEXT_ALONE_HINT, make_config
 from megascale.convert.families.family import ConfigKeys, Family
 from megascale.convert.tensor_map import (
-    Place,
+    Part,
     Places,
     assemble,
-    indices,
     model_tensors,
+    parts_by_name,
     read_region,
     stack_biases,
     stored_copies,
@@ -267,7 +266,7 @@ def export_model(
     for number, group in enumerate(groups, 1):
         file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors_of_file = {
-            name: assemble([(part.place, read(part.tensor, part.index)) for part in parts]) for name, parts in group
+            name: assemble([(part.place, read(part.tensor, part.at)) for part in parts]) for name, parts in group
         }
         try:
             save_file(tensors_of_file, folder / file, {"format": "pt"})
@@ -281,31 +280,17 @@ def export_model(
     write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of a Hugging Face tensor: a megascale tensor, or the matrix `index` of a stack."""
-
-    tensor: str
-    index: tuple[int, ...]
-    place: Place
-
-
-TensorParts = list[_Part]
-
-
-def _files(family: Family, model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, TensorParts]]]:
+def _files(family: Family, model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, list[Part]]]]:
     """Group the Hugging Face tensors by file, each tensor with its parts."""
-    places, parts_by_name, size = tensor_map(family, model), dict[str, TensorParts](), dict[str, int]()
-    for tensor in model_tensors(model):
-        matrix = math.prod(tensor.shape[len(tensor.outer) :]) * dtype.itemsize
-        for index, place in zip(indices(tensor), places[tensor.name], strict=True):
-            parts_by_name.setdefault(place.name, []).append(_Part(tensor.name, index, place))
-            size[place.name] = size.get(place.name, 0) + matrix
+    places = tensor_map(family, model)
+    found = parts_by_name(model, places)
+    matrix = {tensor.name: math.prod(tensor.shape[len(tensor.outer) :]) for tensor in model_tensors(model)}
+    size = {name: sum(matrix[part.tensor] for part in parts) * dtype.itemsize for name, parts in found.items()}
     for copy, ours in stored_copies(family, model).items():
         original = places[ours][0].name
-        parts_by_name[copy], size[copy] = parts_by_name[original], size[original]
-    group: list[tuple[str, TensorParts]] = []
-    for name, parts in parts_by_name.items():
+        found[copy], size[copy] = found[original], size[original]
+    group: list[tuple[str, list[Part]]] = []
+    for name, parts in found.items():
         if group and sum(size[member] for member, _ in group) + size[name] > MAX_SHARD_BYTES:
             yield group
             group = []

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class Place:
     start: int = 0
     groups: int = 1
     transposed: bool = False
-    paired: bool = False
+    paired: int = 0
     stack: int = 0
     index: int = 0
 
@@ -56,14 +57,14 @@ class Place:
             return
         for group in range(first // width, -(-stop // width)):
             low, high = max(first - group * width, 0), min(stop - group * width, width)
-            offset = group * self.period + self.start
-            if not self.paired:
+            offset, half = group * self.period + self.start, self.paired // 2
+            if not half:
                 yield slice(offset + low, offset + high)
                 continue
-            for odd, first_row in enumerate((0, width // 2)):
-                begin, end = max(low, first_row) - first_row, min(high, first_row + width // 2) - first_row
-                if begin < end:
-                    yield slice(offset + odd + 2 * begin, offset + odd + 2 * end - 1, 2)
+            for run in range(low // half, -(-high // half)):
+                begin, end = max(low, run * half), min(high, (run + 1) * half)
+                start = offset + run // 2 * self.paired + run % 2 + 2 * (begin - run * half)
+                yield slice(start, start + 2 * (end - begin) - 1, 2)
 
 
 Places = tuple[Place, ...]
@@ -167,8 +168,9 @@ def _fused_places(
     widths = [shapes[name][0] // groups for name in names.values()]
     starts = [sum(widths[:number]) for number in range(len(widths))]
     transposed = fused.transposed and all(len(shapes[name]) == 2 for name in names.values())
+    paired = dict.fromkeys(fused.paired, model.rope_head_dim or model.head_dim)
     return {
-        name: (Place(stored, width * groups, sum(widths), start, groups, transposed, part in fused.paired),)
+        name: (Place(stored, width * groups, sum(widths), start, groups, transposed, paired.get(part, 0)),)
         for (part, name), width, start in zip(names.items(), widths, starts, strict=True)
     }
 
@@ -203,6 +205,23 @@ def _read_matrix(place: Place, offset: Sequence[int], size: Sequence[int], read:
     return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
 
 
+class Part(NamedTuple):
+    """A part of Hugging Face's tensor: a megascale tensor, or the matrix of a stack that is `at` an index."""
+
+    tensor: str
+    at: tuple[int, ...]
+    place: Place
+
+
+def parts_by_name(model: ModelConfig, places: Mapping[str, Places]) -> dict[str, list[Part]]:
+    """The parts of each of Hugging Face's tensors, by its name."""
+    parts: dict[str, list[Part]] = {}
+    for tensor in model_tensors(model):
+        for index, place in zip(indices(tensor), places[tensor.name], strict=True):
+            parts.setdefault(place.name, []).append(Part(tensor.name, index, place))
+    return parts
+
+
 def assemble(parts: Sequence[tuple[Place, Tensor]]) -> Tensor:
     """Hugging Face's tensor that holds `parts`, which are all of it."""
     (place, first), transposed = parts[0], parts[0][0].transposed
@@ -212,13 +231,13 @@ def assemble(parts: Sequence[tuple[Place, Tensor]]) -> Tensor:
             for rows in part.pieces(0, part.rows):
                 stack[part.box(rows, *[slice(None)] * (tensor.dim() - 1))] = tensor.t() if transposed else tensor
         return stack
-    if len(parts) == 1:
+    if len(parts) == 1 and not place.paired:
         return (first.t() if transposed else first).contiguous()
     stored = first.new_empty((place.groups, place.period, *first.shape[1:]))
     for part, tensor in parts:
         width, grouped = part.rows // part.groups, tensor.view(part.groups, -1, *tensor.shape[1:])
         if part.paired:
-            grouped = grouped.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            grouped = grouped.unflatten(1, (-1, 2, part.paired // 2)).transpose(2, 3).flatten(1, 3)
         stored[:, part.start : part.start + width] = grouped
     stored = stored.flatten(0, 1)
     return stored.t().contiguous() if transposed else stored

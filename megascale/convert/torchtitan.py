@@ -5,8 +5,9 @@ Versions 0.2 and 0.3 are read, and 0.3 is written, which has the moments of q, k
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,29 +23,26 @@ from megascale.config.run import RunConfig
 from megascale.config.train import BatchConfig, OptimizerConfig
 from megascale.convert.dcp import DcpFolder, write_dcp
 from megascale.convert.families.config_json import family_of_model
+from megascale.convert.families.family import Family, Fused
 from megascale.convert.saved_weights import planned_steps, saved_model
-from megascale.convert.tensor_map import model_tensors
+from megascale.convert.tensor_map import Places, assemble, model_tensors, parts_by_name, read_region, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
+from megascale.layout.tensors import HEAD as OUR_HEAD
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.optim.lr import learning_rate
 from megascale.parallel.stateful import WEIGHTS
 
-MODULES = {
-    "embedding.token": "tok_embeddings", "final_norm": "norm", "head": "lm_head", "attention_norm": "attention_norm",
-    "attention.q": "attention.qkv_linear.wq", "attention.k": "attention.qkv_linear.wk",
-    "attention.v": "attention.qkv_linear.wv", "attention.q_norm": "attention.q_norm",
-    "attention.k_norm": "attention.k_norm", "attention.out": "attention.wo", "mlp_norm": "ffn_norm",
-    "mlp.gate": "feed_forward.w1", "mlp.up": "feed_forward.w3", "mlp.down": "feed_forward.w2",
+EMBEDDING, HEAD, OLDER_HEAD = "tok_embeddings.weight", "lm_head.weight", "output.weight"
+OLDER_QUERY = "layers.0.attention.wq.weight"  # a tensor of 0.2 alone
+LAYER = {
+    "attention_norm": "attention_norm", "attention.q_norm": "attention.q_norm", "attention.k_norm": "attention.k_norm",
+    "attention.wo": "attention.out", "ffn_norm": "mlp_norm", "feed_forward.w1": "mlp.gate",
+    "feed_forward.w3": "mlp.up", "feed_forward.w2": "mlp.down",
 }  # fmt: skip
-"""Module of the model, or of a layer -> module of torchtitan 0.3."""
-
-EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
-OLDER = {"lm_head.": "output.", ".qkv_linear.": "."}  # parts of names of 0.3 -> of 0.2
-QKV = re.compile(r"\.w[qkv]\.")  # part of the names of three tensors whose moments may be in one
-ROTATED = re.compile(r"attention\.[qk]\.weight")
-"""Tensors whose rows of a head are pairs to rotate: neighbours in torchtitan's Llama 3, halves apart elsewhere."""
+QKV = {"wq": "attention.q", "wk": "attention.k", "wv": "attention.v"}
+"""Module of a layer -> module of the model's."""
 
 STATE, GROUPS = "optimizer.state.", "optimizer.param_groups."
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,64 +52,39 @@ SETTINGS = {"initial_lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": 
 STEP, LAST_EPOCH, TOKENS = "train_state.step", "lr_scheduler.last_epoch", "train_state.ntokens_seen"
 
 
-class Stored(NamedTuple):
-    """A tensor of torchtitan: its name, the kind of state (`weights.`, `exp_avg.`), and the megascale tensors in it."""
+class State(NamedTuple):
+    """The `kind` of a state (`weights.`, `exp_avg.`), the form of its names, and the places of the model's tensors."""
 
-    name: str
     kind: str
-    parts: list[str]
+    form: str
+    places: dict[str, Places]
 
 
-def parameters(model: ModelConfig, *, fused: bool = False) -> dict[str, list[str]]:
-    """The megascale tensors in each parameter of torchtitan 0.3, by its name. `fused`: q, k and v are one parameter.
+def states_of(model: ModelConfig, *, moments: bool, fused: bool = True, older: bool = False) -> list[State]:
+    """Return weights, and `moments`, as torchtitan stores them: moments of q, k and v are `fused`; 0.2 is `older`.
 
     Raises: CheckpointError for a model that Llama 3 and Qwen 3 do not compute
     """
-    found: dict[str, list[str]] = {}
+    weights = State(WEIGHTS, "{}", _places(model, older=older))
+    places = _places(model, fused=True) if fused else weights.places
+    return [weights, *(State(f"{kind}.", f"{STATE}{{}}.{kind}", places) for kind in MOMENTS if moments)]
+
+
+def _places(model: ModelConfig, *, fused: bool = False, older: bool = False) -> dict[str, Places]:
     family = family_of_model(model).name
+    rotated = ("attention.q", "attention.k") if family == "llama" else ()
+    qkv = {name: Fused((part,), paired=rotated) for name, part in QKV.items()}
+    if fused:
+        qkv = {"wqkv": Fused(tuple(QKV.values()), per_head=True, paired=rotated)}
+    within = "attention." if older else "attention.qkv_linear."
+    layer = LAYER | {within + name: content for name, content in qkv.items()}
+    outer = {TOKEN_EMBEDDING: EMBEDDING, "final_norm.weight": "norm.weight", OUR_HEAD: OLDER_HEAD if older else HEAD}
+    places = tensor_map(Family("torchtitan", "", {}, {}, outer, "layers", layer), model)
     for tensor in model_tensors(model):
-        name = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", tensor.name)
-        if family not in ("llama", "qwen3") or not name or name[2] not in MODULES:
+        if family not in ("llama", "qwen3") or tensor.name not in places or not tensor.name.endswith(".weight"):
             what = f"torchtitan's Llama 3 and Qwen 3 do not compute the model: {family}, with {tensor.name}"
             raise CheckpointError(what, hint="go through Hugging Face weights: megascale ckpt convert RUN FOLDER")
-        theirs = f"{name[1]}{MODULES[name[2]]}.weight"
-        found.setdefault(QKV.sub(".wqkv.", theirs) if fused else theirs, []).append(tensor.name)
-    return found
-
-
-def stored_tensors(model: ModelConfig, *, moments: bool, fused: bool = True) -> Iterator[Stored]:
-    """Yield the tensors of torchtitan 0.3: weights, and `moments`, which have q, k and v `fused`."""
-    for theirs, parts in parameters(model).items():
-        yield Stored(theirs, WEIGHTS, parts)
-    for theirs, parts in parameters(model, fused=fused).items() if moments else ():
-        yield from (Stored(f"{STATE}{theirs}.{kind}", f"{kind}.", parts) for kind in MOMENTS)
-
-
-def _rotated(model: ModelConfig, name: str, tensor: Tensor, pairs: tuple[int, int]) -> Tensor:
-    """Transpose the `pairs` of rows of each head of a tensor that is rotated."""
-    if model.qk_norm != "none" or not ROTATED.search(name):
-        return tensor
-    return tensor.unflatten(0, (-1, *pairs)).transpose(1, 2).flatten(0, 2)
-
-
-def split(model: ModelConfig, parts: list[str], whole: Tensor) -> list[Tensor]:
-    """The megascale tensors `parts` in a tensor of torchtitan."""
-    tensors = [whole]
-    if len(parts) > 1:  # the heads of q, k and v of a group
-        groups = whole.unflatten(0, (model.num_kv_heads, -1, model.head_dim))
-        tensors = [heads.flatten(0, 2) for heads in groups.split([groups.shape[1] - 2, 1, 1], 1)]
-    pairs = model.head_dim // 2, 2
-    return [_rotated(model, name, tensor, pairs) for name, tensor in zip(parts, tensors, strict=True)]
-
-
-def join(model: ModelConfig, parts: list[str], tensors: list[Tensor]) -> Tensor:
-    """A tensor of torchtitan of the megascale tensors `parts`."""
-    pairs = 2, model.head_dim // 2
-    tensors = [_rotated(model, name, tensor, pairs) for name, tensor in zip(parts, tensors, strict=True)]
-    if len(parts) == 1:
-        return tensors[0]
-    groups = [heads.unflatten(0, (model.num_kv_heads, -1, model.head_dim)) for heads in tensors]
-    return torch.cat(groups, 1).flatten(0, 2)
+    return places
 
 
 def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> list[str]:
@@ -124,7 +97,9 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
         raise CheckpointError(what, hint="give --config RUN.toml, of the run that goes on with it")
     found, model = DcpFolder(source), config.model
     moments = any(name.startswith(STATE) for name in found.tensors)
-    stored = _checked_tensors(found, model, moments)
+    fused, older = any(".wqkv." in name for name in found.tensors), OLDER_QUERY in found.tensors
+    states = states_of(model, moments=moments, fused=fused, older=older)
+    _check_tensors(found, model, states, OLDER_HEAD if older else HEAD)
     facts = config.model_dump(mode="json", by_alias=True, include={"model", "batch", "train", "optimizer"})
     progress, remarks = Progress(), list[str]()
     if moments:
@@ -134,10 +109,12 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
         samples = batch_sizes(config.batch).before_step(step + 1)
         progress = Progress(step, samples, samples * model.seq_length)
 
+    load = lru_cache(maxsize=1)(found.read)  # parts of a fused tensor are read one after the other
+
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, kind, parts in stored:
-            for part, tensor in zip(parts, split(model, parts, found.read(name)), strict=True):
-                yield kind + part, tensor
+        for (kind, form, places), spec in itertools.product(states, model_tensors(model)):
+            read = partial(_read, load, form)
+            yield kind + spec.name, read_region(places[spec.name], spec, read, None)
 
     with atomic_folder(output) as folder:
         offline.write_state(folder, tensors(), facts, progress=progress)
@@ -146,34 +123,30 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
     return remarks
 
 
-def _checked_tensors(found: DcpFolder, model: ModelConfig, moments: bool) -> list[Stored]:
-    """The tensors by their names in a folder. Raises: CheckpointError unless they are all those of the model"""
-    older = "layers.0.attention.wq.weight" in found.tensors
-    fused = any(".wqkv." in name for name in found.tensors)
+def _read(load: Callable[[str], Tensor], form: str, name: str, box: tuple[slice | int, ...]) -> Tensor:
+    return load(form.format(name))[box]
 
-    def there(name: str) -> str:
-        for part, before in OLDER.items() if older else ():
-            name = name.replace(part, before)
-        return name
 
-    stored = [each._replace(name=there(each.name)) for each in stored_tensors(model, moments=moments, fused=fused)]
-    shapes = {tensor.name: tensor.shape for tensor in model_tensors(model)}
-    for name, _, parts in stored:
-        expected = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
+def _check_tensors(found: DcpFolder, model: ModelConfig, states: list[State], head: str) -> None:
+    """Check that the tensors of a folder are all those of the model. Raises: CheckpointError"""
+    shapes = {
+        form.format(place.name): place.stored_shape(spec.shape)
+        for (_, form, places), spec in itertools.product(states, model_tensors(model))
+        for place in places[spec.name]
+    }
+    for name, expected in shapes.items():
         shape = found.tensors[name].shape if name in found.tensors else None
         if shape != expected:
             has = f"has no tensor {name}" if shape is None else f"{name} has shape {list(shape)}"
             what = f"{found.folder}: {has}, {list(expected)} by the configuration"
             raise CheckpointError(what, hint="the [model] of the run that wrote the checkpoint")
-    unknown = found.tensors.keys() - {each.name for each in stored}
-    unknown -= {name for name in unknown if name.startswith(STATE) and name.endswith(".step")}
-    if model.tie_embeddings and (head := there(HEAD)) in unknown and found.read(head).equal(found.read(EMBEDDING)):
+    unknown = {name for name in found.tensors.keys() - shapes if not name.startswith(STATE) or name[-5:] != ".step"}
+    if model.tie_embeddings and head in unknown and found.read(head).equal(found.read(EMBEDDING)):
         unknown.remove(head)
     if unknown:
         listed = ", ".join(sorted(unknown)[:3])
         what = f"{found.folder} has {len(unknown)} tensors that are not of the configuration's model: {listed}"
         raise CheckpointError(what, hint="the [model] of the run that wrote the checkpoint")
-    return stored
 
 
 def _settings(found: DcpFolder) -> tuple[dict[str, Any], list[str]]:
@@ -219,16 +192,17 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
     model = saved_model(source, saved)
     names = [f"{kind}.{tensor.name}" for tensor in model_tensors(model) for kind in MOMENTS]
     moments = all(name in saved.tensors for name in names) and saved.facts.config["optimizer"]["name"] == "adamw"
-    stored = list(stored_tensors(model, moments=moments))
+    states = states_of(model, moments=moments)
 
     def items() -> Iterator[tuple[str, Any]]:
-        for name, kind, parts in stored:
-            tensors = [offline.read_tensor(source, saved, kind + part) for part in parts]
-            yield name, join(model, parts, tensors)
+        for kind, form, places in states:
+            for name, parts in parts_by_name(model, places).items():
+                read = [(part.place, offline.read_tensor(source, saved, kind + part.tensor)) for part in parts]
+                yield form.format(name), assemble(read)
         if model.tie_embeddings:
             yield HEAD, offline.read_tensor(source, saved, WEIGHTS + TOKEN_EMBEDDING)
         if moments:
-            yield from _run_items(saved.facts, parameters(model, fused=True))
+            yield from _run_items(saved.facts, parts_by_name(model, states[-1].places))
 
     with atomic_folder(output) as folder:
         write_dcp(folder, items(), ("optimizer", "train_state", "lr_scheduler"))
@@ -240,7 +214,7 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
     ]
 
 
-def _run_items(facts: manifest.Facts, parameters: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:
+def _run_items(facts: manifest.Facts, parameters: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of the parameters, of which norms do not decay, and the place of the run."""
     step, config = facts.progress.step, facts.config
     optimizer, batch = OptimizerConfig(**config["optimizer"]), config.get("batch") or {}

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
+from megascale.config.foreign.imported import import_arguments
+from megascale.config.foreign.sources import read_arguments
 from megascale.config.loading import load_config
 from tests.data.datasets import ORIGIN, write_documents
 
@@ -143,12 +145,12 @@ scheduler: {lr_decay_style: cosine, lr_warmup_iters: 2000, lr_decay_iters: null,
     end_weight_decay: 0.033, weight_decay_incr_style: constant, lr_wsd_decay_style: minus_sqrt}
 ddp: {overlap_grad_reduce: true, overlap_param_gather: true, check_for_nan_in_grad: true, grad_reduce_in_fp32: true,
     average_in_collective: true, use_distributed_optimizer: true, data_parallel_sharding_strategy: no_shard}
-dataset: {split: "9999,8,2", dataloader_type: single, num_workers: 8, mock_data: true}
+dataset: {split: "9999,8,2", dataloader_type: single, num_workers: 8, mock_data: true, blend: null}
 logger: {log_interval: 10, tensorboard_dir: tb_logs, log_timers_to_tensorboard: true}
 checkpoint: {save: checkpoints, load: checkpoints, save_interval: 500, ckpt_format: torch_dist,
     fully_parallel_save: true}
 rng: {seed: 1234}
-mixed_precision: {bf16: true}
+mixed_precision: bf16_mixed
 """
 
 TITAN = """\
@@ -252,6 +254,7 @@ def test_tables_of_megatron_bridge(size: str, gpus: int, tmp_path: Path) -> None
     config = load_config(str(output), world_size=gpus)
     assert (config.model.activation, config.model.bias, config.model.num_kv_heads) == ("swiglu", False, 8)
     assert (config.optimizer.weight_decay, config.parallel.zero) == (0.033, 1)
+    assert config.train.precision == "bf16"
     check(output, gpus)
 
 
@@ -402,6 +405,29 @@ def test_sources_that_cannot_be_imported(
 def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-config", "no.sh"]) == 2
     assert capsys.readouterr().err.startswith("no.sh  cannot be read: No such file or directory")
+
+
+def test_training_commands_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{SMALL}\n[ -f x ] && {SMALL} --bf16"
+    assert "has 2 training commands  -> leave one of them in a copy" in refused(tmp_path, text, capsys)
+
+
+@pytest.mark.parametrize(("blend", "data"), [
+    ("[[a, b], [0.3, 0.7]]", [[0.3, "a"], [0.7, "b"]]), ("[[a], null]", "a"), ("[[a], [1.0]]", [[1, "a"]]),
+])  # fmt: skip
+def test_blends_of_megatron_bridge(blend: str, data: object, tmp_path: Path) -> None:
+    (path := tmp_path / "run.yaml").write_text(f"dataset: {{blend: {blend}, blend_per_split: null}}")
+    source = read_arguments(str(path), (), {})
+    assert import_arguments(source.system, source.given).settings["data.train"] == data
+
+
+def test_blends_without_weights_and_other_precisions_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "dataset: {blend: [[a, b], null]}\nmixed_precision: bf16_with_mxfp8_mixed\n"
+    words = refused(tmp_path, text, capsys, name="run.yaml")
+    assert "dataset.blend: several datasets without weights: theirs are blended by length" in words
+    assert "mixed_precision: other recipes are not supported: write train.precision and fp8.recipe" in words
 
 
 def test_a_setting_fills_a_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from functools import reduce
 from typing import Any
 
 from megascale.config.foreign.setting import Context, Values, plain
-from megascale.config.foreign.translation import SYSTEMS, Translation, context_of, find, toml, translate
+from megascale.config.foreign.translation import SYSTEMS, Translation, context_of, find, translate
 from megascale.config.loading import sections
-from megascale.config.toml_writer import LOSS_SECTIONS, section_to_toml
+from megascale.config.toml_writer import LOSS_SECTIONS, section_to_toml, toml_value
 
 UNKNOWN = "unknown: docs/from-megatron.md has no row of it"
 _UNKNOWN_TEXT = re.compile(r"\$(\w+)|(?:\$|`).*", re.DOTALL)
@@ -112,7 +112,9 @@ def _write(made: Imported, name: str, one: Translation) -> None:
     other = {key: value for key, value in one.settings.items() if made.settings.get(key, value) != value}
     if other:
         key = next(iter(other))
-        made.refused[name] = f"means {key} = {toml(other[key])}, another argument {toml(made.settings[key])}"
+        made.refused[name] = (
+            f"means {key} = {toml_value(other[key])}, another argument {toml_value(made.settings[key])}"
+        )
         return
     made.mapped.append(name)
     made.settings |= one.settings

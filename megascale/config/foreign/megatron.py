@@ -38,7 +38,6 @@ from megascale.config.foreign.setting import (
     every,
     needless,
     same,
-    scaled,
     switch,
     two_shares,
     words,
@@ -171,7 +170,8 @@ PARALLEL = (
     switch("--tp-comm-overlap", "overlap.tp", True, theirs=False),
     switch("--no-async-tensor-model-parallel-allreduce", "overlap.tp", False),
     switch("--no-overlap-p2p-communication", "overlap.pp", False),
-    scaled("--ddp-bucket-size", "overlap.bucket_bytes", 4, "bytes of fp32 gradients, theirs are elements"),
+    computed("--ddp-bucket-size", "overlap.bucket_bytes", lambda values, _: 4.0 * values[0],
+             "bytes of fp32 gradients, theirs are elements"),
     same("--micro-batch-size", "batch.micro"),
     same("--global-batch-size", "batch.global"),
     computed("--rampup-batch-size", "batch.rampup", every, takes=MANY),
@@ -198,6 +198,8 @@ TRAIN = (
     computed("--bf16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", takes=0),
     computed("--fp16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", NO_FP16,
              takes=0),
+    words("mixed_precision", "train.precision", {"bf16_mixed": "bf16", "bf16": "bf16", "fp8": "fp8"},
+          "other recipes are not supported: write train.precision and fp8.recipe"),
     needless("--loss-scale, --initial-loss-scale, --min-loss-scale, --loss-scale-window, --hysteresis", NO_FP16),
     computed("--fp8-format", "train.precision", fp8,
              "the format follows fp8.recipe: tensorwise, delayed and static are hybrid, rowwise and blockwise e4m3"),
@@ -300,9 +302,11 @@ OPTIMIZER = (
 DATA = (
     computed("--data-path, --train-data-path", "data.train", lambda values, context: Needless("with --mock-data")
              if "mock_data" in context else blend(values, context), "the same files, without .bin", takes=MANY),
+    computed("dataset.blend", "data.train", lambda values, context: blend(values[0] if values[1] is None else [
+             part for pair in zip(values[1], values[0], strict=True) for part in pair], context), "weights and paths"),
     computed("--valid-data-path", "data.valid", blend, takes=MANY),
     needless("--test-data-path", "not supported: write data.valid of another run", MANY),
-    absent("--data-args-path, --per-split-data-args-path", "write the blend in data.train"),
+    absent("--data-args-path, --per-split-data-args-path, dataset.blend_per_split", "write the blend in data.train"),
     computed("--split", "data.split", two_shares, "two shares, training and validation", [969, 31]),
     computed("--tokenizer-model", "data.tokenizer", lambda values, _: str(values[0]) if str(values[0]).endswith(".json")
              else Needless(_TOKENIZER), "a tokenizer.json, compared with the data's"),

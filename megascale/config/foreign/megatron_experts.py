@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from megascale.config.foreign.megatron_values import LOSSES, balance, balance_weight
+from megascale.config.foreign.megatron_values import LOSSES, balance, balance_weight, value_of
 from megascale.config.foreign.setting import (
     MANY,
     Advice,
@@ -16,6 +16,7 @@ from megascale.config.foreign.setting import (
     Values,
     absent,
     computed,
+    every,
     needless,
     same,
     switch,
@@ -37,16 +38,29 @@ def _experts(values: Values, context: Context) -> Any:
 
 
 def _dense_layers(values: Values, context: Context) -> int | Advice:
-    if values[0] == 1:
+    kinds = every(values, context)
+    if kinds == [1]:
         return Needless("nothing to write: all layers have experts")
-    dense = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(values[0]).replace(" ", ""))
-    return int(dense[1]) if dense else Advice("not supported: only model.dense_layers first layers lack experts")
+    if written := re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(values[0]).replace(" ", "")):
+        return int(written[1])
+    if set(kinds) <= {0, 1} and kinds == sorted(kinds):
+        return kinds.count(0)
+    return Advice("not supported: only model.dense_layers first layers lack experts")
+
+
+def _groups(values: Values, context: Context) -> Any:
+    """Return the groups of experts, with their value: of as many experts as a token has of a group."""
+    each = value_of(context, "moe_router_topk", 2) // value_of(context, "moe_router_group_topk", 1)
+    if "num_layers" not in context or values[0] == 1:
+        return values[0]
+    if each not in (1, 2):
+        return Advice("not supported: more than two experts of a group")
+    return Several({"model.router_groups": values[0], "model.router_group_value": "max" if each == 1 else "top2"})
 
 
 _OF_EXPERTS = (
-    computed("--moe-router-topk", "model.experts_per_token", lambda values, context: values[0]
-             if values[0] > 1 or "moe_router_pre_softmax" in context  # theirs never normalizes a single weight
-             else Several({"model.experts_per_token": 1, "model.router_normalize": False})),
+    computed("--moe-router-topk", "model.experts_per_token", lambda values, _: values[0] if values[0] > 1
+             else Several({"model.experts_per_token": 1, "model.router_normalize": False})),  # as a single weight is
     same("--moe-ffn-hidden-size", "model.expert_ffn_size"),
     computed("--moe-layer-freq", "model.dense_layers", _dense_layers,
              "the first layers without experts, N of `([0]*N+[1]*M)`"),
@@ -54,8 +68,10 @@ _OF_EXPERTS = (
     switch("--moe-shared-expert-gate", "model.shared_gate", True),
     words("--moe-router-score-function", "model.router_score",
           {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}),
-    switch("--moe-router-pre-softmax", "model.router_normalize", False),
-    same("--moe-router-num-groups", "model.router_groups", "with router_group_value = top2, at two experts a group"),
+    computed("--moe-router-pre-softmax", "model.router_normalize", lambda _, context: Needless("of softmax alone")
+             if value_of(context, "moe_router_score_function", "softmax") != "softmax" else False, takes=0),
+    computed("--moe-router-num-groups", "model.router_groups", _groups,
+             "with router_group_value = top2, at two experts a group"),
     same("--moe-router-group-topk", "model.router_top_groups"),
     same("--moe-router-topk-scaling-factor", "model.router_scale"),
     switch("--moe-router-enable-expert-bias", "model.balance_bias", True),

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from megascale.config.batch_rampup import BatchSizes
-from megascale.config.foreign.setting import Advice, Context, Needless, Several, Values
+from megascale.config.foreign.setting import Advice, Context, Needless, Several, Values, every
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 LOSSES = {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"}
@@ -65,11 +65,11 @@ def query_groups(values: Values, context: Context) -> int | Needless:
 
 def window(values: Values, context: Context) -> int | list[int]:
     """Return the keys of a query, in a list with 0 for the layers that `--window-attn-skip-freq` leaves out."""
-    pair = values[0] if isinstance(values[0], list) else str(values[0]).strip("() ").split(",")
-    keys, every = int(pair[0]) + 1, value_of(context, "window_attn_skip_freq")
-    if every is None:
-        return keys
-    return [keys * int(one) for one in every] if isinstance(every, list) else [keys] * (every - 1) + [0]
+    keys = int(str(every(values, context)[0]).strip("() ").split(",")[0]) + 1
+    layers = every(context.get("window_attn_skip_freq") or [0], context)
+    if len(layers) > 1:
+        return [keys * int(one) for one in layers]
+    return [keys] * (layers[0] - 1) + [0] if layers[0] else keys
 
 
 def latent_scaling(values: Values, context: Context) -> Any:

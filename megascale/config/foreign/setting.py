@@ -100,11 +100,6 @@ def words(
     return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, meanings, notes, only_with)
 
 
-def scaled(names: str, key: str, factor: float, note: str = "", theirs: Any = None) -> Setting:
-    """Make a setting in another unit, `factor` of which is one here."""
-    return Setting(tuple(names.split(", ")), key, lambda values, _: float(values[0]) * factor, 1, note, theirs)
-
-
 def computed(
     names: str, key: str, convert: Conversion, note: str = "", theirs: Any = None, takes: int = 1, only_with: str = ""
 ) -> Setting:  # fmt: skip
@@ -157,13 +152,3 @@ def two_shares(values: Values, context: Context) -> list[float]:
     given = values[0] if isinstance(values[0], list) else str(values[0]).strip("'\"").split(",")
     shares = [float(share) for share in given]
     return [int(share) if share.is_integer() else share for share in (shares[0], sum(shares[1:], 0.0))]
-
-
-def steps_of_samples(values: Values, context: Context) -> int:
-    """Return the steps of the samples of a run, by the global batch of the context."""
-    return int(values[0] // (context.get("global_batch_size") or context["train_batch_size"])[0])
-
-
-def rate_of_share(values: Values, context: Context) -> float:
-    """Return the least learning rate from its share of the largest."""
-    return float(f"{values[0] * context['lr'][0]:.6g}")

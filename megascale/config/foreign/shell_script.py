@@ -1,6 +1,6 @@
 """The training command of a shell script, read without a shell.
 
-Followed are assignments, arrays, `+=`, `${NAME:-default}`, `$((...))` of integers, and conditions on text.
+Followed are assignments, arrays, `+=`, `${NAME:-default}`, `:=`, `$((...))` of integers, and conditions on text.
 Unknown is what a loop, a `case`, a branch of another condition, `shift`, `unset` or an assignment to an element
 changes: it stays in words as `$NAME`.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import math
 import operator
 import re
@@ -32,11 +33,12 @@ _PART = re.compile(
     rf"|(?P<braced>{_BRACED})|\$(?P<name>\w+|[@*])",
     re.DOTALL,
 )
-_PARAMETER = re.compile(r"(?P<name>\w+|[@*])(\[[@*]\])?(:?(?P<operator>[-=+])(?P<word>.*))?", re.DOTALL)
+_PARAMETER = re.compile(r"(?P<name>\w+|[@*])(\[[@*]\])?(:?(?P<operator>[-=+?])(?P<word>.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\w+)(?:\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _COMMENT_OR_JOINT = re.compile(r"((?<![^\s;&|()])#[^\n]*)|\\\n")  # a backslash at a comment's end joins nothing
 _PREFIXES = ("then", "do", "{", "}", "export", "local", "readonly", "declare")
 _CONDITIONS = (["if"], ["elif"], ["while"])
+_NAMES_ALONE = ("if", "elif", "while", "[", "[[", "test", "echo", "printf")  # begin statements that run no argument
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda a, b: int(a / b),
     ast.Mod: lambda a, b: int(math.fmod(a, b)),
@@ -46,8 +48,8 @@ _OPENS, _CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac"
 
 
 class ShellScript:
-    """A script. `command`: the words of its training command, the last if there are several; `environment`: variables
-    before it; `arguments`: the words behind its name, `$1` and on.
+    """A script. `commands`: its training commands, by their words from the program on; `environment`: variables before
+    it; `arguments`: the words behind its name, `$1` and on.
     """
 
     def __init__(self, text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> None:
@@ -57,7 +59,8 @@ class ShellScript:
         }
         self._variables |= {"@": list(arguments), "*": list(arguments)}
         self._branches: list[tuple[bool | None, bool | None]] = []  # of open blocks: followed; one was followed before
-        self.command: list[str] = []
+        self.commands: dict[tuple[str, ...], list[str]] = {}
+        self._assigned: list[str] = []  # a command in a variable
         statement: list[str] = []
         before, depth = "\n", 0
         text = _COMMENT_OR_JOINT.sub(r"\1 ", text).replace("$#", str(len(arguments)))
@@ -69,6 +72,11 @@ class ShellScript:
                 statement, before, depth = [], word, 0
             elif kind and word != "\n":
                 statement.append(word)
+
+    @property
+    def command(self) -> list[str]:
+        """The last training command, which may be in a variable alone."""
+        return [self._assigned, *self.commands.values()][-1]
 
     def expand(self, text: str, *, quoted: bool = False) -> list[str]:
         """Return what a word becomes: several words for an array, or for text with spaces that is not `quoted`."""
@@ -98,10 +106,15 @@ class ShellScript:
         given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
         if not given:
             return [part[0]]
-        name, values = given["name"], self._variables.get(given["name"])
-        if given["operator"] and (given["operator"] == "+") == bool(values and any(values)):
-            return self.expand(given["word"])
-        return [f"${name}"] if values is None and given["operator"] != "+" else values or []
+        name, values, kind = given["name"], self._variables.get(given["name"]), given["operator"]
+        if values is None and (kind in (None, "?") or name in self._variables):
+            return [f"${name}"]
+        if kind in (None, "?") or (kind == "+") != bool(values and any(values)):
+            return values or []
+        words = self.expand(given["word"])
+        if kind == "=":
+            self._variables[name] = None if self._branches else words
+        return words
 
     def _run(self, statement: list[str], *, known: bool) -> None:
         """Follow a statement; `known`: it does not depend on the one before."""
@@ -133,7 +146,9 @@ class ShellScript:
             whole = known and None not in followed and "[" not in assigned[0].partition("=")[0]
             self._assign(assigned, statement[2 : end - 1] if array else None, whole)
             statement = statement[end:]
-        self._keep([word for text in statement for word in self.expand(text)])
+        command = _training([word for text in statement for word in self.expand(text)])
+        if command and command[0] not in _NAMES_ALONE:
+            self.commands.setdefault(tuple(itertools.dropwhile(_is_no_program, command)), command)
 
     def _assign(self, assigned: re.Match[str], array: list[str] | None, known: bool) -> None:
         name, adds, text = assigned.groups()
@@ -143,14 +158,7 @@ class ShellScript:
         else:
             values = [*before, *(word for one in array for word in self.expand(one))]
         self._variables[name] = values if known else None
-        self._keep(values)
-
-    def _keep(self, words: list[str]) -> None:
-        """Keep the words if they are a training command, also one in quotes, such as that of `bash -c`."""
-        split = [one for word in words for one in (split_words(word) if "train" in word and " " in word else [word])]
-        ends = next((number for number, word in enumerate(split) if re.match(r"\d*[<>]", word)), len(split))
-        if any(map(PROGRAM.fullmatch, split[: ends - 1])):
-            self.command = split[:ends]
+        self._assigned = _training(values) or self._assigned
 
     def _test(self, words: list[str]) -> bool | None:
         """Return the value of a condition, None if it is not known. A variable without a value is empty."""
@@ -173,6 +181,17 @@ class ShellScript:
         if None in results or (" && " in text and " || " in text):
             return None
         return any(results) if " || " in text else all(results)
+
+
+def _training(words: list[str]) -> list[str]:
+    """Return the words if they are a training command, also one in quotes, such as that of `bash -c`."""
+    split = [one for word in words for one in (split_words(word) if "train" in word and " " in word else [word])]
+    ends = next((number for number, word in enumerate(split) if re.match(r"\d*[<>]", word)), len(split))
+    return split[:ends] if any(map(PROGRAM.fullmatch, split[: ends - 1])) else []
+
+
+def _is_no_program(word: str) -> bool:
+    return not PROGRAM.fullmatch(word)
 
 
 def _integer(node: Any) -> int:

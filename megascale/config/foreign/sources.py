@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,11 @@ _DEFAULTS = {"training.local_batch_size": [8], "training.global_batch_size": [-1
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a run of `system`: values by name; `gpus`: of the job, None if the source does not say it;
-    `settings`: those here that the source says by itself, by key.
-    """
+    """The arguments of a run of `system`: values by name; `gpus`: of the job, None if the source does not say it."""
 
     system: str
     given: Mapping[str, Values]
     gpus: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, str]) -> Arguments:
@@ -54,6 +51,8 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError([Problem(source, "", f"cannot be read: {' '.join(str(error).split())}")]) from None
     script = ShellScript(text, environment, words)
+    if (count := len(script.commands)) > 1:
+        raise ConfigError([Problem(source, "", f"has {count} training commands", "leave one of them in a copy")])
     command = script.command or ["pretrain_gpt.py", *split_words(text)]
     if len(command) < 2 or not any(word.startswith("--") for word in command):
         raise ConfigError([Problem(source, "", "has no command of pretrain_gpt.py or torchtitan", "a training script")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import tomllib
@@ -25,6 +24,7 @@ from megascale.config.foreign.setting import (
     needless,
     plain,
 )
+from megascale.config.toml_writer import toml_value
 
 SYSTEMS: dict[str, tuple[Setting, ...]] = {
     "Megatron-LM": MEGATRON, "torchtitan": TORCHTITAN, "NeMo": NEMO, "DeepSpeed": DEEPSPEED,
@@ -62,7 +62,7 @@ class Translation:
         elif command_line:
             text = " ".join(assignment(key, value) for key, value in self.settings.items())
         else:
-            text = ", ".join(f"{key} = {toml(value)}" for key, value in self.settings.items())
+            text = ", ".join(f"{key} = {toml_value(value)}" for key, value in self.settings.items())
         return f"write {text}" + (f" ({self.note})" if self.note else "")
 
 
@@ -190,15 +190,6 @@ def read_value(word: str) -> Any:
         return word
 
 
-def toml(value: Any) -> str:
-    """Format a value as TOML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
-
-
 def assignment(key: str, value: Any) -> str:
     """Format a setting as a word of a command line."""
-    return shlex.quote(f"{key}={value}") if isinstance(value, str) else shlex.quote(f"{key}={toml(value)}")
+    return shlex.quote(f"{key}={value}") if isinstance(value, str) else shlex.quote(f"{key}={toml_value(value)}")

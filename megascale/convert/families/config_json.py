@@ -53,11 +53,8 @@ def read_model(config: ConfigKeys, where: str) -> ModelConfig:
 
     Raises: CheckpointError for a model whose results megascale would not reproduce, or with sizes that are not above 0
     """
-    return read_keys(family_of_config(config, where), config, where, "the config.json that belongs to the weights")
-
-
-def read_keys(family: Family, config: ConfigKeys, where: str, hint: str) -> ModelConfig:
-    """The `[model]` section for the keys of a family. Raises: CheckpointError as `read_model`"""
+    family = family_of_config(config, where)
+    hint = "the config.json that belongs to the weights"
     try:
         return ModelConfig.model_validate(family.model_keys(config))
     except ValidationError as error:

@@ -13,10 +13,10 @@ from megascale.checkpoint import offline
 from megascale.checkpoint.format.state import Progress
 from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
 from megascale.config.run import RunConfig
-from megascale.convert.families.config_json import read_keys
 from megascale.convert.families.megatron_lm import FAMILY, VOCAB_MULTIPLE, VOCABULARY
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, iteration_folder
 from megascale.convert.megatron_lm.legacy import LegacyFolder
+from megascale.convert.megatron_lm.namespace import model_of
 from megascale.convert.megatron_lm.torch_dist import TorchDist
 from megascale.convert.tensor_map import model_tensors, read_region, stack_biases, tensor_map
 from megascale.core.errors import CheckpointError
@@ -55,7 +55,7 @@ def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> Mod
     if not args and config is None:
         raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
     size = {"vocab_size": config.model.vocab_size} if config else {}
-    there = read_keys(FAMILY, {**args, **size}, f"{path}: args", "a model without this argument") if args else None
+    there = model_of({**args, **size}, f"{path}: args") if args else None
     if config and there and (different := model_differences(there.model_dump(by_alias=True), config.model)):
         raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
     model = config.model if config else there
@@ -102,6 +102,9 @@ class _Tensors:
         self._source, self._model = source, model
         self._places = tensor_map(FAMILY, model)
         self._specs = {tensor.name: tensor for tensor in model_tensors(model)}
+        if missing := [name for name in self._specs if name not in self._places]:
+            what = f"{source.path} is of a model with {missing[0]}, a kind of tensor that is not converted"
+            raise CheckpointError(what, hint="a model without latent attention, multi-token prediction and sinks")
         self._shapes = {
             place.name: place.stored_shape(self._specs[name].shape[len(self._specs[name].outer) :])
             for name, places in self._places.items()
@@ -109,7 +112,7 @@ class _Tensors:
         }
         ranks = args.get("tensor_model_parallel_size", 1 if args else MOST_RANKS)
         self._multiple = (args.get("make_vocab_size_divisible_by") or VOCAB_MULTIPLE) * ranks  # of rows
-        self._least = args.get("vocab_size") or 1  # rows that are no padding
+        self._least = args.get("vocab_size")  # rows that are no padding; None: more than half
         self._whole = lru_cache(maxsize=1)(self._load)  # parts of a fused tensor are read one after the other
         self.notes: list[str] = []
 
@@ -131,7 +134,8 @@ class _Tensors:
         """Load a whole tensor of the source, without the rows that pad the vocabulary. Raises: CheckpointError"""
         tensor, expected = self._source.tensor(state, stored), self._shapes[stored]
         padding = len(tensor) - expected[0]
-        if stored in VOCABULARY and 0 < padding < self._multiple and expected[0] >= self._least:
+        least = self._least or len(tensor) // 2 + 1
+        if stored in VOCABULARY and 0 < padding < self._multiple and expected[0] >= least:
             rows = f"{padding} rows that pad the vocabulary are left out: they were part of the softmax"
             self.notes += [rows] if rows not in self.notes else []
             tensor = tensor[: expected[0]]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megascale.layout.tensors import HEAD
 
 FILE = "model_optim_rng.pt"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+GROUPED = re.compile(r"(.*\.experts)\.weight([12])")
 EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+\.\w+)|(\w+\.(?:weight|bias))(\d+))$")
 
 
@@ -69,11 +70,11 @@ class LegacyFolder:
         layers = 0
         for number, p in itertools.product(range(len(ranks[0, 0, 0])), range(pp)):
             for t, e in itertools.product(range(tp), range(ep)):
-                experts = e * ((self._args.get("num_experts") or 0) // ep)
+                experts = (self._args.get("num_experts") or 0) // ep
                 for key, tensor in ranks[t, p, e][number].items():
-                    if isinstance(tensor, Tensor):  # and no extra state
-                        name = _global_name(key, layers, experts)
-                        self._shards.found[MODEL][name][t] = partial(Tensor.detach, tensor)
+                    for one, part in _matrices(key, tensor, experts) if isinstance(tensor, Tensor) else ():
+                        name = _global_name(one, layers, e * experts)
+                        self._shards.found[MODEL][name][t] = partial(Tensor.detach, part)
             own = map(LAYER.match, ranks[0, p, 0][number])
             layers += max((int(layer[1]) for layer in own if layer), default=-1) + 1
 
@@ -81,6 +82,16 @@ class LegacyFolder:
 def _chunks(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The model chunks of a rank: `model`, or `model0`, `model1`, ... Raises: KeyError if there is none"""
     return [file[key] for number in range(len(file)) if (key := f"model{number}") in file] or [file["model"]]
+
+
+def _matrices(key: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensor, or the matrices of all of a rank's experts that it is with `--moe-grouped-gemm`: [in, out] each."""
+    if not (found := GROUPED.fullmatch(key)):
+        yield key, tensor
+        return
+    rows, columns = (len(tensor), -1) if found[2] == "1" else (-1, tensor.shape[1])
+    for number, matrix in enumerate(tensor.view(experts, rows, columns)):
+        yield f"{found[1]}.local_experts.{number}.linear_fc{found[2]}.weight", matrix.t()
 
 
 def _global_name(key: str, layers: int, experts: int) -> str:

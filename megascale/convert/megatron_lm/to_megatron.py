@@ -19,12 +19,13 @@ from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
 from megascale.convert.dcp import write_dcp
-from megascale.convert.families.config_json import differences, read_keys
-from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY
+from megascale.convert.families.config_json import differences
+from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY, arguments_of
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, TRACKER
+from megascale.convert.megatron_lm.namespace import model_of
 from megascale.convert.megatron_lm.torch_dist import COMMON, LAYER, PREFIXES, stored_forms
 from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
-from megascale.convert.tensor_map import Place, assemble, indices, model_tensors, tensor_map
+from megascale.convert.tensor_map import assemble, model_tensors, parts_by_name, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
@@ -48,9 +49,8 @@ def to_megatron(source: Location, output: Path) -> list[str]:
     """
     saved = manifest.read(source)
     model = saved_model(source, saved)
-    args = FAMILY.config_keys(model)
-    again = read_keys(FAMILY, args, f"{source}: its model", "a model that Megatron-LM computes")
-    if different := differences(again, model):
+    args = arguments_of(model)
+    if different := differences(model_of(args, f"{source}: its model"), model):
         listed = ", ".join(f"{key} = {value!r}" for key, value in different.items())
         raise CheckpointError(f"{source}: Megatron-LM's arguments do not express this model, but one with {listed}")
     if any(name.startswith(f"{LOW}.") for name in saved.tensors):
@@ -117,16 +117,13 @@ def _tensors(
     source: Location, saved: manifest.Manifest, model: ModelConfig, dtype: torch.dtype, trained: bool
 ) -> Iterator[tuple[str, GlobalTensor]]:
     """Yield the tensors of all states by stored name, of stacks a matrix at a time."""
-    parts_by_name, places = dict[str, list[tuple[Place, str, tuple[int, ...]]]](), tensor_map(FAMILY, model)
-    for tensor in model_tensors(model):
-        for index, place in zip(indices(tensor), places[tensor.name], strict=True):
-            parts_by_name.setdefault(place.name, []).append((place, tensor.name, index))
+    found = parts_by_name(model, tensor_map(FAMILY, model))
     states = {MODEL: WEIGHTS} | ({MASTER: WEIGHTS} | {moment: f"{moment}." for moment in MOMENTS} if trained else {})
-    for (state, prefix), (name, parts) in itertools.product(states.items(), parts_by_name.items()):
-        if (bias := parts[0][1].startswith(BALANCE_BIAS)) and state != MODEL:
+    for (state, prefix), (name, parts) in itertools.product(states.items(), found.items()):
+        if (bias := parts[0].tensor.startswith(BALANCE_BIAS)) and state != MODEL:
             continue
         read = SavedWeights(source, saved, (prefix,)).read
-        whole = assemble([(place, read(ours, index)) for place, ours, index in parts])
+        whole = assemble([(part.place, read(part.tensor, part.at)) for part in parts])
         if name in VOCABULARY:
             whole = pad(whole, (0, 0, 0, -len(whole) % VOCAB_MULTIPLE))
         whole = whole.to(dtype if state == MODEL and not bias else torch.float32)
@@ -148,8 +145,7 @@ def _stored(name: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[
 
 def _extra_states(model: ModelConfig) -> Iterator[tuple[str, list[None]]]:
     """Yield the empty extra states of linear layers, which megatron-core asks for."""
-    names = {place.name for places in tensor_map(FAMILY, model).values() for place in places}
-    for linear in filter(None, map(LINEAR.fullmatch, sorted(names))):
+    for linear in filter(None, map(LINEAR.fullmatch, sorted(parts_by_name(model, tensor_map(FAMILY, model))))):
         stored, index, counts = _stored(f"{linear[1]}._extra_state", model)
         offset, shape = (".".join(map(str, numbers)) for numbers in (index or (0,), counts or (1,)))
         yield f"{stored}/shard_{offset}_{shape}", [None]

@@ -25,6 +25,8 @@ def command(text: str, *arguments: str, **environment: str) -> str:
     (f"A=(--lr 1)\nA+=(--bf16)\n{TRAIN} \"${{A[@]}}\" $A", "--lr 1 --bf16 --lr 1 --bf16"),
     (f"A=--lr\nA+=' 1'\n{TRAIN} $A", "--lr 1"),
     (f"N=4\n{TRAIN} --num-layers $N --x ${{N}}", "--num-layers 4 --x 4"),
+    (f": ${{N:=8}} ${{M:?not set}}\n{TRAIN} --n $N --m ${{M:?}}", "--n 8 --m $M"),
+    (f"if [ -f x ]; then A=1; : ${{B:=2}}; fi\n{TRAIN} ${{A:-3}} $B", "$A $B"),
     (f"N=${{1:-8}}\n{TRAIN} --num-layers $N", "--num-layers 8"),
     (f"D=${{2:-\"a b\"}}\n{TRAIN} --save \"$D/x\"", "--save a b/x"),
     (f"A=2; B=3\nC=$(($A * B + 1))\n{TRAIN} --c $C", "--c 7"),
@@ -97,6 +99,11 @@ def test_nothing_runs(tmp_path: Path) -> None:
 def test_words_of_a_command() -> None:
     assert ShellScript(f"D=$(date +%s)\n{TRAIN} $D $(cat b.txt)", {}).command[-2:] == ["$(date +%s)", "$(cat b.txt)"]
     assert split_words("--lr 1 # why \\\n--bf16 \\\n--x") == ["--lr", "1", "--bf16", "--x"]
+
+
+def test_training_commands_that_differ() -> None:
+    script = f"C='{TRAIN} --lr 1'\necho $C --x\n$C\neval $C\nsrun $C\n[ -f x ] && {TRAIN} --lr 2"
+    assert [list(words[-2:]) for words in ShellScript(script, {}).commands] == [["--lr", "1"], ["--lr", "2"]]
 
 
 def test_a_script_without_training() -> None:

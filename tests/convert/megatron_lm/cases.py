@@ -33,11 +33,15 @@ MIXTURE_ARGUMENTS = LLAMA_ARGUMENTS | {
     "moe_shared_expert_intermediate_size": 40, "moe_router_enable_expert_bias": False,
     "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
 }  # fmt: skip
-ARGUMENTS = {"gpt": GPT_ARGUMENTS, "llama": LLAMA_ARGUMENTS, "mixture": MIXTURE_ARGUMENTS}
+WINDOWS = {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 1, 1]}
+ARGUMENTS = {
+    "gpt": GPT_ARGUMENTS, "llama": LLAMA_ARGUMENTS, "mixture": MIXTURE_ARGUMENTS, "windows": LLAMA_ARGUMENTS | WINDOWS,
+}  # fmt: skip
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"vocab_size": VOCABULARY},
     "llama": LLAMA | {"vocab_size": VOCABULARY},
+    "windows": LLAMA | {"vocab_size": VOCABULARY, "window": [8, 0, 8, 8]},
     "mixture": LLAMA
     | {"vocab_size": VOCABULARY, "qk_norm": "head", "experts": 4, "expert_ffn_size": 24, "shared_ffn_size": 40},
 }

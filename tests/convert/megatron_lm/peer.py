@@ -365,6 +365,7 @@ def transformer_config(task: Task) -> Any:
         masked_softmax_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False,
         persist_layer_norm=False, overlap_p2p_comm=several, batch_p2p_comm=not several,
         deallocate_pipeline_outputs=not several, init_method_std=0.1, **experts,
+        **{name: value for name, value in task.arguments.items() if name.startswith("window_")},
     )  # fmt: skip
 
 

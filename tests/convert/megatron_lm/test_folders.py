@@ -23,12 +23,13 @@ from megascale.config.model import ModelConfig
 from megascale.convert.dcp import DcpFolder
 from megascale.convert.megatron_lm.from_megatron import from_megatron
 from megascale.convert.megatron_lm.iteration import MOMENTS, TRACKER, read_plain
+from megascale.convert.megatron_lm.namespace import model_of
 from megascale.convert.megatron_lm.to_megatron import to_megatron
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS
-from tests.convert.megatron_lm.cases import GPT_ARGUMENTS, LLAMA_ARGUMENTS, MODELS
+from tests.convert.megatron_lm.cases import GPT_ARGUMENTS, LLAMA_ARGUMENTS, MIXTURE_ARGUMENTS, MODELS
 from tests.runs import GPT, LLAMA, config_of, settings
 
 MIXTURE = MODELS["mixture"] | {
@@ -41,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "gpt tanh": GPT | {"activation": "gelu_tanh", "positions": 32, "tie_embeddings": False},
     "llama": LLAMA,
+    "windows": LLAMA | {"window": [8, 8, 0, 8]},
     "llama 3": LLAMA
     | {"head_dim": 12, "qkv_bias": True, "rope_theta": 500_000.0, "norm": "rmsnorm_1p", "rope_scaling": SCALING},
     "mixture": MIXTURE,
@@ -205,6 +207,29 @@ def test_ranks_of_the_format_torch_are_one_model(tmp_path: Path) -> None:
     assert all(tensor.equal(before[name]) for name, tensor in after.items())
 
 
+def test_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    """Those of GroupedMLP, which views its weights as [experts, in, out]."""
+    stored = DcpFolder(theirs(tmp_path, MODELS["mixture"]) / "iter_0000003")
+    model: dict[str, Tensor] = {}
+    for name in stored.tensors:
+        for layer, tensor in enumerate(stored.read(name)) if ".layers." in name else ():
+            key = name.replace(".layers.", f".layers.{layer}.").replace(".experts.experts.linear_fc", ".experts.weight")
+            if ".experts.weight" in key:
+                key, rows = key.removesuffix(".weight"), 32 if key.endswith("1.weight") else -1
+                tensor = tensor.transpose(1, 2).reshape(rows, -1 if rows == 32 else 32)
+            model |= {} if name.startswith("optimizer.") else {key: tensor}
+        if ".layers." not in name and not name.startswith("optimizer."):
+            model[name] = stored.read(name)
+    path = tmp_path / "iter_0000003/mp_rank_00/model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    args = argparse.Namespace(**MIXTURE_ARGUMENTS)
+    torch.save({"args": args, "iteration": 3, "model": model}, path)
+    from_megatron(path.parents[1], tmp_path / "again")
+    before, after = tensors_of(tmp_path / "made"), tensors_of(tmp_path / "again")
+    assert all(tensor.equal(before[name]) for name, tensor in after.items())
+    assert "decoder.layers.1.mlp.experts.weight2" in model
+
+
 class Code:
     """An object whose pickle calls a function of the system."""
 
@@ -255,8 +280,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_common(lambda state: state["optimizer"].update(param_state_sharding_type="dp_reshardable")),
         "the optimizer is stored as dp_reshardable, of experts or of other ranks than its args say  -> save it with",
     ),
-    "unsupported": (set_argument("multi_latent_attention", True), "args: multi_latent_attention is True, not None"),
-    "positions": (set_argument("position_embedding_type", "yarn"), "position_embedding_type is 'yarn', not learned"),
+    "unsupported": (
+        set_argument("multi_latent_attention", True),
+        "is of a model with layers.0.attention.kv_latent.weight, a",
+    ),
+    "positions": (
+        set_argument("position_embedding_type", "yarn"),
+        "args: position_embedding_type is 'yarn': no value of model.position means it",
+    ),
+    "gains around 1": (
+        change_common(lambda state: vars(state["args"]).update(normalization="LayerNorm", apply_layernorm_1p=True)),
+        "args: apply_layernorm_1p is True: LayerNorm has no gains around 1",
+    ),
     "another width": (
         set_argument("ffn_hidden_size", 47),
         "decoder.layers.0.mlp.linear_fc1.weight has shape [96, 32], the model has [94, 32]",
@@ -303,6 +338,15 @@ def test_what_megatron_lm_cannot_compute_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "theirs").exists()
 
 
+def test_a_weight_that_megatron_lm_does_not_normalize_is_refused(tmp_path: Path) -> None:
+    one = MODELS["mixture"] | {"router_score": "sigmoid", "experts_per_token": 1}
+    write_checkpoint(tmp_path / "ours", one)
+    with pytest.raises(CheckpointError, match="this model, but one with router_normalize = False"):
+        to_megatron(Location(str(tmp_path / "ours")), tmp_path / "theirs")
+    write_checkpoint(tmp_path / "fixed", one | {"router_normalize": False})
+    to_megatron(Location(str(tmp_path / "fixed")), tmp_path / "theirs")
+
+
 def test_weights_without_moments_are_a_release(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ours", LLAMA, trained=False)
     (note,) = to_megatron(Location(str(tmp_path / "ours")), tmp_path / "theirs")
@@ -339,6 +383,7 @@ SMALLER = {
     "layers": ("llama", {"num_layers": 3}, False, "linear_fc1.layer_norm_weight[3], "),
     "experts": ("mixture", {"experts": 2}, False, "router.weight has shape [4, 32], the model has [2, 32]"),
     "vocabulary": ("llama", {"vocab_size": 2}, True, "has shape [128, 32], the model has [2, 32]"),
+    "vocabulary, no arguments": ("llama", {"vocab_size": 2}, False, "has shape [128, 32], the model has [2, 32]"),
 }  # fmt: skip
 
 
@@ -369,11 +414,9 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_arguments_of_a_gelu_model_are_read(tmp_path: Path) -> None:
     """Of Megatron-LM's fused activation the tanh form is the default."""
-    from megascale.convert.families.config_json import read_keys
-    from megascale.convert.families.megatron_lm import FAMILY
 
     def read(**arguments: Any) -> ModelConfig:
-        return read_keys(FAMILY, GPT_ARGUMENTS | arguments, "args", "")
+        return model_of(GPT_ARGUMENTS | arguments, "args")
 
     assert (read().activation, read(bias_gelu_fusion=True).activation) == ("gelu", "gelu_tanh")
     assert (read().vocab_size, read(vocab_size=101).vocab_size) == (128, 101)

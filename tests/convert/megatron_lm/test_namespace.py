@@ -157,7 +157,7 @@ def test_of_dropped_arguments_those_that_are_on_are_listed(capsys: pytest.Captur
     store("mixture with a schedule of batches", legacy=True)
     assert main(["import-config", "megatron:ckpt", "--output", "run.toml"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("97 arguments: 65 mapped, 32 dropped; ")
+    assert lines[0].startswith("98 arguments: 66 mapped, 32 dropped; ")
     assert {line.partition(":")[0] for line in lines if line.startswith("dropped")} == {
         "dropped apply_rope_fusion", "dropped gradient_accumulation_fusion", "dropped manual_gc_eval",
         "dropped no_load_rng",
@@ -165,7 +165,7 @@ def test_of_dropped_arguments_those_that_are_on_are_listed(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(("name", "value", "problem"), [
-    ("squared_relu", True, "squared_relu is True, not None or False or 0"),
+    ("squared_relu", True, "squared_relu is True, which is not supported"),
     ("use_mup", True, "use_mup is True"),
     ("decoder_num_layers", 4, "decoder_num_layers is 4"),
     ("attention_dropout", 0.2, "not supported: two probabilities"),
@@ -190,6 +190,15 @@ def test_the_true_size_of_the_vocabulary_is_added() -> None:
     store("llama in fp8, by samples", vocab_size=None)
     assert main(["import-config", "megatron:ckpt", "model.vocab_size=500", "--output", "run.toml"]) == 0
     assert load_config("run.toml").model.vocab_size == 500
+
+
+def test_latent_attention_of_a_checkpoint() -> None:
+    latent = {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16, "group_query_attention": False}
+    latent |= {"layernorm_zero_centered_gamma": False, "apply_layernorm_1p": False}
+    store("llama in fp8, by samples", multi_latent_attention=True, **latent)
+    assert main(["import-config", "megatron:ckpt", "--output", "run.toml"]) == 0
+    model = load_config("run.toml").model
+    assert (model.kv_lora_rank, model.head_dim, model.rope_head_dim, model.num_kv_heads) == (32, 16, 8, 4)
 
 
 def test_folders_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:

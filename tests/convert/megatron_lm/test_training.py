@@ -47,6 +47,7 @@ CASES = {
     "llama pp2": Case("llama", 2, {"pp": 2}, {"parallel__tp": 2}),
     "llama dp2 distributed": Case("llama", 2, {}, {"parallel__pp": 2, "parallel__vpp": 2}, RESHARDABLE),
     "llama tp2 dp2 buckets": Case("llama", 4, {"tp": 2}, {"parallel__pp": 2}, BUCKETS),
+    "windows pp2": Case("windows", 2, {"pp": 2}, {"parallel__tp": 2}, RESHARDABLE),
     "mixture pp2": Case("mixture", 2, {"pp": 2}, {"parallel__dp": 2, "parallel__ep": 2}),
     "mixture ep2 distributed": Case("mixture", 2, {"ep": 2}, {"parallel__pp": 2}, RESHARDABLE, {"pp": 2}),
 }
