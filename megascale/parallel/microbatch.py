@@ -5,7 +5,8 @@ what a stage returns for one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -58,6 +59,18 @@ class MicroBatch:
     expert_choices: dict[int, ExpertChoice] = field(default_factory=dict)
     depths: tuple[DepthTargets, ...] = ()
 
+    @cached_property
+    def halves(self) -> tuple[MicroBatch, ...]:
+        """The first and the second half of the rows, as layers without experts read them."""
+        count = len(self.dropout.samples) // 2
+        return tuple(
+            replace(
+                self, tokens=None, labels=None, mask=None, depths=(), dropout=self.dropout.of_rows(rows),
+                boundaries=None if self.boundaries is None else self.boundaries.of_rows(rows),
+            )
+            for rows in (slice(0, count), slice(count, None))
+        )  # fmt: skip
+
     def release(self, *, forward_only: bool = False) -> None:
         """Free what layers have shared for this micro-batch, after its last use. `forward_only`: in an evaluation, no
         backward frees the keys of chunks.
@@ -72,6 +85,8 @@ class MicroBatch:
         """Free the masks of documents, which the next use makes again."""
         if self.boundaries is not None:
             self.boundaries.release()
+            for half in self.__dict__.get("halves", ()):
+                half.release_masks()
 
 
 class Loss(NamedTuple):
