@@ -43,19 +43,19 @@ def domino(
     """Check that a micro-batch has two halves, of whole sequences, and that layers and scales compute each alone."""
     if overlap.tp != "domino":
         return
-    current = train.quantizes and RECIPES[fp8.recipe].facts["scaling"] == "current"
+    of_tokens = train.quantizes and RECIPES[fp8.recipe].facts["scaling"] != "static"  # delayed ones in the first step
     for key, fails, message, hint in (
         ("parallel.tp", parallel.tp == 1, "one rank has no tp collectives", "tp above 1"),
         ("batch.micro", batch.micro % 2, f"{batch.micro} sequences have no two equal halves", "an even number"),
         ("model.block", not BLOCKS[model.block].facts.get("steps"), "the block does not compute in steps",
          "a model.block.Block, whose card has the fact steps"),
-        ("model.experts", model.experts, "experts balance whole micro-batches", "moe.token_blocks"),
+        ("model.experts", model.experts, "experts balance whole micro-batches", "0"),
         ("model.mtp_layers", model.mtp_layers, "MTP layers read whole micro-batches", "0"),
         ("train.mlp_tiles", train.mlp_tiles > 1, "tiles run one after another", "1"),
         ("data.sequence_chunk_tokens", data.sequence_chunk_tokens, "a chunk's keys are of whole micro-batches",
          "remove the key"),
-        ("fp8.recipe", current, f"{fp8.recipe} has scales of a micro-batch's tokens, which would be those of a half's",
-         "delayed or static"),
+        ("fp8.recipe", of_tokens, f"{fp8.recipe} has scales of a micro-batch's tokens, not of a half's",
+         "static"),
     ):  # fmt: skip
         if fails:
             yield Finding(key, f"{message} (overlap.tp = domino)", f"{hint}, or overlap.tp = true")
