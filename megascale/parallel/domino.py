@@ -80,21 +80,21 @@ class Edge:
 
 def enter(x: Tensor, gemms: LinearGemms, tp: TensorParallel, label: Label) -> tuple[Tensor, Edge]:
     """Start to all-gather the input x of column-parallel layers. Backward waits for its gradient."""
-    operand = gemms.input_operand(x.detach())
-    edge = Edge((operand, tp.gather_operand(operand, label, wait=False)))
-    return _Enter.apply(x, edge), edge
+    edge = Edge()
+    return _Enter.apply(x, edge, gemms, tp, label), edge
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, edge: Edge) -> Tensor:
-        ctx.edge = edge
+    def forward(ctx: Any, x: Tensor, edge: Edge, gemms: LinearGemms, tp: TensorParallel, label: Label) -> Tensor:
+        ctx.edge, operand = edge, gemms.input_operand(x)
+        edge.gathering = operand, tp.gather_operand(operand, label, wait=False)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.edge.reducing()
-        return grads[0], None
+        return grads[0], None, None, None, None
 
 
 def leave(out: Tensor, edge: Edge, gemms: LinearGemms, tp: TensorParallel, label: Label) -> Tensor:

@@ -109,7 +109,7 @@ CASES = {
         *(
             OverlapCase(
                 name, 2, ("tp",),
-                _model(6, 512, 2048) | _batch(4, 4) | {"parallel.tp": "2", "parallel.sp": sequence},
+                _model(4, 512, 2048) | _batch(4, 4) | {"parallel.tp": "2", "parallel.sp": sequence},
                 others=("domino",),
             )
             for name, sequence in (("tp-serial-sp", "true"), ("tp-serial", "false"))
