@@ -2,10 +2,10 @@
 
 Facts of a block: `description`, a function of (model, layer) that lists the parts of the block (`layout.blocks`);
 `operations`, the optional operations of `catalog.backends` used by the block; `shares_casts`, attention and MLP share
-FP8 operands; `steps`, the block is a `model.block.Block`. Facts of a norm: `bias`; `mean`, i.e. the mean is subtracted;
-`offset`, the constant added to the stored gain, which starts as 1 - offset. Facts of an activation: `gated`, i.e. with
-an input of twice the width. Facts of a scaling of rotary embeddings for sequences longer than in pretraining:
-`required` and `optional`, the keys of `model.rope_scaling` beside `type`, with their types.
+FP8 operands. Facts of a norm: `bias`; `mean`, i.e. the mean is subtracted; `offset`, the constant added to the stored
+gain, which starts as 1 - offset. Facts of an activation: `gated`, i.e. with an input of twice the width. Facts of a
+scaling of rotary embeddings for sequences longer than in pretraining: `required` and `optional`, the keys of
+`model.rope_scaling` beside `type`, with their types. A block with the fact `steps` is a `model.block.Block`.
 """
 
 from megascale.core.registry import Card, Registry

@@ -63,21 +63,20 @@ class Attention(nn.Module):
         """
         heads = yield from self.attend(x_sbh, batch, recompute_input)
         label = Label.for_layer(self._index, "out")
-        return (
-            yield from row_parallel_steps([heads], [self.out.params], self._tp, label, compute_output=compute_output)
-        )
+        rows = [heads], [self.out.params]
+        return (yield from row_parallel_steps(*rows, self._tp, label, compute_output=compute_output))
 
     forward = run_through(steps)
 
     def attend(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None) -> Steps[Tensor]:
-        """Map x [s, b, h] to the result of this rank's heads [s, b, ...]. `recompute_input` as in `steps`."""
-        return self.core_attention((yield from self.project(x_sbh, recompute_input)), batch)
+        """Map x [s, b, h] to the result of this rank's heads [s, b, ...]. `recompute_input` as in `forward`."""
+        (qkv,) = yield from self.project(x_sbh, recompute_input)
+        return self.core_attention(qkv, batch)
 
-    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[Tensor]:
-        """Map x [s, b, h] to this rank's q, k and v [s, b, ...]. `recompute_input` as in `steps`."""
+    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[tuple[Tensor, ...]]:
+        """Map x [s, b, h] to this rank's q, k and v [s, b, ...]. `recompute_input` as in `forward`."""
         label = Label.for_layer(self._index, "qkv")
-        (qkv,) = yield from column_parallel_steps(x_sbh, [self.qkv.params], self._tp, label, recompute_input)
-        return qkv
+        return column_parallel_steps(x_sbh, [self.qkv.params], self._tp, label, recompute_input)
 
     def core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
         """Map this rank's q, k and v [s, b, ...] to attention output [s, b, heads x head_dim], perhaps recomputed."""

@@ -153,9 +153,9 @@ class ParallelTwoNormsBlock(Block):
             again = self.mlp_norm.recompute_norm(x_sbh)
             mlp = yield from self.mlp.steps(self.mlp_norm(x_sbh), batch, again, compute_output)
             return x_sbh + self._drop(branch + mlp, batch)
-        qkv = yield from self.attention.project(normed, recompute_norm)
+        (qkv,) = yield from self.attention.project(normed, recompute_norm)
         heads = self.attention.core_attention(qkv, batch)
-        inner = yield from self.mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
+        (inner,) = yield from self.mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
         return x_sbh + self._drop((yield from _sum_branches(self, heads, inner, compute_output)), batch)
 
 

@@ -50,14 +50,13 @@ class LatentAttention(Attention):
             label = Label.for_layer(self._index, "q up")
             (q,) = yield from column_parallel_steps(x_sbh, [self.q_up.params], self._tp, label, recompute_input)
         else:
-            q = yield from self._project_up(q_latent, self.q_latent_norm, self.q_up, "q up")
-        kv = yield from self._project_up(kv_latent, self.kv_latent_norm, self.kv_up, "kv up")
+            (q,) = yield from self._project_up(q_latent, self.q_latent_norm, self.q_up, "q up")
+        (kv,) = yield from self._project_up(kv_latent, self.kv_latent_norm, self.kv_up, "kv up")
         return q, kv, shared_by_heads(k_rope, self._tp, Label.for_layer(self._index, "shared key"))
 
-    def _project_up(self, latent: Tensor, norm: Norm, up: Linear, part: str) -> Steps[Tensor]:
+    def _project_up(self, latent: Tensor, norm: Norm, up: Linear, part: str) -> Steps[tuple[Tensor, ...]]:
         label, again = Label.for_layer(self._index, part), norm.recompute_norm(latent)
-        (projected,) = yield from column_parallel_steps(norm(latent), [up.params], self._tp, label, again)
-        return projected
+        return column_parallel_steps(norm(latent), [up.params], self._tp, label, again)
 
     def rope_and_attend(
         self,

@@ -47,23 +47,21 @@ class MLP(nn.Module):
         """
         if self.tiles > 1:
             return run_in_tiles(self._run_tile, x_sbh, self.tiles, recompute_input, compute_output)
-        inner = yield from self.project(x_sbh, recompute_input)
+        (inner,) = yield from self.project(x_sbh, recompute_input)
         return (yield from self._down(inner, self.recompute_activation(inner), compute_output))
 
     forward = run_through(steps)
 
     def _run_tile(self, x_sbh: Tensor, compute_output: bool) -> Tensor:
-        return finish(self._down(finish(self.project(x_sbh)), None, compute_output))
+        return finish(self._down(finish(self.project(x_sbh))[0], None, compute_output))
 
     def _down(self, inner: Tensor, recompute_input: Recomputation | None, compute_output: bool) -> Steps[Tensor]:
         rows = [self.activate(inner)], [self.down.params]
         return row_parallel_steps(*rows, self._tp, self._down_label, [recompute_input], compute_output)
 
-    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[Tensor]:
-        """Map x [s, b, h] to this rank's input of the activation [s, b, ...]. `recompute_input` as in `steps`."""
-        up = [self.up.params]
-        (inner,) = yield from column_parallel_steps(x_sbh, up, self._tp, self._up_label, recompute_input)
-        return inner
+    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[tuple[Tensor, ...]]:
+        """Map x [s, b, h] to this rank's input of the activation [s, b, ...]. `recompute_input` as in `forward`."""
+        return column_parallel_steps(x_sbh, [self.up.params], self._tp, self._up_label, recompute_input)
 
     def recompute_activation(self, inner: Tensor) -> Recomputation | None:
         """Describe how the down layer recomputes its input activate(inner); None if the layer saves its input."""

@@ -98,9 +98,7 @@ class Stage(nn.Module):
         return x_sbh
 
     def _layer_steps(self, x_sbh: Tensor, batch: MicroBatch, leads: bool) -> Steps[Tensor]:
-        """Run all layers on a half of a micro-batch. The leading half is the first in a layer, and in backward the last
-        to leave it.
-        """
+        """Run all layers on a half: the leading one is the first in a layer, and in backward the last to leave it."""
         for index, block in self.layers.items():
             x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
             assert isinstance(block, Block), "the card of another block has no fact `steps`"

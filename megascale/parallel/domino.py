@@ -4,11 +4,11 @@ A module's `steps` yield where a tensor-parallel layer has computed or has start
 the leading one a step ahead; without halves `finish` runs the steps through. In and out: the GEMMs of column-parallel
 and of row-parallel layers, with what lies between; / starts a collective, ! waits for it:
 
-    leading     | out / |       | ! norm / |       | ! in |       | out / |
-    following   |       | ! in  |          | out / |      | ! norm / |    | ! in ...
+    leading     | out / |      | ! norm / |       | ! in |          | out / |
+    following   |       | ! in |          | out / |      | ! norm / |       | ! in ...
 
 Every collective has a step of the other half to itself, also across layers. Autograd runs backward in the reverse
-order: what forward waits for, backward starts, and what forward starts, backward waits for. `enter` and `leave` are
+order: what forward waits for, backward starts, and what forward starts, backward waits for. `Enter` and `Leave` are
 these places of a half, and an `Edge` what is in flight between one and the layer beside it.
 """
 
@@ -78,13 +78,9 @@ class Edge:
         return taken
 
 
-def enter(x: Tensor, gemms: LinearGemms, tp: TensorParallel, label: Label) -> tuple[Tensor, Edge]:
+class Enter(torch.autograd.Function):
     """Start to all-gather the input x of column-parallel layers. Backward waits for its gradient."""
-    edge = Edge()
-    return _Enter.apply(x, edge, gemms, tp, label), edge
 
-
-class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, edge: Edge, gemms: LinearGemms, tp: TensorParallel, label: Label) -> Tensor:
         ctx.edge, operand = edge, gemms.input_operand(x)
@@ -97,15 +93,12 @@ class _Enter(torch.autograd.Function):
         return grads[0], None, None, None, None
 
 
-def leave(out: Tensor, edge: Edge, gemms: LinearGemms, tp: TensorParallel, label: Label) -> Tensor:
+class Leave(torch.autograd.Function):
     """Wait for the result of row-parallel layers. Backward starts to all-gather its gradient."""
-    return _Leave.apply(out, edge, gemms, tp, label.for_backward("gradient"))
 
-
-class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, edge: Edge, gemms: LinearGemms, tp: TensorParallel, label: Label) -> Tensor:
-        ctx.edge, ctx.arguments = edge, (gemms, tp, label)
+        ctx.edge, ctx.arguments = edge, (gemms, tp, label.for_backward("gradient"))
         edge.reducing()
         edge.reducing = COMPLETED.wait  # the other one holds the result
         return out.view_as(out)

@@ -61,15 +61,14 @@ class MicroBatch:
 
     @cached_property
     def halves(self) -> tuple[MicroBatch, ...]:
-        """The first and the second half of the rows, as layers without experts read them."""
+        """The first and the second half of the rows, with what layers read of a micro-batch."""
         count = len(self.dropout.samples) // 2
         return tuple(
             replace(
-                self, tokens=None, labels=None, mask=None, depths=(), dropout=self.dropout.of_rows(rows),
-                boundaries=None if self.boundaries is None else self.boundaries.of_rows(rows),
+                self, dropout=self.dropout.of_rows(rows), boundaries=self.boundaries and self.boundaries.of_rows(rows)
             )
             for rows in (slice(0, count), slice(count, None))
-        )  # fmt: skip
+        )
 
     def release(self, *, forward_only: bool = False) -> None:
         """Free what layers have shared for this micro-batch, after its last use. `forward_only`: in an evaluation, no

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megascale.comm.work import Work
 from megascale.ops.quantized import Quantized
-from megascale.parallel.domino import Edge, Steps, enter, finish, leave
+from megascale.parallel.domino import Edge, Enter, Leave, Steps, finish
 from megascale.parallel.grad_accumulation import accumulate_bias_grad, left_for_w
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
@@ -62,10 +62,10 @@ def column_parallel_steps(
     recompute_input: Recomputation | None = None,
 ) -> Steps[tuple[Tensor, ...]]:  # fmt: skip
     """Apply several column-parallel layers to x with one all-gather of x and one reduction of its gradient."""
-    gemms, label, edge = [layer.gemms for layer in layers], Label.from_part(label), None
+    gemms, label, edge = [layer.gemms for layer in layers], Label.from_part(label), Edge() if tp.domino else None
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
-    if tp.domino:
-        x, edge = enter(x, gemms[0], tp, label)
+    if edge is not None:
+        x = Enter.apply(x, edge, gemms[0], tp, label)
         yield
     return _ColumnParallel.apply(tp, label, gemms, recompute_input, edge, x, *tensors)
 
@@ -97,7 +97,7 @@ def row_parallel_steps(
     if edge is None:
         return out
     yield
-    return leave(out, edge, gemms[0], tp, label)
+    return Leave.apply(out, edge, gemms[0], tp, label)
 
 
 def shared_by_heads(x: Tensor, tp: TensorParallel, label: LabelLike = "") -> Tensor:
@@ -128,7 +128,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.tp, ctx.label, ctx.gemms, ctx.edge = tp, label, gemms, edge
         weights, biases = _weights_and_biases(tensors)
         # All layers quantize x alike: once is enough.
-        operand, gathering = (gemms[0].input_operand(x), None) if edge is None else edge.take_gathering()
+        operand, gathering = edge.take_gathering() if edge else (gemms[0].input_operand(x), None)
         weight_operands = [
             WeightOperand(g.weight_for_forward(w), bias, g) for g, w, bias in zip(gemms, weights, biases, strict=True)
         ]
@@ -244,11 +244,8 @@ class _RowParallel(torch.autograd.Function):
         ]
         # Called by `all_gather_matmul` for rows of dY that are complete: this rank's rows first, or all rows at once.
         on_rows = accumulate_wgrads if first.wgrad_in_pieces else None
-        label, dtype, gathering = ctx.label.for_backward("gradient"), grad.dtype, None
-        if ctx.edge is None:
-            grad_shard = first.before_all_gather(grad)
-        else:
-            grad_shard, gathering = ctx.edge.take_gathering()
+        label, dtype = ctx.label.for_backward("gradient"), grad.dtype
+        grad_shard, gathering = ctx.edge.take_gathering() if ctx.edge else (first.before_all_gather(grad), None)
         gather_matmul = partial(
             all_gather_matmul, grad_shard, tp=tp, dtype=dtype, after_all_gather=first.after_all_gather
         )

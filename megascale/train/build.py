@@ -102,7 +102,7 @@ def build_rank_run(
     dtypes, on = run_dtypes(config.train.precision), device.torch_device
     shape, context = (config.row_tokens, config.batch.micro, config.model.hidden_size), op_context(config, device)
     nbytes = math.prod(shape) * dtypes[0].itemsize
-    tp = build_tensor_parallel(mesh.tp, device, config, nbytes)
+    tp = build_tensor_parallel(mesh.tp, device, p, overlap=config.overlap.tp, activation_bytes=nbytes)
     chunks = chunk_buckets(config.model, p, config.overlap, config.train, mesh.coord.pp)
     wgrad = select.build_op("wgrad", context)
     buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
@@ -143,20 +143,20 @@ def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful | 
     return Checkpoints(config.checkpoint, config.model, saved, *folders, mesh, present, device)
 
 
-def build_tensor_parallel(group: Group, device: Device, config: RunConfig, activation_bytes: int) -> TensorParallel:
-    """Return the tensor parallelism of this rank, whose peers' memory is mapped where communication overlaps in pieces.
+def build_tensor_parallel(
+    group: Group, device: Device, parallel: ParallelConfig, *, overlap: bool | str, activation_bytes: int
+) -> TensorParallel:
+    """Return the tensor parallelism of this rank, whose peers' memory is mapped where pieces overlap.
     `activation_bytes`: of an activation between layers on all of its ranks.
     """
-    fused, overlap = None, config.overlap.tp
-    if overlap is True and group.size > 1 and not device.is_cpu:
+    fused, domino = None, overlap == "domino"
+    if overlap and not domino and group.size > 1 and not device.is_cpu:
         from megascale.comm.symmetric_memory import SymmetricMemory, can_map_peers
 
         if can_map_peers(group, device):
             fused = SymmetricMemory(group)
             fused.reserve(activation_bytes // group.size)
-    return TensorParallel(
-        group, config.parallel.sp, bool(overlap), fused, gpu=not device.is_cpu, domino=overlap == "domino"
-    )
+    return TensorParallel(group, parallel.sp, bool(overlap), fused, gpu=not device.is_cpu, domino=domino)
 
 
 def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext) -> Fp8State | None:
