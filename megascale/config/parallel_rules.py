@@ -48,7 +48,7 @@ def domino(
         ("parallel.tp", parallel.tp == 1, "one rank has no tp collectives", "tp above 1"),
         ("batch.micro", batch.micro % 2, f"{batch.micro} sequences have no two equal halves", "an even number"),
         ("model.block", not BLOCKS[model.block].facts.get("steps"), "the block does not compute in steps",
-         "a model.block.Block, whose card has the fact steps"),
+         "a model.block.SteppedBlock, whose card has the fact steps"),
         ("model.experts", model.experts, "experts balance whole micro-batches", "0"),
         ("model.mtp_layers", model.mtp_layers, "MTP layers read whole micro-batches", "0"),
         ("train.mlp_tiles", train.mlp_tiles > 1, "tiles run one after another", "1"),

@@ -15,7 +15,7 @@ from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.record.label import Label
 
 
-class Block(nn.Module):
+class SteppedBlock(nn.Module):
     """A block that computes in steps, and with Domino both halves of a micro-batch in turns."""
 
     def __init__(self, context: LayerContext) -> None:
@@ -33,7 +33,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
 
-class SerialBlock(Block):
+class SerialBlock(SteppedBlock):
     """x + attention(norm(x)), then + mlp(norm(.)): the block of GPT-2 and Llama."""
 
     def __init__(self, context: LayerContext, index: int) -> None:
@@ -53,7 +53,7 @@ class SerialBlock(Block):
         return x_sbh + self._drop(branch, batch, "mlp.down")
 
 
-class SandwichBlock(Block):
+class SandwichBlock(SteppedBlock):
     """x + post_norm(attention(norm(x))), then + post_norm(mlp(norm(.))): the block of Gemma 2 and 3.
 
     Dropout applies to a branch after its second norm.
@@ -80,7 +80,7 @@ class SandwichBlock(Block):
         return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
 
 
-class PostNormBlock(Block):
+class PostNormBlock(SteppedBlock):
     """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2. Dropout applies to a branch after its norm."""
 
     def __init__(self, context: LayerContext, index: int) -> None:
@@ -100,7 +100,7 @@ class PostNormBlock(Block):
         return x_sbh + self._drop(branch, batch, "mlp.down")
 
 
-class ParallelBlock(Block):
+class ParallelBlock(SteppedBlock):
     """x + attention(norm(x)) + mlp(norm(x)) (Wang and Komatsuzaki 2021; MegaScale 3.1).
 
     The branches share one all-gather of their input and one reduction of their sum, which overlap with the MLP's larger
@@ -129,7 +129,7 @@ class ParallelBlock(Block):
         return x_sbh + self._drop((yield from _sum_branches(self, heads, inner, compute_output)), batch)
 
 
-class ParallelTwoNormsBlock(Block):
+class ParallelTwoNormsBlock(SteppedBlock):
     """x + attention(attention_norm(x)) + mlp(mlp_norm(x)): the block of GPT-NeoX.
 
     The branches share one reduction of their sum, but not the all-gather of their inputs; an MLP in tiles has its own

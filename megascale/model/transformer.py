@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
-from megascale.model.block import Block
+from megascale.model.block import SteppedBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
@@ -101,7 +101,7 @@ class Stage(nn.Module):
         """Run all layers on a half: the leading one is the first in a layer, and in backward the last to leave it."""
         for index, block in self.layers.items():
             x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
-            assert isinstance(block, Block), "the card of another block has no fact `steps`"
+            assert isinstance(block, SteppedBlock), "the card of another block has no fact `steps`"
             x_sbh = yield from block.steps(x_sbh, batch)
         return x_sbh
 

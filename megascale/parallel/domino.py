@@ -8,8 +8,8 @@ and of row-parallel layers, with what lies between; / starts a collective, ! wai
     following   |       | ! in |          | out / |      | ! norm / |       | ! in ...
 
 Every collective has a step of the other half to itself, also across layers. Autograd runs backward in the reverse
-order: what forward waits for, backward starts, and what forward starts, backward waits for. `Enter` and `Leave` are
-these places of a half, and an `Edge` what is in flight between one and the layer beside it.
+order: what forward waits for, backward starts, and what forward starts, backward waits for. `EnterLayers` and
+`LeaveLayers` are these places of a half, and an `Edge` what is in flight between one and the layer beside it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def in_halves(steps: Callable[[Tensor, MicroBatch, bool], Steps[Tensor]], x: Ten
 
 @dataclass
 class Edge:
-    """What is in flight beside a linear layer of a half: `gathering`, this rank's tokens of the operand of its GEMMs,
-    and the all-gathered operand; `reducing`, which ends the reduction of its result.
+    """Communication in flight beside a linear layer of a half: `gathering`, this rank's tokens of the operand of its
+    GEMMs, and the all-gathered operand; `reducing`, which ends the reduction of its result.
     """
 
     gathering: tuple[Operand, tuple[Operand, Work]] | None = None
@@ -78,7 +78,7 @@ class Edge:
         return taken
 
 
-class Enter(torch.autograd.Function):
+class EnterLayers(torch.autograd.Function):
     """Start to all-gather the input x of column-parallel layers. Backward waits for its gradient."""
 
     @staticmethod
@@ -93,7 +93,7 @@ class Enter(torch.autograd.Function):
         return grads[0], None, None, None, None
 
 
-class Leave(torch.autograd.Function):
+class LeaveLayers(torch.autograd.Function):
     """Wait for the result of row-parallel layers. Backward starts to all-gather its gradient."""
 
     @staticmethod

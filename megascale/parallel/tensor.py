@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megascale.comm.work import Work
 from megascale.ops.quantized import Quantized
-from megascale.parallel.domino import Edge, Enter, Leave, Steps, finish
+from megascale.parallel.domino import Edge, EnterLayers, LeaveLayers, Steps, finish
 from megascale.parallel.grad_accumulation import accumulate_bias_grad, left_for_w
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
@@ -65,7 +65,7 @@ def column_parallel_steps(
     gemms, label, edge = [layer.gemms for layer in layers], Label.from_part(label), Edge() if tp.domino else None
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
     if edge is not None:
-        x = Enter.apply(x, edge, gemms[0], tp, label)
+        x = EnterLayers.apply(x, edge, gemms[0], tp, label)
         yield
     return _ColumnParallel.apply(tp, label, gemms, recompute_input, edge, x, *tensors)
 
@@ -97,7 +97,7 @@ def row_parallel_steps(
     if edge is None:
         return out
     yield
-    return Leave.apply(out, edge, gemms[0], tp, label)
+    return LeaveLayers.apply(out, edge, gemms[0], tp, label)
 
 
 def shared_by_heads(x: Tensor, tp: TensorParallel, label: LabelLike = "") -> Tensor:
