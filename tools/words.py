@@ -39,7 +39,7 @@ MOST_WORDS = {
     "docs/configuration.md": 500,
     "docs/presets.md": 100,
     "docs/experts.md": 830,
-    "docs/parallelism.md": 2000,
+    "docs/parallelism.md": 2100,
     "docs/long-context.md": 2200,
     "docs/memory.md": 1200,
     "docs/planning.md": 1300,

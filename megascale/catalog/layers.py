@@ -5,7 +5,7 @@ Facts of a block: `description`, a function of (model, layer) that lists the par
 FP8 operands. Facts of a norm: `bias`; `mean`, i.e. the mean is subtracted; `offset`, the constant added to the stored
 gain, which starts as 1 - offset. Facts of an activation: `gated`, i.e. with an input of twice the width. Facts of a
 scaling of rotary embeddings for sequences longer than in pretraining: `required` and `optional`, the keys of
-`model.rope_scaling` beside `type`, with their types.
+`model.rope_scaling` beside `type`, with their types. A block with the fact `steps` is a `model.block.SteppedBlock`.
 """
 
 from megascale.core.registry import Card, Registry
@@ -13,7 +13,7 @@ from megascale.core.registry import Card, Registry
 
 def _block(name: str, help: str, target: str, operations: tuple[str, ...] = (), shares_casts: bool = False) -> Card:
     description = f"megascale.layout.blocks:{name}_block"
-    facts = {"description": description, "operations": operations, "shares_casts": shares_casts}
+    facts = {"description": description, "operations": operations, "shares_casts": shares_casts, "steps": True}
     return Card(name, help, f"megascale.model.block:{target}", facts)
 
 

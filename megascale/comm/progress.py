@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from queue import SimpleQueue
 
+import torch
 import torch.distributed as dist
 
 from megascale.comm.timeout import Timeout
@@ -118,6 +119,7 @@ class ProgressThread:
         return background
 
     def _run(self) -> None:
+        torch.set_grad_enabled(False)  # in this thread: results in flight may be known to autograd already
         while True:
             self._queue.get().complete()
 

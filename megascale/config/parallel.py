@@ -87,9 +87,10 @@ class ParallelConfig(Section):
 class OverlapConfig(Section):
     """`[overlap]`: overlap of communication and compute; without overlap the same operations run in sequence."""
 
-    tp: bool = Field(
+    tp: bool | Literal["domino"] = Field(
         True,
-        description="all-gather and reduce-scatter of activations in pieces, overlapped with GEMMs on other pieces",
+        description="all-gather and reduce-scatter of activations in pieces, overlapped with GEMMs on other pieces; "
+        "domino: whole, overlapped with the other half of a micro-batch's sequences",
     )
     pp: bool = Field(
         True, description="messages between stages overlap with compute; false: the sender's compute waits for them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megascale.catalog.layers import BLOCKS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.backends import Fp8Config
@@ -13,7 +14,7 @@ from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.launch import NcclConfig
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
-from megascale.config.parallel import ParallelConfig
+from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import BatchConfig, TrainConfig
 
 
@@ -33,6 +34,31 @@ def tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fi
     if parallel.sp and model.seq_length % tp:
         message = f"with sp a sequence of {model.seq_length} cannot be split over tp = {tp}"
         yield Finding("model.seq_length", message, f"seq_length a multiple of {tp}, or sp = false")
+
+
+def domino(
+    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, batch: BatchConfig, train: TrainConfig,
+    fp8: Fp8Config, data: DataConfig,
+) -> Iterator[Finding]:  # fmt: skip
+    """Check that a micro-batch has two halves, of whole sequences, and that layers and scales compute each alone."""
+    if overlap.tp != "domino":
+        return
+    of_tokens = train.quantizes and RECIPES[fp8.recipe].facts["scaling"] != "static"  # delayed ones in the first step
+    for key, fails, message, hint in (
+        ("parallel.tp", parallel.tp == 1, "one rank has no tp collectives", "tp above 1"),
+        ("batch.micro", batch.micro % 2, f"{batch.micro} sequences have no two equal halves", "an even number"),
+        ("model.block", not BLOCKS[model.block].facts.get("steps"), "the block does not compute in steps",
+         "a model.block.SteppedBlock, whose card has the fact steps"),
+        ("model.experts", model.experts, "experts balance whole micro-batches", "0"),
+        ("model.mtp_layers", model.mtp_layers, "MTP layers read whole micro-batches", "0"),
+        ("train.mlp_tiles", train.mlp_tiles > 1, "tiles run one after another", "1"),
+        ("data.sequence_chunk_tokens", data.sequence_chunk_tokens, "a chunk's keys are of whole micro-batches",
+         "remove the key"),
+        ("fp8.recipe", of_tokens, f"{fp8.recipe} has scales of a micro-batch's tokens, not of a half's",
+         "static"),
+    ):  # fmt: skip
+        if fails:
+            yield Finding(key, f"{message} (overlap.tp = domino)", f"{hint}, or overlap.tp = true")
 
 
 def pipeline(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:

@@ -6,6 +6,8 @@ pieces, and what a configuration leaves exposed (`exposed_collectives`).
     ranks        of one host                                   up to 4, or without sequence parallelism
     inputs       one                                           any number
     FP8 scales   per tensor, or per row of a multiple of 4     all
+
+Domino's collectives are whole, and overlap with the other half of a micro-batch on any ranks.
 """
 
 from __future__ import annotations
@@ -79,7 +81,10 @@ def overlaps_on_gpus(
 def exposed_collectives(config: RunConfig, ranks_per_host: int) -> Iterator[Finding]:
     """Yield why GPUs leave collectives of sharded activations exposed; those beside wgrad always overlap with it."""
     p, micro, overlaps = config.parallel, config.batch.micro, partial(overlaps_on_gpus, config, ranks_per_host)
-    if p.tp == 1 or not p.sp or not config.overlap.tp:
+    if config.overlap.tp == "domino" and config.train.recompute == "full":
+        message = "= full ends every layer with both halves: exposed are a layer's first and last tp collective"
+        yield Finding("train.recompute", message, "train.recompute = selective, if memory allows")
+    if p.tp == 1 or not p.sp or config.overlap.tp is not True:
         return
     least, exposed = MIN_GPU_GEMM_ROWS, f"with tp {p.tp} a GPU has exposed tp's"
     if (rows := config.row_tokens // p.tp) * micro < least:

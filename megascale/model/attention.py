@@ -12,11 +12,12 @@ from megascale.layout.sequence_shard import TokenSpan
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
+from megascale.parallel.domino import Steps, run_through
 from megascale.parallel.kv_exchange import KVExchange, RingKV, VisibleScores, attend_to_all
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
-from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
+from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.record.label import Label
 
 
@@ -50,28 +51,32 @@ class Attention(nn.Module):
     def _add_projections(self, context: LayerContext) -> None:
         self.qkv = Linear(context, f"{self._place}.qkv")
 
-    def forward(
+    def steps(
         self,
         x_sbh: Tensor,
         batch: MicroBatch,
         recompute_input: Recomputation | None = None,
         compute_output: bool = True,
-    ) -> Tensor:
+    ) -> Steps[Tensor]:
         """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad;
         `compute_output` as in `row_parallel_linear`.
         """
-        heads = self.attend(x_sbh, batch, recompute_input)
+        heads = yield from self.attend(x_sbh, batch, recompute_input)
         label = Label.for_layer(self._index, "out")
-        return row_parallel_linear(heads, self.out.params, self._tp, label, compute_output=compute_output)
+        rows = [heads], [self.out.params]
+        return (yield from row_parallel_steps(*rows, self._tp, label, compute_output=compute_output))
 
-    def attend(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None) -> Tensor:
+    forward = run_through(steps)
+
+    def attend(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None) -> Steps[Tensor]:
         """Map x [s, b, h] to the result of this rank's heads [s, b, ...]. `recompute_input` as in `forward`."""
-        return self.core_attention(self.project(x_sbh, recompute_input), batch)
+        (qkv,) = yield from self.project(x_sbh, recompute_input)
+        return self.core_attention(qkv, batch)
 
-    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Tensor:
+    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[tuple[Tensor, ...]]:
         """Map x [s, b, h] to this rank's q, k and v [s, b, ...]. `recompute_input` as in `forward`."""
         label = Label.for_layer(self._index, "qkv")
-        return column_parallel_linear(x_sbh, self.qkv.params, self._tp, label, recompute_input)
+        return column_parallel_steps(x_sbh, [self.qkv.params], self._tp, label, recompute_input)
 
     def core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
         """Map this rank's q, k and v [s, b, ...] to attention output [s, b, heads x head_dim], perhaps recomputed."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megascale.comm.collectives import labelled_pieces
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext
+from megascale.parallel.domino import Steps, run_through
 from megascale.parallel.experts.dispatcher import Dispatcher, InFlight, start_combine, start_dispatch
 from megascale.parallel.experts.grouped_linear import grouped_linear, router_logits
 from megascale.parallel.microbatch import MicroBatch
@@ -42,13 +43,13 @@ class Experts(nn.Module):
         self._index = index
         self._up_gemms, self._down_gemms = (context.grouped_gemms(index) for _ in range(2))
 
-    def forward(
+    def steps(
         self,
         x_sbh: Tensor,
         batch: MicroBatch,
         recompute_input: Recomputation | None = None,
         compute_output: bool = True,
-    ) -> Tensor:
+    ) -> Steps[Tensor]:
         """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed. The output is computed in any
         case: the gate's gradient needs the shared expert's.
         """
@@ -62,10 +63,12 @@ class Experts(nn.Module):
             following = next(blocks, None)
             in_flight.append(self._computed(*arriving))
             arriving = following
-        shared = None if self.shared is None else self._shared(x_sbh, batch)  # overlaps the exchange
+        shared = None if self.shared is None else (yield from self._shared(x_sbh, batch))  # overlaps the exchange
         out += [each.tokens() for each in in_flight]
         routed = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x_sbh)
         return routed if shared is None else routed + shared
+
+    forward = run_through(steps)
 
     def _dispatched(
         self, x: Tensor, weights: Tensor, dispatchers: tuple[Dispatcher, ...]
@@ -87,9 +90,9 @@ class Experts(nn.Module):
         rows = grouped_linear(inner, self.down, groups, self.down_bias, factors, self._down_gemms)
         return start_combine(rows, dispatcher, label)
 
-    def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+    def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[Tensor]:
         assert self.shared is not None
-        out = self.shared(x_sbh, batch)
+        out = yield from self.shared.steps(x_sbh, batch)
         if self.shared_gate is None:
             return out
         gate = torch.sigmoid(router_logits(x_sbh.reshape(-1, x_sbh.shape[-1]), self.shared_gate))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from megascale.model.modules import LayerContext, Linear
+from megascale.parallel.domino import Steps, finish, run_through
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
-from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
+from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.parallel.tiles import run_in_tiles
 from megascale.record.label import Label
+
+if TYPE_CHECKING:
+    from megascale.model.experts import Experts
 
 
 class MLP(nn.Module):
@@ -29,44 +35,40 @@ class MLP(nn.Module):
         self._recompute = context.recompute.activation
         self.tiles = context.recompute.mlp_tiles
 
-    def forward(
+    def steps(
         self,
         x_sbh: Tensor,
         batch: MicroBatch | None = None,
         recompute_input: Recomputation | None = None,
         compute_output: bool = True,
-    ) -> Tensor:
+    ) -> Steps[Tensor]:
         """Map x [s, b, h] to [s, b, h]. `batch` is for layers with experts; `recompute_input` recomputes x for wgrad;
         `compute_output` as in `row_parallel_linear`.
         """
         if self.tiles > 1:
             return run_in_tiles(self._run_tile, x_sbh, self.tiles, recompute_input, compute_output)
-        inner = self.project(x_sbh, recompute_input)
-        return self._down(inner, self.recompute_activation(inner), compute_output)
+        (inner,) = yield from self.project(x_sbh, recompute_input)
+        return (yield from self._down(inner, self.recompute_activation(inner), compute_output))
+
+    forward = run_through(steps)
 
     def _run_tile(self, x_sbh: Tensor, compute_output: bool) -> Tensor:
-        return self._down(self.project(x_sbh), None, compute_output)
+        return finish(self._down(finish(self.project(x_sbh))[0], None, compute_output))
 
-    def _down(self, inner: Tensor, recompute_input: Recomputation | None, compute_output: bool) -> Tensor:
-        return row_parallel_linear(
-            self.activate(inner),
-            self.down.params,
-            self._tp,
-            self._down_label,
-            recompute_input,
-            compute_output,
-        )
+    def _down(self, inner: Tensor, recompute_input: Recomputation | None, compute_output: bool) -> Steps[Tensor]:
+        rows = [self.activate(inner)], [self.down.params]
+        return row_parallel_steps(*rows, self._tp, self._down_label, [recompute_input], compute_output)
 
-    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Tensor:
+    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[tuple[Tensor, ...]]:
         """Map x [s, b, h] to this rank's input of the activation [s, b, ...]. `recompute_input` as in `forward`."""
-        return column_parallel_linear(x_sbh, self.up.params, self._tp, self._up_label, recompute_input)
+        return column_parallel_steps(x_sbh, [self.up.params], self._tp, self._up_label, recompute_input)
 
     def recompute_activation(self, inner: Tensor) -> Recomputation | None:
         """Describe how the down layer recomputes its input activate(inner); None if the layer saves its input."""
         return recomputation(self.activate, inner, self._recompute)
 
 
-def feed_forward(context: LayerContext, index: int) -> nn.Module:
+def feed_forward(context: LayerContext, index: int) -> MLP | Experts:
     """Build the branch of layer `index` beside attention: an MLP, or experts (`model.experts`)."""
     if not context.model.has_experts(index):
         return MLP(context, index)

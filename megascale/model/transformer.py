@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
+from megascale.model.block import SteppedBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
+from megascale.parallel.domino import Steps, in_halves
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
@@ -72,6 +74,7 @@ class Stage(nn.Module):
         self._recompute = context.recompute.full
         self._store = context.offload.store if context.offload is not None else None
         model, tp = context.model, context.tp
+        self._layers_in_halves = tp.domino and not self._recompute
         vocabulary = VocabularyRange.for_rank(model.vocab_size, padded_vocab(model, tp.size), tp)
         self.embedding = Embedding(context, vocabulary) if first else None
         block = BLOCKS[model.block].load()
@@ -88,8 +91,18 @@ class Stage(nn.Module):
                 raise ValueError("the first stage needs tokens")
             x_sbh = self.embedding(batch.tokens, batch)
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
+        if self._layers_in_halves:
+            return in_halves(self._layer_steps, x_sbh, batch)
         for index, block in self.layers.items():
             x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
+        return x_sbh
+
+    def _layer_steps(self, x_sbh: Tensor, batch: MicroBatch, leads: bool) -> Steps[Tensor]:
+        """Run all layers on a half: the leading one is the first in a layer, and in backward the last to leave it."""
+        for index, block in self.layers.items():
+            x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
+            assert isinstance(block, SteppedBlock), "the card of another block has no fact `steps`"
+            x_sbh = yield from block.steps(x_sbh, batch)
         return x_sbh
 
     def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:

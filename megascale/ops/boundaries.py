@@ -35,6 +35,10 @@ class Boundaries:
     padded: tuple[bool, ...] = ()
     _shared: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
+    def of_rows(self, rows: slice) -> Boundaries:
+        """The boundaries of some rows of the micro-batch."""
+        return Boundaries(self.starts[rows], self.length, self.device, self.padded[rows])
+
     @cached_property
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """The tokens of each document, by row."""

@@ -5,7 +5,8 @@ what a stage returns for one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -58,6 +59,17 @@ class MicroBatch:
     expert_choices: dict[int, ExpertChoice] = field(default_factory=dict)
     depths: tuple[DepthTargets, ...] = ()
 
+    @cached_property
+    def halves(self) -> tuple[MicroBatch, ...]:
+        """The first and the second half of the rows, with what layers read of a micro-batch."""
+        count = len(self.dropout.samples) // 2
+        return tuple(
+            replace(
+                self, dropout=self.dropout.of_rows(rows), boundaries=self.boundaries and self.boundaries.of_rows(rows)
+            )
+            for rows in (slice(0, count), slice(count, None))
+        )
+
     def release(self, *, forward_only: bool = False) -> None:
         """Free what layers have shared for this micro-batch, after its last use. `forward_only`: in an evaluation, no
         backward frees the keys of chunks.
@@ -72,6 +84,8 @@ class MicroBatch:
         """Free the masks of documents, which the next use makes again."""
         if self.boundaries is not None:
             self.boundaries.release()
+            for half in self.__dict__.get("halves", ()):
+                half.release_masks()
 
 
 class Loss(NamedTuple):

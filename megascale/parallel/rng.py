@@ -20,22 +20,26 @@ class Dropout:
     def __init__(self, probability: float, seed: int, samples: Sequence[int], device: torch.device) -> None:
         self.probability = probability
         self._seed = seed
-        self._samples = samples
+        self.samples = samples
         self._generator = torch.Generator(device)
+
+    def of_rows(self, rows: slice) -> Dropout:
+        """The dropout of some rows of the micro-batch."""
+        return Dropout(self.probability, self._seed, self.samples[rows], self._generator.device)
 
     def hidden_dropout(self, x_sbh: Tensor, place: str, first_row: int, rows: int) -> Tensor:
         """Apply dropout to x [s_local, b, h], which holds positions `first_row` onward of a sequence of `rows`."""
         if not self.probability:
             return x_sbh
         h, positions = x_sbh.shape[-1], slice(first_row, first_row + x_sbh.shape[0])
-        keep = torch.stack([self._keep_mask((rows, h), place, sample)[positions] for sample in self._samples], 1)
+        keep = torch.stack([self._keep_mask((rows, h), place, sample)[positions] for sample in self.samples], 1)
         return x_sbh * keep / (1 - self.probability)
 
     def attention_keep_mask(self, place: str, heads: range, s: int) -> Tensor | None:
         """Draw the keep mask of attention weights, bool [b, len(heads), s, s], for global head indices `heads`."""
         if not self.probability:
             return None
-        masks = [[self._keep_mask((s, s), f"{place}/{head}", sample) for head in heads] for sample in self._samples]
+        masks = [[self._keep_mask((s, s), f"{place}/{head}", sample) for head in heads] for sample in self.samples]
         return torch.stack([torch.stack(row) for row in masks])
 
     def _keep_mask(self, shape: tuple[int, int], place: str, sample: int) -> Tensor:

@@ -20,9 +20,9 @@ needs of X and dY in the order of the layers. Overlap: the forward collectives a
 pieces that overlap the GEMMs of other pieces (`parallel.tp_overlap`); in a column-parallel backward the all-gather of X
 overlaps dgrad, and the reduction of dX overlaps wgrad.
 
-`column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_linears` and `row_parallel_linears`
-apply layers that share their collectives; `shared_by_heads` has no layer. `LinearParams`: a layer's weight, bias and
-GEMMs. `TensorParallel`: the tp group and its communication settings.
+`column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_steps` and `row_parallel_steps`
+apply layers that share their collectives, in the steps of `parallel.domino`; `shared_by_heads` has no layer.
+`LinearParams`: a layer's weight, bias and GEMMs. `TensorParallel`: the tp group and its communication settings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.comm.work import Work
 from megascale.ops.quantized import Quantized
+from megascale.parallel.domino import Edge, EnterLayers, LeaveLayers, Steps, finish
 from megascale.parallel.grad_accumulation import accumulate_bias_grad, left_for_w
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
@@ -52,17 +54,20 @@ def column_parallel_linear(
     Saved for backward: x, or with `recompute_input` the tensor from which backward recomputes x. With per-tensor FP8
     scales the FP8 operand is always saved instead.
     """
-    return column_parallel_linears(x, [layer], tp, label, recompute_input)[0]
+    return finish(column_parallel_steps(x, [layer], tp, label, recompute_input))[0]
 
 
-def column_parallel_linears(
+def column_parallel_steps(
     x: Tensor, layers: Sequence[LinearParams], tp: TensorParallel, label: LabelLike = "",
     recompute_input: Recomputation | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Steps[tuple[Tensor, ...]]:  # fmt: skip
     """Apply several column-parallel layers to x with one all-gather of x and one reduction of its gradient."""
-    gemms = [layer.gemms for layer in layers]
+    gemms, label, edge = [layer.gemms for layer in layers], Label.from_part(label), Edge() if tp.domino else None
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
-    return _ColumnParallel.apply(tp, Label.from_part(label), gemms, recompute_input, x, *tensors)
+    if edge is not None:
+        x = EnterLayers.apply(x, edge, gemms[0], tp, label)
+        yield
+    return _ColumnParallel.apply(tp, label, gemms, recompute_input, edge, x, *tensors)
 
 
 def row_parallel_linear(
@@ -75,18 +80,24 @@ def row_parallel_linear(
     Without `compute_output` the forward GEMM is skipped, and the result is a zero placeholder that stays connected to
     autograd: recomputation in backward (`recompute_in_backward`) needs only the tensors that the layers save.
     """
-    return row_parallel_linears([x], [layer], tp, label, [recompute_input], compute_output)
+    return finish(row_parallel_steps([x], [layer], tp, label, [recompute_input], compute_output))
 
 
-def row_parallel_linears(
+def row_parallel_steps(
     inputs: Sequence[Tensor], layers: Sequence[LinearParams], tp: TensorParallel, label: LabelLike = "",
     recompute_inputs: Sequence[Recomputation | None] | None = None, compute_output: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Steps[Tensor]:  # fmt: skip
     """Sum the outputs of several row-parallel layers, one input per layer, with one reduction over the tp ranks."""
-    gemms = [layer.gemms for layer in layers]
+    gemms, label, edge = [layer.gemms for layer in layers], Label.from_part(label), Edge() if tp.domino else None
     recompute_inputs = recompute_inputs or [None] * len(inputs)
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
-    return _RowParallel.apply(tp, Label.from_part(label), gemms, recompute_inputs, compute_output, *inputs, *tensors)
+    if edge is not None:
+        yield
+    out = _RowParallel.apply(tp, label, gemms, recompute_inputs, compute_output, edge, *inputs, *tensors)
+    if edge is None:
+        return out
+    yield
+    return LeaveLayers.apply(out, edge, gemms[0], tp, label)
 
 
 def shared_by_heads(x: Tensor, tp: TensorParallel, label: LabelLike = "") -> Tensor:
@@ -112,15 +123,16 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tp: TensorParallel, label: Label, gemms: Sequence[LinearGemms],
-        recompute_input: Recomputation | None, x: Tensor, *tensors: Tensor | None,
+        recompute_input: Recomputation | None, edge: Edge | None, x: Tensor, *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.tp, ctx.label, ctx.gemms = tp, label, gemms
+        ctx.tp, ctx.label, ctx.gemms, ctx.edge = tp, label, gemms, edge
         weights, biases = _weights_and_biases(tensors)
-        operand = gemms[0].input_operand(x)  # all layers quantize x alike: once is enough
+        # All layers quantize x alike: once is enough.
+        operand, gathering = edge.take_gathering() if edge else (gemms[0].input_operand(x), None)
         weight_operands = [
             WeightOperand(g.weight_for_forward(w), bias, g) for g, w, bias in zip(gemms, weights, biases, strict=True)
         ]
-        _, outputs = all_gather_matmul(operand, weight_operands, tp, label, x.dtype)
+        _, outputs = all_gather_matmul(operand, weight_operands, tp, label, x.dtype, gathering=gathering)
         _save_for_wgrad(ctx, [gemms[0].wgrad_source(x, operand)], [recompute_input], tensors)
         return tuple(outputs)
 
@@ -166,17 +178,20 @@ class _ColumnParallel(torch.autograd.Function):
             param_grads = finish_wgrad()
         elif left is not None:
             left.add_started(start_wgrad)
-        reducing.wait()
-        return None, None, None, None, grad_x, *param_grads
+        if ctx.edge is None:
+            reducing.wait()
+        else:
+            ctx.edge.reducing = reducing.wait
+        return None, None, None, None, None, grad_x, *param_grads
 
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tp: TensorParallel, label: Label, gemms: Sequence[LinearGemms],
-        recompute_inputs: Sequence[Recomputation | None], compute_output: bool, *tensors: Tensor,
+        recompute_inputs: Sequence[Recomputation | None], compute_output: bool, edge: Edge | None, *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
-        ctx.tp, ctx.label, ctx.gemms = tp, label, gemms
+        ctx.tp, ctx.label, ctx.gemms, ctx.edge = tp, label, gemms, edge
         inputs, params = tensors[: len(gemms)], tensors[len(gemms) :]
         weights, biases = _weights_and_biases(params)
         operands = [g.input_operand(x) for g, x in zip(gemms, inputs, strict=True)]
@@ -189,10 +204,18 @@ class _RowParallel(torch.autograd.Function):
         weight_operands = [
             WeightOperand(g.weight_for_forward(weight), None, g) for g, weight in zip(gemms, weights, strict=True)
         ]
-        out = matmul_reduce_scatter(operands, weight_operands, tp, label, inputs[0].dtype)
-        for bias in biases:  # added once, after the reduction
-            if bias is not None:
-                out += bias
+        out, reducing = matmul_reduce_scatter(operands, weight_operands, tp, label, inputs[0].dtype, wait=edge is None)
+
+        def end_reduction() -> None:
+            reducing.wait()
+            for bias in biases:  # added once, after the reduction
+                if bias is not None:
+                    out.add_(bias)
+
+        if edge is None:
+            end_reduction()
+        else:
+            edge.reducing = end_reduction
         return out
 
     @staticmethod
@@ -221,27 +244,30 @@ class _RowParallel(torch.autograd.Function):
         ]
         # Called by `all_gather_matmul` for rows of dY that are complete: this rank's rows first, or all rows at once.
         on_rows = accumulate_wgrads if first.wgrad_in_pieces else None
-        grad_shard, label, dtype = first.before_all_gather(grad), ctx.label.for_backward("gradient"), grad.dtype
+        label, dtype = ctx.label.for_backward("gradient"), grad.dtype
+        grad_shard, gathering = ctx.edge.take_gathering() if ctx.edge else (first.before_all_gather(grad), None)
         gather_matmul = partial(
             all_gather_matmul, grad_shard, tp=tp, dtype=dtype, after_all_gather=first.after_all_gather
         )
 
-        def dgrad_and_wgrad(weights: Sequence[WeightOperand], label: Label) -> list[Tensor]:
-            full_grad, input_grads = gather_matmul(weights, label=label, on_rows=on_rows)
+        def dgrad_and_wgrad(
+            weights: Sequence[WeightOperand], label: Label, gathering: tuple[Operand, Work] | None = None
+        ) -> list[Tensor]:
+            full_grad, input_grads = gather_matmul(weights, label=label, on_rows=on_rows, gathering=gathering)
             if on_rows is None:
                 accumulate_wgrads(full_grad, slice(0, full_grad.shape[0]))
             return input_grads
 
         if (left := left_for_w(weights[0])) is None:
-            input_grads = dgrad_and_wgrad(dgrad_weights, label)
+            input_grads = dgrad_and_wgrad(dgrad_weights, label, gathering)
         else:
-            _, input_grads = gather_matmul(dgrad_weights, label=label)
+            _, input_grads = gather_matmul(dgrad_weights, label=label, gathering=gathering)
             left.add(partial(dgrad_and_wgrad, [], ctx.label.for_backward("wgrad gradient")))
         param_grads: list[Tensor | None] = []
         # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
         for weight_grad, bias in zip(weight_grads, biases, strict=True):
             param_grads += [weight_grad, accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None]
-        return None, None, None, None, None, *input_grads, *param_grads
+        return None, None, None, None, None, None, *input_grads, *param_grads
 
 
 def _save_for_wgrad(

@@ -61,7 +61,7 @@ class TensorParallel:
 
     `sequence_parallel`: activations between layers are sharded along dimension 0. `overlap`: communicate during GEMMs.
     `symmetric_memory`: torch's fused operators, where peers map each other's memory. `gpu`: GEMMs run on a GPU and need
-    many rows.
+    many rows. `domino`: collectives are whole, and overlap with the other half of the micro-batch (`parallel.domino`).
     """
 
     group: Group
@@ -69,6 +69,7 @@ class TensorParallel:
     overlap: bool = True
     symmetric_memory: SymmetricMemory | None = None
     gpu: bool = False
+    domino: bool = False
 
     @property
     def size(self) -> int:
@@ -123,7 +124,7 @@ class TensorParallel:
 
     def num_pieces(self, shape: Sequence[int], nbytes: int) -> int:
         """Return the number of pieces into which the communication of a shard [s, b, k] is split; 0: one collective."""
-        if not self.overlap or self.group.p2p_transport is None:
+        if not self.overlap or self.domino or self.group.p2p_transport is None:
             return 0
         pieces = max(1, min(MAX_PIECES, nbytes // MIN_PIECE_BYTES))
         on_gpu = max_pieces(shape[0], shape[1], self.size, self.activations_sharded)
@@ -134,6 +135,7 @@ def all_gather_matmul(
     shard: Operand, weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None] | None = None,
     after_all_gather: Callable[[Operand], Operand] = lambda x: x,
+    gathering: tuple[Operand, Work] | None = None,
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
     """All-gather `shard` into X with sequence parallelism (X is `shard` without), and compute X W^T + b per weight.
 
@@ -141,6 +143,7 @@ def all_gather_matmul(
     Without weights X is gathered alike.
     `on_rows(X, rows)` is called when rows of X are complete: once for all rows, or first for this rank's own rows,
     during communication, and then for the remaining rows. `after_all_gather` turns gathered rows into a GEMM operand.
+    `gathering`: X, which arrives already.
     """
     on_rows = on_rows or (lambda full, rows: None)
     pieces = tp.num_pieces(shard.shape, shard.nbytes) if tp.activations_sharded else 0
@@ -151,7 +154,8 @@ def all_gather_matmul(
         pairs = zip(outputs, weights, strict=True)
         outputs = [out if bias is None else out.add_(bias) for out, (_, bias, _) in pairs]
     elif fused is not None or not pieces:
-        full, _ = tp.gather_operand(shard, label)
+        full, arriving = gathering or tp.gather_operand(shard, label)
+        arriving.wait()
         x = after_all_gather(full) if weights else full
         outputs = [gemms.gemm(x, operand, bias, dtype) for operand, bias, gemms in weights]
     else:
@@ -204,8 +208,9 @@ def _all_gather_matmul_pieces(
 
 
 def matmul_reduce_scatter(
-    inputs: Sequence[Operand], weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, dtype: torch.dtype
-) -> Tensor:
+    inputs: Sequence[Operand], weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, dtype: torch.dtype,
+    *, wait: bool = True,
+) -> tuple[Tensor, Work]:  # fmt: skip
     """Compute X W^T and reduce-scatter the sum over tp with sequence parallelism; all-reduce without.
 
     Several inputs [s, b, k] and weights [n, k]: the sum of their GEMMs is reduced once. The result, in `dtype`, is this
@@ -214,7 +219,7 @@ def matmul_reduce_scatter(
     """
     x, weight = inputs[0], weights[0].operand
     if (fused := tp.fused_for(inputs, [w.operand for w in weights], x.shape[:-1].numel() // tp.size)) is not None:
-        return _fused_matmul_reduce_scatter(x, weight, fused, label, dtype)
+        return _fused_matmul_reduce_scatter(x, weight, fused, label, dtype), COMPLETED
     *tokens, n = *x.shape[:-1], weight.shape[0]
     shape = torch.Size([tokens[0] // tp.size if tp.sequence_parallel else tokens[0], *tokens[1:], n])  # of the result
     pieces = tp.num_pieces(shape, shape.numel() * dtype.itemsize)
@@ -222,8 +227,8 @@ def matmul_reduce_scatter(
         full = weights[0].gemms.gemm(x, weight, None, dtype)
         for layer_input, (operand, _, gemms) in zip(inputs[1:], weights[1:], strict=True):
             gemms.gemm_out(full, layer_input, operand, add=True)
-        return tp.reduce(full, label)[0]
-    return _matmul_reduce_scatter_pieces(inputs, weights, tp, label, pieces, dtype)
+        return tp.reduce(full, label, wait=wait)
+    return _matmul_reduce_scatter_pieces(inputs, weights, tp, label, pieces, dtype), COMPLETED
 
 
 def _fused_matmul_reduce_scatter(

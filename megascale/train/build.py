@@ -145,19 +145,19 @@ def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful | 
 
 
 def build_tensor_parallel(
-    group: Group, device: Device, parallel: ParallelConfig, *, overlap: bool, activation_bytes: int
+    group: Group, device: Device, parallel: ParallelConfig, *, overlap: bool | str, activation_bytes: int
 ) -> TensorParallel:
-    """Return the tensor parallelism of this rank, whose peers' memory is mapped where communication overlaps.
+    """Return the tensor parallelism of this rank, whose peers' memory is mapped where pieces overlap.
     `activation_bytes`: of an activation between layers on all of its ranks.
     """
-    fused = None
-    if overlap and group.size > 1 and not device.is_cpu:
+    fused, domino = None, overlap == "domino"
+    if overlap and not domino and group.size > 1 and not device.is_cpu:
         from megascale.comm.symmetric_memory import SymmetricMemory, can_map_peers
 
         if can_map_peers(group, device):
             fused = SymmetricMemory(group)
             fused.reserve(activation_bytes // group.size)
-    return TensorParallel(group, parallel.sp, overlap, fused, gpu=not device.is_cpu)
+    return TensorParallel(group, parallel.sp, bool(overlap), fused, gpu=not device.is_cpu, domino=domino)
 
 
 def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext) -> Fp8State | None:

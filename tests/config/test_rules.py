@@ -30,6 +30,10 @@ HYBRID = {"parallel__hybrid_dp": True, "data__max_tokens_per_rank": 16, "data__a
 LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != GPT.get(key)}
 
 MOE = {"model__experts": 8, "model__bias": False}
+DOMINO = {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2}
+FP8_MODEL = {
+    "train__precision": "fp8", "model__hidden_size": 512, "model__ffn_size": 512, "model__seq_length": 128,
+}  # fmt: skip
 
 # rule, settings that break the rule, expected findings: key and part of the message
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
@@ -362,6 +366,39 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "tensor_parallel",
         {"parallel__tp": 2, "parallel__sp": True, "model__seq_length": 15},
         {"model.seq_length": "a sequence of 15 cannot be split over tp = 2"},
+    ),
+    (
+        "domino",
+        {"overlap__tp": "domino"},
+        {
+            "parallel.tp": "one rank has no tp collectives",
+            "batch.micro": "1 sequences have no two equal halves",
+        },
+    ),
+    (
+        "domino",
+        DOMINO | {"batch__micro": 3, "batch__global": 3},
+        {"batch.micro": "3 sequences have no two equal halves"},
+    ),
+    ("domino", DOMINO | MOE | {"parallel__sp": True}, {"model.experts": "experts balance whole micro-batches"}),
+    (
+        "domino",
+        DOMINO | {"model__mtp_layers": 1, "model__position": "rope"},
+        {"model.mtp_layers": "MTP layers read whole"},
+    ),
+    ("domino", DOMINO | {"train__mlp_tiles": 2}, {"train.mlp_tiles": "tiles run one after another"}),
+    (
+        "domino",
+        DOMINO | {"data__sequence_chunk_tokens": 8},
+        {"data.sequence_chunk_tokens": "keys are of whole micro-b"},
+    ),
+    *(
+        (
+            "domino",
+            DOMINO | FP8_MODEL | {"fp8__recipe": recipe},
+            {"fp8.recipe": f"{recipe} has scales of a micro-batch's"},
+        )
+        for recipe in ("tensorwise", "delayed", "rowwise", "blockwise")
     ),
     ("pipeline", {"parallel__vpp": 2}, {"parallel.vpp": "vpp = 2 splits pipeline stages, but pp = 1"}),
     ("pipeline", {"parallel__pp": 7}, {"parallel.pp": "4 layers are too few for pp x vpp = 7 x 1 chunks"}),

@@ -26,6 +26,7 @@ HINTS: list[tuple[tuple[str, ...], int, list[str]]] = [  # settings, processes, 
     ((MICRO, "parallel.sp=false"), 1024, []),
     ((MICRO, "overlap.tp=false"), 1024, []),
     ((MICRO, "parallel.tp=4"), 1024, []),
+    (("parallel.tp=16", "batch.micro=4", "overlap.tp=domino"), 1024, []),
     ((FP8,), 1024, []),
     ((FP8, "fp8.recipe=rowwise"), 1024, ["fp8.recipe = tensorwise or delayed"]),
     ((FP8, BLOCKWISE), 1024, ["fp8.recipe = tensorwise or delayed"]),
@@ -71,6 +72,12 @@ def test_operands_are_fused_by_their_scales(recipe: str, fused: set[str]) -> Non
     assert [[sent in each for each in told] for sent in SENT.values()] == [
         [name not in fused] * len(told) for name in SENT
     ]
+
+
+def test_domino_ends_with_every_layer_that_is_recomputed() -> None:
+    config = load_config(GPT, ["overlap.tp=domino", "batch.micro=2", "train.recompute=full"], 1024)
+    assert hints(config) == ["train.recompute = selective"]
+    assert hints(load_config(GPT, ["overlap.tp=domino", "batch.micro=2", "train.recompute=selective"], 1024)) == []
 
 
 def test_runs_of_processors_have_no_such_warning() -> None:

@@ -44,19 +44,19 @@ def train_two_steps(run: Any) -> None:
 
 
 def inject(run: Any, fault: str) -> None:
-    """Make a weight, the output or the gradient of layer 2's MLP non-finite; for "sum", only the loss."""
+    """Make a weight of layer 2's MLP, the layer's output or its gradient non-finite; for "sum", only the loss."""
     import torch
 
     if fault == "sum":
         run.pipeline.loss_scalar = lambda value: torch.full((), value + (math.inf if value == 0 else 0))
         return
-    mlp = next(stage.layers["2"] for stage in run.stages if "2" in stage.layers).mlp
+    layer = next(stage.layers["2"] for stage in run.stages if "2" in stage.layers)
     if fault == "weight":
-        mlp.down.weight.data[0, 0] = math.nan
+        layer.mlp.down.weight.data[0, 0] = math.nan
     elif fault == "loss":
-        mlp.register_forward_hook(lambda module, x, out: out * math.inf)
+        layer.register_forward_hook(lambda module, x, out: out * math.inf)
     else:
-        mlp.register_forward_hook(lambda module, x, out: out.register_hook(lambda g: g * math.nan) and None)
+        layer.register_forward_hook(lambda module, x, out: out.register_hook(lambda g: g * math.nan) and None)
 
 
 def state(run: Any) -> list[Any]:

@@ -18,6 +18,7 @@ Layout = dict[str, Any]
 Curve = list[tuple[float, float]]
 
 V = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v"}
+DOMINO = {"overlap__tp": "domino", "batch__micro": 2}
 
 LAYOUTS: dict[str, Layout] = {
     # world 1
@@ -26,6 +27,11 @@ LAYOUTS: dict[str, Layout] = {
     # world 2
     "tp2": {"parallel__tp": 2},
     "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
+    "tp2 domino": {"parallel__tp": 2, **DOMINO},
+    "tp2 sp domino": {"parallel__tp": 2, "parallel__sp": True, **DOMINO},
+    "tp2 sp domino, full recomputation": {
+        "parallel__tp": 2, "parallel__sp": True, "train__recompute": "full", **DOMINO,
+    },
     "pp2": {"parallel__pp": 2},
     "pp2 gpipe": {"parallel__pp": 2, "parallel__schedule": "gpipe"},
     "pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2},
@@ -49,6 +55,11 @@ LAYOUTS: dict[str, Layout] = {
     "cp2 ring pp2 vpp2 zero2": {"parallel__cp": 2, "parallel__pp": 2, "parallel__vpp": 2, "parallel__zero": 2},
     "cp2 ring tp2 sp": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True},
     "cp4 usp zero0": {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_a2a_size": 2, "parallel__zero": 0},
+    "cp2 ring tp2 sp domino": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True, **DOMINO},
+    "tp2 sp pp2 vpp2 domino": {
+        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, **DOMINO, "batch__micro": 4,
+    },
+    "tp2 dp2 zero2 domino": {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 2, **DOMINO},
     "tiles tp2 sp pp2": {"train__mlp_tiles": 3, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2},
     "tiles pp2 vpp2 dp2 zero2, full recomputation": {
         "train__mlp_tiles": 4, "train__recompute": "full", "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,
@@ -177,7 +188,7 @@ def worst(curve: Curve, expected: Curve, norms: int) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-QUICK = ("tp2", "dp2 zero2", "pp2 vpp2 dp2 zero1", "pp2 v dp2 zero2")
+QUICK = ("tp2", "tp2 sp domino", "dp2 zero2", "pp2 vpp2 dp2 zero1", "pp2 v dp2 zero2")
 
 
 def works_with(case: Case, layout: Layout) -> bool:

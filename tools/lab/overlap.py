@@ -58,7 +58,7 @@ PAPER_LAYER: Settings = {"model.block": '"parallel"', "model.activation": '"gelu
 @dataclass(frozen=True)
 class OverlapCase:
     """A job on `hosts` hosts with one rank per host, and the `axes` to measure. `cores`: processor time of a host, for
-    more hosts than cores.
+    more hosts than cores. `others`: further values of the axes' switches, beside true, such as domino.
     """
 
     name: str
@@ -66,9 +66,11 @@ class OverlapCase:
     axes: tuple[str, ...]
     settings: Settings
     cores: float | None = None
+    others: tuple[str, ...] = ()
 
-    def overlap_settings(self, on: bool) -> Settings:
-        return {f"overlap.{axis}": str(on).lower() for axis in self.axes}
+    def overlap_settings(self, way: str) -> Settings:
+        value = {"off": "false"}.get(way, f'"{way}"' if way in self.others else "true")
+        return {f"overlap.{axis}": value for axis in self.axes}
 
 
 def _model(layers: int, hidden: int, ffn: int) -> Settings:
@@ -103,6 +105,14 @@ CASES = {
             "tp", 2, ("tp",),
             _model(12, 1024, 4096) | _batch(4, 4) | {"model.vocab_size": "4096"}
             | {"parallel.tp": "2", "parallel.sp": "true"} | PAPER_LAYER,
+        ),
+        *(
+            OverlapCase(
+                name, 2, ("tp",),
+                _model(4, 512, 2048) | _batch(4, 4) | {"parallel.tp": "2", "parallel.sp": sequence},
+                others=("domino",),
+            )
+            for name, sequence in (("tp-serial-sp", "true"), ("tp-serial", "false"))
         ),
         OverlapCase(
             "all", 8, ("tp", "pp", "dp"),
@@ -151,8 +161,8 @@ class OverlapError(MegascaleError):
 Log = Callable[[str], object]
 
 
-def measure_overlap(case: OverlapCase, folder: Path, rounds: int, steps: int, log: Log) -> OverlapResult:
-    """Measure one case. The run folders stay in `folder`.
+def measure_overlap(case: OverlapCase, folder: Path, rounds: int, steps: int, log: Log) -> list[OverlapResult]:
+    """Measure one case, a result for every way to overlap. The run folders stay in `folder`.
 
     Raises: TestbedError if this machine cannot have a testbed, OverlapError if a job fails
     """
@@ -160,29 +170,33 @@ def measure_overlap(case: OverlapCase, folder: Path, rounds: int, steps: int, lo
         job = _OverlapJob(testbed, case, folder, steps)
         rate = _calibrate_link_rate(job, log)
         testbed.set_link(HostLink(rate))
-        times: dict[str, list[float]] = {"compute": [], "off": [], "on": []}
-        exposed: dict[str, list[float]] = {"compute": [], "off": [], "on": []}
+        times: dict[str, list[float]] = {name: [] for name in ("compute", "off", "on", *case.others)}
+        exposed: dict[str, list[float]] = {name: [] for name in times}
         for number in range(rounds):
             for name in times:
                 testbed.set_link(HostLink() if name == "compute" else HostLink(rate))
-                step, exposed_s = job.measure_step(name, overlap=name != "off")
+                step, exposed_s = job.measure_step(name)
                 times[name].append(step)
                 exposed[name].append(exposed_s)
             latest = "  ".join(f"{name} {values[-1]:.3f}" for name, values in times.items())
             log(f"{case.name} round {number + 1}/{rounds}: seconds per step  {latest}")
     median = {name: statistics.median(values) for name, values in times.items()}
     waits = {name: statistics.median(values) for name, values in exposed.items()}
-    return OverlapResult(case.name, rate, median["compute"], median["off"], median["on"], waits["off"], waits["on"])
+    both, off = (rate, median["compute"], median["off"]), waits["off"]
+    return [
+        OverlapResult(case.name if way == "on" else f"{case.name}, {way}", *both, median[way], off, waits[way])
+        for way in ("on", *case.others)
+    ]
 
 
 def _calibrate_link_rate(job: _OverlapJob, log: Log) -> float:
     """Find the link rate, in bits/s, at which communication takes COMMUNICATION_SHARE of a step without overlap."""
-    compute, _ = job.measure_step("compute", overlap=True)
+    compute, _ = job.measure_step("compute")
     target = compute * COMMUNICATION_SHARE / (1 - COMMUNICATION_SHARE)
     rate = job.step_bytes("compute") * 8 / target
     for _ in range(2):
         job.testbed.set_link(HostLink(rate))
-        off, _ = job.measure_step("off", overlap=False)
+        off, _ = job.measure_step("off")
         log(f"{job.case.name}: {rate / 1e6:.0f} Mbit/s, {off:.3f} s per step, {compute:.3f} s of it compute")
         rate *= max(off - compute, 0.05 * compute) / target
     return rate
@@ -195,13 +209,10 @@ class _OverlapJob:
     folder: Path
     steps: int
 
-    def measure_step(self, name: str, *, overlap: bool) -> tuple[float, float]:
+    def measure_step(self, name: str) -> tuple[float, float]:
         """Run the job; return the median seconds of a step and of its exposed communication."""
         settings = (
-            COMMON_SETTINGS
-            | self.case.settings
-            | self.case.overlap_settings(overlap)
-            | {"train.steps": str(self.steps)}
+            COMMON_SETTINGS | self.case.settings | self.case.overlap_settings(name) | {"train.steps": str(self.steps)}
         )
         config = self.folder / self.case.name / f"{name}.toml"
         config.parent.mkdir(parents=True, exist_ok=True)

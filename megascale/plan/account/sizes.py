@@ -24,7 +24,7 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
     p, recipe, within = config.parallel, RECIPES[config.fp8.recipe].facts, config.data.attention_mask == "document"
     return MicroBatchSizes(
         config.model, config.batch.micro, config.row_tokens, p.tp, p.sp and p.tp > 1,
-        MAX_PIECES if config.overlap.tp else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,
+        MAX_PIECES if config.overlap.tp is True else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,
         max(p.cp_keys, 1 + config.attends_in_parts),  # a chunk attends to its own keys and to others
         p.cp_mode == "allgather", expected_documents(config.model, config.data) if within else (),
         recipe["granularity"], recipe["scaling"] == "current", ep=p.ep, imbalance=imbalance,

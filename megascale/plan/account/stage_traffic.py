@@ -71,7 +71,9 @@ class StageTraffic:
         """
         config, p, m = self.config, self.config.parallel, self.config.num_microbatches
         fp8 = fp8_layers(config.model, config.train, config.fp8)
-        sizes = {quantized: replace(self.sizes, fp8=quantized) for quantized in (False, True)}
+        parts = 2 if config.overlap.tp == "domino" else 1  # of a micro-batch's sequences
+        batch = self.sizes.batch // parts
+        sizes = {quantized: replace(self.sizes, batch=batch, fp8=quantized) for quantized in (False, True)}
         for chunk in range(p.vpp):
             layers = self.layout.layers(self.layout.index(self.stage, chunk))
             recompute = recompute_policy(config.train, chunk)
@@ -80,7 +82,7 @@ class StageTraffic:
                 sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
                 sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []
-                yield from (each._replace(times=count * m) for each in sent)
+                yield from (each._replace(times=parts * count * m) for each in sent)
                 params = (param for part in block for param in part.params("", config.model))
                 for weight in (param for param in params if param.fp8) if p.tp > 1 and quantized else ():
                     whole = weight.parts[0].shape[1 - weight.sharding["tp"]]  # of the dimension that tp does not shard

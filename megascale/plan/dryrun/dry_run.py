@@ -68,8 +68,9 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             state = +recorder.counts.live_bytes
             if run.fp8_state is not None:
                 run.fp8_state.has_history = True
-            # chunks have more keys than the one before, and planned micro-batches differ
-            if replay_modules and config.num_chunks == 1 and not config.parallel.hybrid_dp:
+            # chunks have more keys than the one before, planned micro-batches differ, halves run layers in turns
+            differ = config.num_chunks > 1 or config.parallel.hybrid_dp or config.overlap.tp == "domino"
+            if replay_modules and not differ:
                 split = micro_batch_sizes(config).split
                 replay_equal_modules(run, ModuleCostCache(counter_mode, run.dtypes[1], split))
             with recorder.memory_kind("buffers"):

@@ -42,8 +42,9 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     distinct, numbers = distinct_blocks(config.model)
     kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
-    heads = 1 + config.model.mtp_layers
-    block = cache(lambda number, fp8, recompute: block_times(layers, distinct[number], fp8, recompute))
+    heads, domino = 1 + config.model.mtp_layers, config.overlap.tp == "domino"
+    part, parts = (layers.of_half(), 2) if domino else (layers, 1)
+    block = cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
 
     @cache
     def chunk(

@@ -54,7 +54,9 @@ class LayerTimes:
         size = config.train.element_bytes[0]
         kernels = KernelTimes(hardware, stack, "bf16" if config.train.quantizes else precision, size)
         route = group_route(hardware, p.tp, 1, config.world_size, together=p.tp)
-        overlaps = stack.overlaps.tp if config.overlap.tp else "none"
+        overlaps: str = stack.overlaps.tp if config.overlap.tp else "none"
+        if config.overlap.tp == "domino" and overlaps != "none":
+            overlaps = "domino"
         activation = config.batch.micro * config.row_tokens * m.hidden_size * size
         slowdown = 1 - hardware.attained.overlap
         context = ContextRoutes.of_layout(hardware, p, config.world_size, config.overlap.cp)
@@ -77,6 +79,12 @@ class LayerTimes:
     @cached_property
     def sizes(self) -> MicroBatchSizes:
         return micro_batch_sizes(self.config, self.kernels.stack.imbalance)
+
+    def of_half(self) -> LayerTimes:
+        """Return the times of half of a micro-batch's sequences."""
+        batch = self.config.batch.model_copy(update={"micro": self.config.batch.micro // 2})
+        exchange = replace(self.exchange, size=self.exchange.size // 2)
+        return replace(self, config=self.config.model_copy(update={"batch": batch}), exchange=exchange)
 
     def in_tiles(self, tiles: int) -> LayerTimes:
         exchange = replace(self.exchange, size=self.exchange.size // tiles)

@@ -110,10 +110,11 @@ class TpCollectives:
 
     def exposed(self, gemm: float, *, enters: bool, backward: bool = False) -> float:
         """Exposed seconds of a collective on the input (`enters`) or the output of a GEMM of `gemm` seconds."""
-        overlaps_all = self.overlaps == "all"
-        overlaps = overlaps_all or (self.overlaps == "backward" and backward and not enters)
+        overlaps = self.overlaps in ("all", "domino") or (self.overlaps == "backward" and backward and not enters)
+        if self.overlaps == "domino" and backward:
+            gemm *= 2  # dgrad and wgrad of the other half
         if self.sp:
-            return self._exposed(self.gather(), gemm, overlaps, pieces=overlaps_all)
+            return self._exposed(self.gather(), gemm, overlaps, pieces=self.overlaps == "all")
         # without sequence parallelism inputs are replicated
         return 0.0 if enters else self._exposed(self.route.collective("all_reduce", self.size, self.tp), gemm, overlaps)
 

@@ -15,6 +15,7 @@ from megascale.catalog.layers import BLOCKS
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
 from megascale.layout import blocks
@@ -94,6 +95,11 @@ def test_training_is_equal_in_every_layout(tmp_path: Path) -> None:
     for layout in ({"parallel__tp": 2, "parallel__sp": True, "train__recompute": "full"}, {"parallel__pp": 2}):
         (curve, *_) = run_world(2, trained, small(tmp_path, model__dropout=0.1, **layout))
         assert torch.allclose(torch.tensor(curve), torch.tensor(one_rank), rtol=1e-10, atol=0)
+
+
+def test_a_block_without_steps_has_no_halves(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the block does not compute in steps"):
+        small(tmp_path, parallel__tp=2, batch__micro=2, overlap__tp="domino")
 
 
 def test_parameters_follow_the_description(tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_pairs_hide_the_exchange_of_experts() -> None:
     assert planned("dualpipev").step_s < planned("zb_v").step_s
 
 
+def test_domino_hides_collectives_and_splits_gemms() -> None:
+    """Across hosts pieces have no overlap, and small GEMMs take longer for their work."""
+    layout = ["parallel.tp=16", "parallel.pp=4", "batch.micro=2"]
+    whole, domino = of(*layout), of(*layout, "overlap.tp=domino")
+    sent = of(*layout, "overlap.tp=false").causes["tp"]
+    assert (1 - HARDWARE.attained.overlap) * sent <= domino.causes["tp"] < whole.causes["tp"] < sent
+    assert domino.causes["gemm"] >= whole.causes["gemm"]
+
+
 def test_unfused_scores_pass_through_memory() -> None:
     """Four passes of two bytes and a mask in forward, five in backward, beside six GEMMs."""
     unfused = STACK.model_copy(update={"attention": "unfused"})

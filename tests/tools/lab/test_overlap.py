@@ -20,16 +20,17 @@ from tests.tools.lab.test_testbed import missing
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("on", [True, False])
-def test_every_case_is_a_run_of_one_rank_a_host(name: str, on: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["on", "off", "domino"])
+def test_every_case_is_a_run_of_one_rank_a_host(name: str, way: str, tmp_path: Path) -> None:
     case = CASES[name]
     path = tmp_path / "run.toml"
-    settings = {"name": '"x"', "train.steps": "3"} | COMMON_SETTINGS | case.settings | case.overlap_settings(on)
+    settings = {"name": '"x"', "train.steps": "3"} | COMMON_SETTINGS | case.settings | case.overlap_settings(way)
     path.write_text(settings_to_toml(settings), encoding="utf-8")
     config = load_config(str(path), [], world_size=case.hosts)
     assert config.world_size == case.hosts
     switched = {axis: getattr(config.overlap, axis) for axis in ("tp", "pp", "dp")}
-    assert switched == {axis: on or axis not in case.axes for axis in switched}
+    value = {"off": False, "domino": "domino" if case.others else True}.get(way, True)
+    assert switched == {axis: value if axis in case.axes else True for axis in switched}
     assert case.hosts * JobMemory(config).fullest().total < 4 * GIB
 
 

@@ -129,7 +129,7 @@ def build_block(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> 
     model, topology = config.model, topology_of(config.parallel)
     stack.enter_context(mock.patch(f"{attention.__name__}.rope_table", angles))
     mesh = fake_mesh(topology, 0, Recorder(), tied=model.tie_embeddings, collectives_in_pieces=True)
-    tp = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp)
+    tp = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp is True)
     context = LayerContext(model, {}, tp, operators(config, counter, stack))
     if config.train.quantizes:
         state = Fp8State(

@@ -41,7 +41,9 @@ def run(options: argparse.Namespace) -> int:
             raise overlap.OverlapError(f"--output {folder}: {error.strerror}", hint="give a writable folder") from None
         cases = [overlap.CASES[name] for name in dict.fromkeys(options.axes)]
         results = [
-            overlap.measure_overlap(case, folder, options.rounds, options.steps, print_progress) for case in cases
+            result
+            for case in cases
+            for result in overlap.measure_overlap(case, folder, options.rounds, options.steps, print_progress)
         ]
         for case in cases if options.output else ():
             write_text(folder / f"overlap-{case.name}.svg", overlap.overlap_picture(folder, case, options.steps))
