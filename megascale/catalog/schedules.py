@@ -9,9 +9,9 @@ p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 
 Facts: `multi_chunk`: v > 1 is possible; `v`: the only v. `min_m`: the least m, for each of the p ranks.
 `unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few micro-batches, or groups of them
 (`schedule.interleaved`), predict all; planning otherwise simulates all. `placement`: where the virtual stages are, a
-name of `layout.stages.PLACEMENTS`. `split`: some backwards are I and W, in two. `runs_ahead`: the last stage runs a
-second forward before its first backward. `peak`: a function of p, v and m, the most micro-batches that are live on a
-rank, from forward to last gradient, summed over its chunks.
+name of `layout.stages.PLACEMENTS`. `split`: some backwards are I and W, in two. `pairs`: some entries are an Overlap.
+`runs_ahead`: the last stage runs a second forward before its first backward. `peak`: a function of p, v and m, the most
+micro-batches that are live on a rank, from forward to last gradient, summed over its chunks.
 """
 
 from megascale.core.registry import Card, Registry
@@ -22,7 +22,10 @@ def largest_group(p: int, m: int) -> int:
     return -(-m // max(1, m // p))
 
 
-LOOP = {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False}
+LOOP = {
+    "multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False,
+    "pairs": False,
+}  # fmt: skip
 V = {**LOOP, "multi_chunk": True, "v": 2, "placement": "v", "split": True}
 
 SCHEDULES = Registry(
@@ -52,7 +55,7 @@ SCHEDULES = Registry(
             "combined_1f1b",
             "interleaved_1f1b whose forwards hide the exchange of experts of backwards, and are hidden by them",
             "megascale.schedule.combined:combined_1f1b",
-            {**LOOP, "multi_chunk": True, "runs_ahead": True,
+            {**LOOP, "multi_chunk": True, "pairs": True, "runs_ahead": True,
              "peak": lambda p, v, m: (v - 1) * largest_group(p, m) + 2 * p},
         ),
         Card(
@@ -90,7 +93,7 @@ SCHEDULES = Registry(
             "dualpipev",
             "a V whose forwards and backwards hide each other's exchange of experts (DeepSeek-AI 2024)",
             "megascale.schedule.v_shaped:dualpipev",
-            {**V, "min_m": 2, "peak": lambda p, v, m: 2 * p + 1},
+            {**V, "min_m": 2, "pairs": True, "peak": lambda p, v, m: 2 * p + 1},
         ),
     ],
     synonyms={

@@ -7,14 +7,27 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megascale.model.attention import Attention, self_attention
-from megascale.model.mlp import MLP, feed_forward
+from megascale.model.mlp import MLP, branch_segments, feed_forward
 from megascale.model.modules import LayerContext, Norm, residual_dropout
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.segments import Segments, run_whole
 from megascale.parallel.tensor import column_parallel_linears, row_parallel_linears
 from megascale.record.label import Label
 
 
-class SerialBlock(nn.Module):
+class SequentialBlock(nn.Module):
+    """A block whose MLP, or experts, follow its attention."""
+
+    def segments(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Segments[Tensor]:
+        """As `forward`, in segments."""
+        raise NotImplementedError
+
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
+        """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
+        return run_whole(self.segments(x_sbh, batch, compute_output))
+
+
+class SerialBlock(SequentialBlock):
     """x + attention(norm(x)), then + mlp(norm(.)): the block of GPT-2 and Llama."""
 
     def __init__(self, context: LayerContext, index: int) -> None:
@@ -26,15 +39,15 @@ class SerialBlock(nn.Module):
         self.mlp = feed_forward(context, index)
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
+    def segments(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Segments[Tensor]:
         branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.recompute_norm(x_sbh))
         x_sbh, normed = self.mlp_norm.add_norm(x_sbh, self._drop(branch, batch, "attention.out"))
-        branch = self.mlp(normed, batch, self.mlp_norm.recompute_norm(x_sbh), compute_output)
+        recompute_norm = self.mlp_norm.recompute_norm(x_sbh)
+        x_sbh, branch = yield from branch_segments(self.mlp, x_sbh, normed, batch, recompute_norm, compute_output)
         return x_sbh + self._drop(branch, batch, "mlp.down")
 
 
-class SandwichBlock(nn.Module):
+class SandwichBlock(SequentialBlock):
     """x + post_norm(attention(norm(x))), then + post_norm(mlp(norm(.))): the block of Gemma 2 and 3.
 
     Dropout applies to a branch after its second norm.
@@ -51,16 +64,17 @@ class SandwichBlock(nn.Module):
         self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]. The last GEMM always runs: the norm after it saves its output."""
+    def segments(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Segments[Tensor]:
+        """As `forward`. The last GEMM always runs: the norm after it saves its output."""
         branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.recompute_norm(x_sbh))
         branch = self._drop(self.attention_post_norm(branch), batch, "attention.out")
         x_sbh, normed = self.mlp_norm.add_norm(x_sbh, branch)
-        branch = self.mlp(normed, batch, self.mlp_norm.recompute_norm(x_sbh))
+        recompute_norm = self.mlp_norm.recompute_norm(x_sbh)
+        x_sbh, branch = yield from branch_segments(self.mlp, x_sbh, normed, batch, recompute_norm)
         return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
 
 
-class PostNormBlock(nn.Module):
+class PostNormBlock(SequentialBlock):
     """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2. Dropout applies to a branch after its norm."""
 
     def __init__(self, context: LayerContext, index: int) -> None:
@@ -72,11 +86,12 @@ class PostNormBlock(nn.Module):
         self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]. The last GEMM always runs: the norm after it saves its output."""
+    def segments(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Segments[Tensor]:
+        """As `forward`. The last GEMM always runs: the norm after it saves its output."""
         branch = self.attention_post_norm(self.attention(x_sbh, batch))
         x_sbh = x_sbh + self._drop(branch, batch, "attention.out")
-        return x_sbh + self._drop(self.mlp_post_norm(self.mlp(x_sbh, batch)), batch, "mlp.down")
+        x_sbh, branch = yield from branch_segments(self.mlp, x_sbh, x_sbh, batch)
+        return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
 
 
 class ParallelBlock(nn.Module):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from megascale.model.modules import LayerContext, Linear
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
+from megascale.parallel.segments import Segments
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 from megascale.parallel.tiles import run_in_tiles
 from megascale.record.label import Label
+
+if TYPE_CHECKING:
+    from megascale.model.experts import Experts
 
 
 class MLP(nn.Module):
@@ -36,8 +42,8 @@ class MLP(nn.Module):
         recompute_input: Recomputation | None = None,
         compute_output: bool = True,
     ) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]. `batch` is for layers with experts; `recompute_input` recomputes x for wgrad;
-        `compute_output` as in `row_parallel_linear`.
+        """Map x [s, b, h] to [s, b, h]. `batch` is unused; `recompute_input` recomputes x for wgrad; `compute_output`
+        as in `row_parallel_linear`.
         """
         if self.tiles > 1:
             return run_in_tiles(self._run_tile, x_sbh, self.tiles, recompute_input, compute_output)
@@ -66,10 +72,22 @@ class MLP(nn.Module):
         return recomputation(self.activate, inner, self._recompute)
 
 
-def feed_forward(context: LayerContext, index: int) -> nn.Module:
+def feed_forward(context: LayerContext, index: int) -> MLP | Experts:
     """Build the branch of layer `index` beside attention: an MLP, or experts (`model.experts`)."""
     if not context.model.has_experts(index):
         return MLP(context, index)
     from megascale.model.experts import Experts
 
     return Experts(context, index)
+
+
+def branch_segments(
+    branch: MLP | Experts, residual: Tensor, x_sbh: Tensor, batch: MicroBatch,
+    recompute_input: Recomputation | None = None, compute_output: bool = True,
+) -> Segments[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Run the branch on x in segments, which pass on the `residual` stream; return it and the result. Other arguments
+    as in `MLP.forward`; experts save x for the router, and compute their result in any case.
+    """
+    if isinstance(branch, MLP):
+        return residual, branch(x_sbh, batch, recompute_input, compute_output)
+    return (yield from branch.segments(residual, x_sbh, batch))

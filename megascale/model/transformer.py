@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
+from megascale.model.block import SequentialBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
+from megascale.parallel.segments import Segments
 from megascale.parallel.tensor import column_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams
 from megascale.parallel.vocabulary import VocabularyRange
@@ -83,13 +85,17 @@ class Stage(nn.Module):
 
     def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         """Compute the residual stream after this stage's layers."""
+        x_sbh = self._embed(x_sbh, batch)
+        for index, block in self.layers.items():
+            x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
+        return x_sbh
+
+    def _embed(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         if self.embedding is not None:
             if batch.tokens is None:
                 raise ValueError("the first stage needs tokens")
             x_sbh = self.embedding(batch.tokens, batch)
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
-        for index, block in self.layers.items():
-            x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
         return x_sbh
 
     def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
@@ -103,7 +109,20 @@ class Stage(nn.Module):
         )
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
-        x_sbh = self.hidden_states(x_sbh, batch)
+        return self._output(self.hidden_states(x_sbh, batch), batch)
+
+    def segments(self, x_sbh: Tensor | None, batch: MicroBatch) -> Segments[StageOutput]:
+        """As `forward`, in segments. Recomputed layers and those of multi-token prediction have one each."""
+        x_sbh = self._embed(x_sbh, batch)
+        for index, block in self.layers.items():
+            x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh)
+            if isinstance(block, SequentialBlock) and not self._recompute:
+                x_sbh = yield from block.segments(x_sbh, batch)
+            else:
+                x_sbh = self._run_block(block, x_sbh, batch)
+        return self._output(x_sbh, batch)
+
+    def _output(self, x_sbh: Tensor, batch: MicroBatch) -> StageOutput:
         if self.head is None:
             return StageOutput(x_sbh)
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
