@@ -68,6 +68,8 @@ class OverlapCase:
     cores: float | None = None
 
     def overlap_settings(self, on: bool) -> Settings:
+        if self.axes == ("ep",):  # hidden by another micro-batch
+            return {"parallel.schedule": '"combined_1f1b"' if on else '"1f1b"'}
         return {f"overlap.{axis}": str(on).lower() for axis in self.axes}
 
 
@@ -98,6 +100,11 @@ CASES = {
         OverlapCase(
             "cp", 2, ("cp",),
             _model(4, 256, 768) | _batch(1, 1) | {"model.seq_length": "4096", "parallel.cp": "2"},
+        ),
+        OverlapCase(
+            "ep", 2, ("ep",),
+            _model(4, 256, 768) | _batch(2, 24) | {"parallel.dp": "2", "parallel.ep": "2"}
+            | {"model.experts": "8", "model.experts_per_token": "2", "model.expert_ffn_size": "512"},
         ),
         OverlapCase(
             "tp", 2, ("tp",),
