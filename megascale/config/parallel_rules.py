@@ -111,6 +111,19 @@ def schedule_microbatches(parallel: ParallelConfig, batch: BatchConfig) -> Itera
         yield Finding("batch.global", message, f"{unit * least} or more, or another parallel.schedule")
 
 
+def paired_experts(
+    model: ModelConfig, parallel: ParallelConfig, moe: MoeConfig, train: TrainConfig
+) -> Iterator[Finding]:
+    """Check that layers with experts have segments, in which a schedule's pairs hide the exchange of tokens."""
+    if not model.experts or not parallel.schedule or not SCHEDULES[parallel.schedule].facts.get("pairs"):
+        return
+    why = f"the exchange of tokens is hidden by another micro-batch (parallel.schedule = {parallel.schedule})"
+    if moe.token_blocks > 1:
+        yield Finding("moe.token_blocks", f"not between blocks: {why}", "1, or interleaved_1f1b")
+    if train.recompute == "full":
+        yield Finding("train.recompute", f"not in a recomputed layer: {why}", "selective, or interleaved_1f1b")
+
+
 def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that the keys of context parallelism have an effect, and that usp says how many ranks exchange heads."""
     cp, mode, ranks, key = parallel.cp, parallel.cp_mode, parallel.cp_a2a_size, "parallel.cp_a2a_size"

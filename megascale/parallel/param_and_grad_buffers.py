@@ -264,16 +264,16 @@ class ParamAndGradBuffers:
             bucket.read_full_grad()
 
     @contextmanager
-    def input_gradient(self, chunk: int) -> Iterator[WeightGradients]:
-        """Leave the work on the gradients of a chunk's weights, of a backward inside, for its W, which calls `run`."""
-        self._left = WeightGradients()
+    def input_gradient(self, chunk: int, left: WeightGradients) -> Iterator[None]:
+        """Leave the work on the gradients of a chunk's weights, of a backward inside, in a queue for its W."""
+        self._left = left
         accumulations = [
             parameter.accumulation  # type: ignore[attr-defined]
             for parameter in self.parameters(chunk).values()
         ]
         for accumulation in accumulations:
-            accumulation.left = self._left
-        yield self._left
+            accumulation.left = left
+        yield
         self._left = None
         for accumulation in accumulations:
             accumulation.left = None
