@@ -95,7 +95,7 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
         suited = [name for name, of in facts_of.items() if of["multi_chunk"] and of.get("v", vpp) == vpp]
         message = f"{parallel.schedule} runs one chunk a stage, but vpp = {vpp}"
         yield Finding("parallel.schedule", message, f"{' or '.join(suited)}, or vpp = 1")
-    elif facts.get("v", vpp) != vpp:
+    elif (facts.get("v") or vpp) != vpp:
         message = f"{parallel.schedule} runs {facts['v']} chunks a stage, but vpp = {vpp}"
         yield Finding("parallel.vpp", message, f"vpp = {facts['v']}")
 

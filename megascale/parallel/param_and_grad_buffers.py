@@ -160,7 +160,7 @@ def _accumulate_into_bucket(parameter: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class BucketOverlap:
     """Overlap of buckets' communication. `on`: with compute; `in_backward`: reductions start in a chunk's backward.
 
     Without `in_backward` they start after it: where only some of the data-parallel ranks run a backward together, one
@@ -184,7 +184,8 @@ class ParamAndGradBuffers:
 
     def __init__(
         self, chunks: Sequence[Sequence[Sequence[ParamSpec]]], mesh: Mesh, *, zero: int, sequence: bool,
-        overlap: Overlap, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, wgrad: Wgrad = torch_wgrad,
+        overlap: BucketOverlap, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
+        wgrad: Wgrad = torch_wgrad,
     ) -> None:  # fmt: skip
         self._sequence = sequence
         self._overlap = overlap
