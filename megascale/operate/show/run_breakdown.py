@@ -13,10 +13,10 @@ import numpy as np
 
 from megascale.core.errors import MegascaleError
 from megascale.core.named_run import CONFIG_FILE, RunFolderError
+from megascale.layout.recompute_policy import joined_chunks
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.operate.diagnose.slow.step_cube import StepCube
-from megascale.layout.recompute_policy import joined_chunks
 from megascale.operate.show.run_config import read_run_config
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time

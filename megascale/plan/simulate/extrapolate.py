@@ -33,7 +33,7 @@ CACHED_ORDERS = 32  # schedules of a search's layouts
 @dataclass(frozen=True)
 class Pipeline:
     """A pipeline of p ranks, v chunks per rank and m micro-batches. `reduces_each`: gradients after every backward.
-    `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations. `joined`: the chunks
+    `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations. `joined`: chunks
     whose W follows its I at once.
     """
 
