@@ -74,7 +74,7 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: tuple[int, 
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
         if kind in (Kind.B, Kind.W) and chunk == owner:
             loss = 0
-        elif kind is not Kind.I and chunk == len(chunks) - 1:
+        elif gradient and kind is not Kind.I and chunk == len(chunks) - 1:
             older, loss = older if loss else 0, gradient
         beside = older + (unit.backward - unsharded if kind is Kind.I else unit.forward)
         if kind is Kind.B:  # reductions of a chunk finish bucket by bucket, before new gradients
