@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.parallel import ParallelConfig
 from megascale.config.train import TrainConfig
 
 
@@ -25,9 +27,12 @@ class RecomputePolicy:
 NO_RECOMPUTE = RecomputePolicy()
 
 
-def recomputed_chunks(train: TrainConfig, vpp: int) -> list[int]:
-    """The model chunks whose blocks are recomputed as a whole."""
-    return [chunk for chunk in range(vpp) if recompute_policy(train, chunk).full]
+def joined_chunks(train: TrainConfig, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The model chunks whose W follows its I at once (`schedule.ir.weights_at_once`): of a schedule with split
+    backwards, those whose blocks are recomputed as a whole.
+    """
+    splits = parallel.schedule is not None and SCHEDULES[parallel.schedule].facts.get("split", False)
+    return tuple(chunk for chunk in range(parallel.vpp if splits else 0) if recompute_policy(train, chunk).full)
 
 
 def recompute_policy(train: TrainConfig, chunk: int) -> RecomputePolicy:

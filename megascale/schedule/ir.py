@@ -129,6 +129,8 @@ def build_schedule(order: ScheduleFn, p: int, v: int, m: int) -> Schedule:
 
 def weights_at_once(order: RankSchedule, chunks: Collection[int]) -> RankSchedule:
     """Run every W of `chunks` directly after its I: between them a recomputed chunk has all that it does not save."""
+    if not chunks:
+        return order
     moved = RankSchedule()
     for entry in order:
         action = parts(entry)[-1]

@@ -24,7 +24,7 @@ from megascale.core.rank import Rank
 from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, embedding_chunks, fp8_layers, stages_of
 from megascale.layout.param_groups import ParamGroups
-from megascale.layout.recompute_policy import recompute_policy, recomputed_chunks
+from megascale.layout.recompute_policy import joined_chunks, recompute_policy
 from megascale.layout.stages import Stages
 from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import topology_of
@@ -351,7 +351,7 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
         )
     else:
         compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
-    recomputed = recomputed_chunks(config.train, p.vpp)
-    compute = [weights_at_once(order, recomputed) for order in compute] if training else forwards_only(compute)
+    joined = joined_chunks(config.train, p)
+    compute = [weights_at_once(order, joined) for order in compute] if training else forwards_only(compute)
     placement = stages_of(config.model, p).placement
     return lower(compute, placement, training=training, reduce_each=p.zero == 2)[pp_rank]

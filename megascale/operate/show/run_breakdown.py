@@ -13,6 +13,7 @@ import numpy as np
 
 from megascale.core.errors import MegascaleError
 from megascale.core.named_run import CONFIG_FILE, RunFolderError
+from megascale.layout.recompute_policy import joined_chunks
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.operate.diagnose.slow.step_cube import StepCube
@@ -87,7 +88,8 @@ def _bubble(cube: StepCube, folder: Path) -> float:
     chunks = StageTimes(times[Kind.F], backward, 0.0, 0.0, {}, {}, weight_gradient=times[Kind.W])
     forwards = 1 + config.dropped_share
     busy = m * (forwards * sum(times[Kind.F].values()) + sum(backward.values())) / p.pp
-    pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=config.num_chunks, keep=config.data.sequence_chunks_saved)
+    parts, keep, joined = config.num_chunks, config.data.sequence_chunks_saved, joined_chunks(config.train, p)
+    pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=parts, keep=keep, joined=joined)
     return pipeline_time(pipeline, chunks, Overlaps(tp="none", pp=True, dp=True)) - busy
 
 

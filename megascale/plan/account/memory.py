@@ -13,7 +13,7 @@ from itertools import chain
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, shares_embedding, stages_of
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
-from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy, recomputed_chunks
+from megascale.layout.recompute_policy import RecomputePolicy, joined_chunks, recompute_policy
 from megascale.layout.stages import Stages
 from megascale.layout.topology import DATA_AXES, topology_of
 from megascale.plan.account import activations
@@ -74,6 +74,12 @@ class JobMemory:
         return max(m, p.pp) if p.hybrid_dp else m
 
     @property
+    def _head_is_embedding(self) -> bool:
+        """True if the last chunk's head is the first chunk's embedding, on the same rank: tied on a V."""
+        first, last = self.layout.placement.ends
+        return self.config.model.tie_embeddings and first == last and self.layout.count > 1
+
+    @property
     def _zero2(self) -> bool:
         return self.config.parallel.zero == 2 and not self.storage.shards_weights
 
@@ -113,13 +119,13 @@ class JobMemory:
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
         first, last = self.layout.placement.ends
-        head = 0
+        head, owner = 0, 0 if self._head_is_embedding else p.vpp - 1
         if self._zero2 and stage == last:
-            buckets = bucket_sizes(config.model, p, config.overlap, config.train, stage)
-            with_embedding = config.model.tie_embeddings and first == last and self.layout.count > 1  # on a V
-            head = buckets[0][0].numel if with_embedding else self._head_elements(buckets[-1])
+            buckets = bucket_sizes(config.model, p, config.overlap, config.train, stage)[owner]
+            head = buckets[0].numel if self._head_is_embedding else self._head_elements(buckets)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
-        saved, transient = peak_of(self._order(stage), [*map(self._chunk, units)], sizes.wide * head, received)
+        chunks = [*map(self._chunk, units)]
+        saved, transient = peak_of(self._order(stage), chunks, (sizes.wide * head, owner), received)
         if config.num_chunks > 1:
             layers = len(self.layout.layers(self.layout.index(stage, 0)))
             saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
@@ -152,14 +158,15 @@ class JobMemory:
         """List the actions of a rank, as `rank_order` does."""
         c = self.config
         order = rank_order(c.parallel, self._microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
-        return weights_at_once(order, recomputed_chunks(c.train, c.parallel.vpp))
+        return weights_at_once(order, joined_chunks(c.train, c.parallel))
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:
         """List the units of a rank's chunks. Depths of multi-token prediction share the weight of the head."""
         model, chunks = self.config.model, list[list[UnitBytes]]()
         head = activations.head_bytes(self.sizes)
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
-        tables = (not model.tie_embeddings) + (model.embeds_last and self.layout.pp > 1)
+        copied = model.embeds_last and self.layout.pp > 1 and not self._head_is_embedding
+        tables = (not model.tie_embeddings) + copied
         head = head._replace(elements=tables * head.elements)
         for chunk in range(self.layout.vpp):
             index, recompute = self.layout.index(stage, chunk), recompute_policy(self.config.train, chunk)

@@ -56,13 +56,14 @@ class ChunkBytes(NamedTuple):
     unsharded: int = 0
 
 
-def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: int, received: int) -> tuple[int, int]:
+def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: tuple[int, int], received: int) -> tuple[int, int]:
     """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
-    `newest`, from the chunk `before`, and `older`, freed in the next backward. `head`: unsharded gradient of the head,
-    from the loss to the last chunk's backward. `received`: input of a forward that is recomputed.
+    `newest`, from the chunk `before`, and `older`, freed before further gradients. `head`: unsharded gradient of the
+    head, from the loss to the backward of the chunk that owns it; this chunk. `received`: input of a forward that is
+    recomputed.
     """
     dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
-    last = chunks[-1].unit
+    last, (gradient, owner) = chunks[-1].unit, head
     saved, peak = last.saved, last.saved + last.casting  # in the first forward
     alive = newest = older = loss = 0
     before = -1
@@ -71,8 +72,10 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: int, receiv
         if kind in (Kind.F, Kind.R):
             again = (chunk, microbatch) in dropped
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
-        if chunk == len(chunks) - 1:
-            loss = head if kind in (Kind.F, Kind.R) else 0
+        if kind in (Kind.B, Kind.W) and chunk == owner:
+            loss = 0
+        elif gradient and kind is not Kind.I and chunk == len(chunks) - 1:
+            older, loss = older if loss else 0, gradient
         beside = older + (unit.backward - unsharded if kind is Kind.I else unit.forward)
         if kind is Kind.B:  # reductions of a chunk finish bucket by bucket, before new gradients
             beside = unit.backward if newest and chunk == before else follows

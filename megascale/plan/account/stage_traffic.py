@@ -92,9 +92,7 @@ class StageTraffic:
             yield each._replace(times=m)
 
     def _ends(self) -> Iterator[CommOp]:
-        """List the collectives over tp of embedding, head and received stage boundaries for a micro-batch. The loss is
-        computed by chunks of tokens.
-        """
+        """List the collectives over tp of embedding and head for a micro-batch. The loss has chunks of tokens."""
         model, p, sizes = self.config.model, self.config.parallel, self.sizes
         columns = padded_vocab(model, p.tp) // p.tp
         width, local = model.hidden_size * sizes.compute, sizes.rows // sizes.parts
@@ -110,16 +108,18 @@ class StageTraffic:
                 yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
                 yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")
                 yield sizes.reduce("head gradient", rows, width)
-            boundary = CommOp("tp", "all_gather", sizes.message * p.tp, "boundary")
-            yield from [boundary] * (0 if p.sp else (not first) + (not last))
 
     def _messages(self) -> Iterator[CommOp]:
-        """List the messages of a micro-batch between stages: up to a higher pipeline rank, down to a lower one."""
-        places = self.layout.placement.places
+        """List the messages of a micro-batch between stages: up to a higher pipeline rank, down to a lower one. Ranks
+        of tp send shares, which receivers gather unless sp shards activations.
+        """
+        p, size, places = self.config.parallel, self.sizes.message, self.layout.placement.places
         for chunk in range(self.layout.vpp):
             index = self.layout.index(self.stage, chunk)
             for rank, _ in (*places[max(0, index - 1) : index], *places[index + 1 : index + 2]):
                 there, back = ("pp.up", "pp.down") if rank > self.stage else ("pp.down", "pp.up")
                 if rank != self.stage:
-                    yield CommOp(there, "send", self.sizes.message, "boundary")
-                    yield CommOp(back, "receive", self.sizes.message, "boundary")
+                    yield CommOp(there, "send", size, "boundary")
+                    yield CommOp(back, "receive", size, "boundary")
+                if rank != self.stage and p.tp > 1 and not p.sp:
+                    yield CommOp("tp", "all_gather", size * p.tp, "boundary")

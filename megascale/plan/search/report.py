@@ -144,7 +144,8 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
     rows = []
     for plan in result.best:
         keys, e = plan.layout, plan.estimate
-        cells = [keys.schedule, str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
+        schedule = keys.schedule if keys.pp > 1 else ""
+        cells = [schedule, str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
         cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
         rows.append([format_layout(plan.config.parallel), *cells])
     headings = ("layout", "schedule", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by")

@@ -22,7 +22,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import Place, placement_of
 from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
-from megascale.schedule.ir import Schedule, build_schedule
+from megascale.schedule.ir import Schedule, build_schedule, weights_at_once
 from megascale.schedule.state_aware import build_state_aware
 
 MAX_ACTIONS = 60_000  # most forwards and backwards of a full simulation
@@ -33,7 +33,8 @@ CACHED_ORDERS = 32  # schedules of a search's layouts
 @dataclass(frozen=True)
 class Pipeline:
     """A pipeline of p ranks, v chunks per rank and m micro-batches. `reduces_each`: gradients after every backward.
-    `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations.
+    `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations. `joined`: chunks
+    whose W follows its I at once.
     """
 
     schedule: str
@@ -43,20 +44,21 @@ class Pipeline:
     reduces_each: bool = False
     parts: int = 1
     keep: int = 1
+    joined: tuple[int, ...] = ()
 
     def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
         if self.parts > 1:
             compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
         else:
-            compute = compute_order(self.schedule, self.p, self.v, self.m)
+            compute = compute_order(self.schedule, self.p, self.v, self.m, self.joined)
         placement = placement_of(self.schedule, self.p, self.v)
         return simulate(compute, placement, times, overlaps, reduce_each=self.reduces_each, spans=spans)
 
 
 @lru_cache(CACHED_ORDERS)
-def compute_order(name: str, p: int, v: int, m: int) -> Schedule:
+def compute_order(name: str, p: int, v: int, m: int, joined: tuple[int, ...] = ()) -> Schedule:
     """Build the compute actions of all ranks."""
-    return build_schedule(SCHEDULES[name].load(), p, v, m)
+    return [weights_at_once(order, joined) for order in build_schedule(SCHEDULES[name].load(), p, v, m)]
 
 
 def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS) -> float:

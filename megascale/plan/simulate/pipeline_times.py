@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes, stages_of
 from megascale.layout.parts.times import PassTimes, Seconds
+from megascale.layout.recompute_policy import joined_chunks
 from megascale.layout.stages import Place
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.event_simulator import StageTimes
@@ -32,7 +33,8 @@ class PipelineTimes:
         assert p.schedule, "a resolved configuration names its schedule"
         reduces_each = p.zero == 2 and self.stack.reduces_each and not self.stack.shards_weights
         chunks, keep = self.config.num_chunks, self.config.data.sequence_chunks_saved
-        return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each, chunks, keep)
+        joined = joined_chunks(self.config.train, p)
+        return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each, chunks, keep, joined)
 
     @property
     def overlaps(self) -> Overlaps:

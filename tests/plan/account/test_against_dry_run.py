@@ -128,6 +128,27 @@ def test_memory_of_large_ranks(count: int) -> None:
     assert max(errors)[0] <= HIGH, max(errors)[1]
 
 
+ON_A_V: dict[str, dict[str, Any]] = {
+    "zb_v": {"parallel__tp": 2, "batch__global": 10},
+    "dualpipev": {"model__tie_embeddings": True, "batch__global": 16, "model__mtp_layers": 1, "parallel__pp": 4},
+    "v_half": {"train__recompute": "full", "train__recompute_model_chunks": [1], "batch__global": 8},
+}
+
+
+@pytest.mark.parametrize("schedule", only_quick(list(ON_A_V), "zb_v"))
+def test_ranks_on_a_v(schedule: str, tmp_path: Path) -> None:
+    """A hand-over inside a rank has no message and no gather; its rank with both ends has the gradient of a head."""
+    model = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 32000}
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2, "train__precision": "bf16"}
+    keys = (
+        layout | {"parallel__schedule": schedule, "model__num_layers": 8, "model__seq_length": 2048} | ON_A_V[schedule]
+    )
+    config = config_of(settings_of(LLAMA | model, tmp_path, **keys), tmp_path)
+    for rank in ranks_of(config):
+        _, error = compare(config, rank)
+        assert LOW <= error <= HIGH, f"{error:+.1%} on rank {rank}"
+
+
 OTHERS = ("adafactor", "spam_sparse", "grad_norm_lorp", "poet")
 
 

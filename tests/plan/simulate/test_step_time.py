@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from megascale.layout.blocks import block_spec as description
 from megascale.layout.blocks import linears
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.step_time import StepParts
+from megascale.record.events import COMPUTE
+from megascale.schedule.ir import Kind
 
 CONFIG = "configs/gpu/megascale-175b.toml"
 HARDWARE = profiles.hardware("a100-80g-roce")
@@ -78,6 +81,18 @@ def test_domino_hides_collectives_and_splits_gemms() -> None:
     sent = of(*layout, "overlap.tp=false").causes["tp"]
     assert (1 - HARDWARE.attained.overlap) * sent <= domino.causes["tp"] < whole.causes["tp"] < sent
     assert domino.causes["gemm"] >= whole.causes["gemm"]
+
+
+def test_recomputed_chunks_wait_for_no_w() -> None:
+    """As in training: the drain is not filled with weights' gradients."""
+    keys = ["batch.global=256", "parallel.vpp=1", "parallel.schedule=zb_h1", "train.recompute=full"]
+    parts = StepParts(load_config(CONFIG, keys, world_size=512), HARDWARE, STACK)
+    assert parts.pipeline.joined == (0,)
+    spans = parts.pipeline.simulate(parts.times, parts.overlaps, spans=True).spans
+    for rank in range(parts.config.parallel.pp):
+        order = [span.action for span in spans if span.rank == rank and span.row == COMPUTE]
+        assert all(order[at + 1] == each._replace(kind=Kind.W) for at, each in enumerate(order) if each.kind is Kind.I)
+    assert parts.pipeline_s(parts.times) > replace(parts.pipeline, joined=()).simulate(parts.times, parts.overlaps).last
 
 
 def test_unfused_scores_pass_through_memory() -> None:
