@@ -23,6 +23,7 @@ from megascale.comm.p2p import P2PCommunicator
 from megascale.comm.p2p_collectives import reduce_in_rank_order
 from megascale.comm.work import TransportWork
 from megascale.config.run import RunConfig
+from megascale.layout.chunks import shares_embedding
 from megascale.layout.topology import Topology, topology_of
 
 T = TypeVar("T")
@@ -200,4 +201,4 @@ def run_threads(config: RunConfig, function: Callable[[Any], T]) -> list[T]:
     def body(mesh: Mesh) -> T:
         return function(build_rank_run(config, mesh, device, StopRequest()))
 
-    return simulate(topology_of(config.parallel), body, tied=config.model.embeds_last)
+    return simulate(topology_of(config.parallel), body, tied=shares_embedding(config.model, config.parallel))

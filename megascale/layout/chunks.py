@@ -16,7 +16,7 @@ from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.buckets import BucketLayout, pack, split_by_reduce_axes
-from megascale.layout.parameters import layer_params, stage_params
+from megascale.layout.parameters import layer_params, pipeline_vocabulary, stage_params
 from megascale.layout.stages import Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
@@ -33,7 +33,7 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig) -> Stages:
     """The virtual pipeline stages of a run. The last has the layers of multi-token prediction."""
     p = parallel
     layers_per_chunk = None if p.layers_per_chunk is None else tuple(p.layers_per_chunk)
-    stages = split_layers(model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
+    stages = split_layers(model.num_layers, placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp), layers_per_chunk)
     return replace(stages, starts=(*stages.starts[:-1], model.total_layers)) if model.mtp_layers else stages
 
 
@@ -59,13 +59,18 @@ def chunk_buckets(
     def layer(number: int) -> _Module:
         return _module(f"layers.{number}", layer_params(model, number), topology)
 
-    chunks = _modules_of_buckets(model, parallel, pp_rank, range(parallel.vpp), layer, limits)
+    chunks = _modules_of_buckets(model, parallel, pp_rank, held_chunks(parallel), layer, limits)
     return [[bucket for modules in chunk for bucket in _params_of_buckets(modules)] for chunk in chunks]
 
 
 def shares_embedding(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return True if the first and the last pipeline stage share the token embedding."""
-    return model.embeds_last and parallel.pp > 1
+    return model.embeds_last and parallel.pp > 1 and not parallel.vocab_pp
+
+
+def held_chunks(parallel: ParallelConfig) -> range:
+    """The model chunks of a pipeline rank, with that of the vocabulary, the last, if stages share it."""
+    return range(parallel.vpp + bool(parallel.vocab_pp))
 
 
 def _bounds(parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig, numel: int) -> tuple[int, int]:
@@ -142,7 +147,7 @@ def bucket_sizes(
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")
 
-    held, limits = range(parallel.vpp) if chunks is None else chunks, partial(_bounds, parallel, overlap, train)
+    held, limits = held_chunks(parallel) if chunks is None else chunks, partial(_bounds, parallel, overlap, train)
     found = _modules_of_buckets(model, parallel, pp_rank, held, layer, limits)
     return [[size for modules in chunk for size in sizes(modules)] for chunk in found]
 
@@ -178,9 +183,15 @@ def _modules_of_buckets(
     the `_bounds` for a chunk's number of elements.
     """
     stages, topology, shared = stages_of(model, parallel), topology_of(parallel), shares_embedding(model, parallel)
+    shards = pipeline_vocabulary(model) if parallel.vocab_pp else []
+    split = {parameter.name for parameter in shards}
     for chunk in chunks:
+        if chunk == stages.vpp:  # of the vocabulary: a single bucket
+            yield [[_module("embedding", shards, topology)]]
+            continue
         index = stages.index(pp_rank, chunk)
         edges = stage_params(model, range(0), index == 0, index == stages.count - 1)
+        edges = [parameter for parameter in edges if parameter.name not in split]
         tied = [p for p in edges if shared and p.name == TOKEN_EMBEDDING]
         groups = itertools.groupby((p for p in edges if p not in tied), key=lambda p: module_of(p.name))
         ends = [_module(name, list(params), topology) for name, params in groups]

@@ -9,7 +9,7 @@ the only map between stages and chunks of ranks:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -26,9 +26,14 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The places of virtual stages. `stages`: by rank and chunk, the stage."""
+    """The places of virtual stages. `stages`: by rank and chunk, the stage.
+
+    `barriers`: of vocabulary parallelism, between the forward and the backward of a micro-batch (`schedule.vocabulary`);
+    0 without it. With it every rank has a chunk more, `v`, of the vocabulary's rows, whose stage is `count` + rank.
+    """
 
     stages: tuple[tuple[int, ...], ...]
+    barriers: int = 0
 
     @property
     def p(self) -> int:
@@ -45,7 +50,11 @@ class Placement:
         return len(self.places)
 
     def stage(self, rank: int, chunk: int) -> int:
-        return self.stages[rank][chunk]
+        return self.stages[rank][chunk] if chunk < self.v else self.count + rank
+
+    def rank(self, stage: int) -> int:
+        """The rank of a stage, or of a part of the vocabulary."""
+        return self.places[stage][0] if stage < self.count else stage - self.count
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -68,10 +77,12 @@ def looped(p: int, v: int) -> Placement:
 PLACEMENTS = {"loop": looped}  # functions (p, v) by the name in a schedule's facts
 
 
-def placement_of(schedule: str | None, p: int, v: int) -> Placement:
+@lru_cache(RECENT)
+def placement_of(schedule: str | None, p: int, v: int, barriers: int = 0) -> Placement:
     """Place the virtual stages as a schedule needs them; None: the default schedule of a configuration."""
     card = SCHEDULES.cards.get(schedule or "")
-    return PLACEMENTS[card.facts.get("placement", "loop") if card is not None else "loop"](p, v)
+    placed = PLACEMENTS[card.facts.get("placement", "loop") if card is not None else "loop"](p, v)
+    return replace(placed, barriers=barriers) if barriers else placed
 
 
 @dataclass(frozen=True)

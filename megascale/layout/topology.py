@@ -46,7 +46,7 @@ class Coord(NamedTuple):
 class Topology:
     """The sizes of the axes. All methods are arithmetic on these sizes, for worlds of any size. `cp_heads`: that many
     neighbours along cp exchange heads of attention; cp / cp_heads ranks exchange keys and values, or with `pooled` all
-    cp x dp ranks. `ep` divides the ranks of a stage.
+    cp x dp ranks. `ep` divides the ranks of a stage. `vocab_pp`: stages share the rows of the vocabulary.
     """
 
     tp: int = 1
@@ -56,6 +56,7 @@ class Topology:
     cp_heads: int = 1
     pooled: bool = False
     ep: int = 1
+    vocab_pp: bool = False
 
     @property
     def edp(self) -> int:
@@ -130,4 +131,5 @@ class Topology:
 
 def topology_of(p: ParallelConfig) -> Topology:
     """The topology of a resolved configuration."""
-    return Topology(tp=p.tp, cp=p.cp, dp=p.replicas, pp=p.pp, cp_heads=p.cp_heads, pooled=p.hybrid_dp, ep=p.ep)
+    sizes = {"tp": p.tp, "cp": p.cp, "dp": p.replicas, "pp": p.pp, "cp_heads": p.cp_heads, "ep": p.ep}
+    return Topology(**sizes, pooled=p.hybrid_dp, vocab_pp=p.vocab_pp > 0)

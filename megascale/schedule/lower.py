@@ -5,7 +5,7 @@
 
 The sender of a message places its receive: `global_order` is one order of the actions of all ranks; each action is
 followed by the send of its result, and this send is followed by its receive. The list of a rank is its part of the
-global order. Receives of a channel, an ordered pair of ranks, therefore come in the order of its sends, and messages
+global order. An exchange of all ranks has one place in the global order. Receives of a channel, an ordered pair of ranks, therefore come in the order of its sends, and messages
 need no tags or handshakes.
 
 On a GPU a posted receive is a kernel that runs until its message arrives, and a send is a kernel that runs until its
@@ -20,6 +20,7 @@ from __future__ import annotations
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
 from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, ScheduleError
+from megascale.schedule.vocabulary import Exchanges
 
 ACTION, MESSAGE = 5, 1
 """Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their
@@ -37,6 +38,9 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
     lowered = [RankSchedule() for _ in compute]
     last = [{a.chunk: a.microbatch for a in order if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered = set[tuple[int, int]]()
+    exchanges = Exchanges(placement, 1 + max(a.microbatch for order in compute for a in order), training)
+    for order in lowered:
+        order += exchanges.at_the_start
     for rank, action in global_order(compute, placement):
         order, (kind, chunk, microbatch) = lowered[rank], action
         if kind is Kind.F and (rank, chunk) not in gathered:
@@ -50,6 +54,11 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
             lowered[receiver].append(Action(receive, its_chunk, microbatch))
         if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
             order.append(Action(Kind.REDUCE, chunk, microbatch))
+        for joint in exchanges.after(action, placement.stage(rank, chunk)):
+            for order in lowered:
+                order.append(joint)
+    for order in lowered:
+        order += exchanges.at_the_end
     return lowered
 
 
@@ -68,7 +77,7 @@ def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Act
                 needs = dependencies(order[-1], rank, placement)
                 if not all(need in ends for need in needs):
                     break
-                arrivals = [ends[need] + MESSAGE * (placement.places[need[1]][0] != rank) for need in needs]
+                arrivals = [ends[need] + MESSAGE * (placement.rank(need[1]) != rank) for need in needs]
                 start, action = max([clock[rank], *arrivals]), order.pop()
                 clock[rank] = start + ACTION
                 ends.update(dict.fromkeys(results(action, rank, placement), clock[rank]))

@@ -70,8 +70,8 @@ class StepOrder:
 
 
 def reads_tokens(topology: Topology, rank: int) -> bool:
-    """Return True if a rank needs tokens: in the first and in the last pipeline stage."""
-    return topology.coord(rank).pp in (0, topology.pp - 1)
+    """Return True if a rank needs tokens: in the first and in the last pipeline stage, or if it has rows for them."""
+    return topology.vocab_pp or topology.coord(rank).pp in (0, topology.pp - 1)
 
 
 def reads_samples(mask: str, topology: Topology, rank: int) -> bool:
