@@ -217,7 +217,11 @@ def build_fake(config: RunConfig, rank: int) -> Run:
     device = FakeGPU(open_device(), "nccl")
     recorder = Recorder(device.timer())
     mesh = fake_mesh(
-        topology_of(config.parallel), rank, recorder, tied=shares_embedding(config.model, config.parallel), collectives_in_pieces=True
+        topology_of(config.parallel),
+        rank,
+        recorder,
+        tied=shares_embedding(config.model, config.parallel),
+        collectives_in_pieces=True,
     )
     with patch("torch.version.cuda", "12.9"):  # as of a torch that was built for the device
         return build_rank_run(config, mesh, device, StopRequest(), init_weights=False)

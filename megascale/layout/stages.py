@@ -28,8 +28,8 @@ Link = tuple[int, int]
 class Placement:
     """The places of virtual stages. `stages`: by rank and chunk, the stage.
 
-    `barriers`: of vocabulary parallelism, between the forward and the backward of a micro-batch (`schedule.vocabulary`);
-    0 without it. With it every rank has a chunk more, `v`, of the vocabulary's rows, whose stage is `count` + rank.
+    `barriers`: of vocabulary parallelism, between the forward and the backward of a micro-batch; 0 without it
+    (`schedule.vocabulary`). With it a rank has a chunk more, `v`, of the vocabulary's rows, with stage `count` + rank.
     """
 
     stages: tuple[tuple[int, ...], ...]

@@ -15,7 +15,7 @@ from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedd
 
 class Embedding(nn.Module):
     """Token embedding, sharded over tp by vocabulary rows, times `model.embedding_scale`, plus learned positions if the
-    model has them. Without rows, in vocabulary parallelism over pp, `forward` is given what all ranks looked up. `place`: the name of its dropout.
+    model has them. `place`: the name of its dropout. In vocabulary parallelism over pp it has no rows.
     """
 
     def __init__(self, context: LayerContext, vocabulary: VocabularyRange, place: str = "embedding") -> None:
@@ -28,7 +28,9 @@ class Embedding(nn.Module):
         self._drop = lambda x, batch: residual_dropout(x, batch, place, context)
 
     def forward(self, tokens_sb: Tensor, batch: MicroBatch, x_sbh: Tensor | None = None) -> Tensor:
-        """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism. `x_sbh`: their rows, if known."""
+        """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism. `x_sbh`: their rows, if it
+        has none.
+        """
         if x_sbh is None:
             assert self.token is not None, "the rows of the tokens are given"
             x_sbh = vocab_parallel_embedding(tokens_sb, self.token, self._vocabulary, self._tp)

@@ -60,8 +60,8 @@ class Head(nn.Module):
 class Stage(nn.Module):
     """One virtual pipeline stage: maps the previous stage's activation to the next activation, or to the losses.
 
-    The first stage takes None and reads the tokens; in vocabulary parallelism over pp it takes their embeddings, and the
-    last stage returns its normed activation. `bucket_boundary` is called with (module name, module input) before
+    The first stage takes None and reads the tokens; in vocabulary parallelism over pp it takes their embeddings, and
+    the last stage returns its normed activation. `bucket_boundary` is called with (module name, module input) before
     every layer and the head, and returns the input (`parallel.param_and_grad_buffers`).
     """
 

@@ -7,8 +7,9 @@ With a soft cap c (Gemma 2) the logits x enter as z = c tanh(x / c), with deriva
 A z-loss (Chowdhery et al. 2022, 5.1) of coefficient a adds a w_t Z^2 with Z = log sum_j e^(z_tj), to the gradient
 alone: the loss stays the cross-entropy. Its derivative is 2 a w_t Z softmax(z_t)_j.
 
-A backend computes on one device with a rank's columns of the logits z. The caller (`parallel.linear_cross_entropy`)
-provides the all-reduces between kernels as `Reduce`, or calls the parts apart. `Targets`, `CrossEntropy`: the interface.
+A backend computes on one device with a rank's columns of the logits z. The caller provides the all-reduces between
+kernels as `Reduce` (`parallel.linear_cross_entropy`), or calls the parts one by one (`parallel.vocabulary_passes`).
+`Targets`, `CrossEntropy`: the interface.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy over logits [t, n], contiguous, of any dtype. `statistics` and `gradient`: the two kernels over a rank's logits, with softmax in the dtype of the loss.
+    """Cross-entropy over a rank's logits [t, n], contiguous, of any dtype, by two kernels, with softmax in the dtype of
+    the loss.
 
     `statistics(logits, columns, wide, cap)`: returns max logit, sum of e^(logit - max), and logit at `columns`, [t] in
     dtype `wide`, all of capped logits; without a cap it may overwrite logits of dtype `wide` with e^(logit - max).

@@ -10,8 +10,7 @@
     RECV_F, RECV_B  post a receive; the F, B or I that consumes the message waits for it
     WAIT_PARAMS     wait for the all-gather of the chunk's first bucket group, started by `train_step` after its update
     REDUCE          start the reduction of that group's gradients over the data-parallel group
-    VS, VT          run a pass over this rank's rows of the vocabulary, and EMBED, HIDDEN, STATS, HIDDEN_GRAD, EMBED_GRAD
-                    start an exchange of all stages (`parallel.vocabulary_passes`)
+    others          pass over this rank's rows of the vocabulary, or exchange with all stages (`vocabulary_passes`)
 
 A bucket group is the buckets whose parameters begin in the same module. For the other groups of a chunk, autograd
 functions in F and B wait for the all-gathers and start the reductions (bucket boundaries,
@@ -94,11 +93,9 @@ class PipelineExecutor:
     def __init__(
         self, stages: Sequence[nn.Module], placement: Placement, buffers: ParamAndGradBuffers, mesh: Mesh,
         p2p_spec: P2PActivationSpec, loss_dtype: torch.dtype, *, overlap: bool = True,
-        offload: ActivationOffload | None = None, passes: VocabularyPasses | None = None,
+        offload: ActivationOffload | None = None,
     ) -> None:  # fmt: skip
-        """`overlap`: messages overlap with compute; otherwise the sender's compute waits for them. `passes`: of
-        vocabulary parallelism.
-        """
+        """`overlap`: messages overlap with compute; otherwise the sender's compute waits for them."""
         self.stages = stages
         self.placement = placement
         self.buffers = buffers
@@ -108,7 +105,8 @@ class PipelineExecutor:
         self.loss_dtype = loss_dtype
         self.overlap = overlap
         self.offload = offload
-        self.passes = passes
+        self.passes: VocabularyPasses | None = None
+        """Of vocabulary parallelism over pp."""
         self.on_loss: Callable[[int, MicroBatch, Tensor], None] | None = None
         """If set, is called with the number of each micro-batch in training, the micro-batch, and the sum of its loss,
         on ranks with the last stage.
@@ -189,18 +187,13 @@ class _Execution:
                 case Kind.RECV_F | Kind.RECV_B:
                     with recorder.scope(*key):
                         self._receive(action)
-                case Kind.VS | Kind.VT:
-                    with recorder.action(action.kind.value, *key):
-                        self._run_pass(action)
                 case Kind.WAIT_PARAMS:
                     self._p.buffers.wait_params(action.chunk)
                 case Kind.REDUCE:
                     with recorder.scope(*key):
-                        self._add_embedding_gradients(action)
-                        self._p.buffers.start_chunk_reduction(action.chunk)
+                        self._reduce(action)
                 case _:
-                    with recorder.scope(*key):
-                        self._exchange(action)
+                    self._run_vocabulary(action)
             self._p.release_sent()
         if self._p.passes is not None:
             self._p.passes.finish()
@@ -277,46 +270,23 @@ class _Execution:
 
     def _keep(self, action: Action, result: Tensor) -> None:
         """Keep the result of an action for its SEND, or at an end of the pipeline give it to the passes."""
-        if self._stage(action) != (0 if action.kind is Kind.B else self._p.placement.count - 1):
+        if self._p.passes is not None and self._neighbours(action).target is None:
+            self._p.passes.give(action, result)
+        else:
             self._to_send[action] = result
-        elif self._p.passes is not None:
-            sums = self._p.passes.head.hidden if action.kind is Kind.F else self._p.passes.embedding.grads
-            sums.given[action.microbatch] = result
 
-    def _run_pass(self, action: Action) -> None:
-        """Run VS or VT; VT of the rank with the last stage adds the loss."""
-        passes, index = self._p.passes, action.microbatch
-        assert passes is not None, "only vocabulary parallelism has passes"
-        if action.kind is Kind.VS:
-            passes.head.compute_logits(index, self._batch.micro_batch(index), training=self._training)
-            return
-        with self._p.buffers.backward(action.chunk, last=False):
-            loss = passes.head.compute_gradients(index, training=self._training)
-        if self._p.placement.rank(self._p.placement.count - 1) == self._p.channels.rank:
-            self._loss += loss
-
-    def _exchange(self, action: Action) -> None:
-        """Start an exchange of all stages."""
-        passes, index = self._p.passes, action.microbatch
-        assert passes is not None, "only vocabulary parallelism has exchanges"
-        match action.kind:
-            case Kind.EMBED:
-                passes.embedding.look_up(index, self._batch.micro_batch(index))
-            case Kind.HIDDEN:
-                passes.head.hidden.start(index)
-            case Kind.STATS:
-                passes.head.exchange_statistics(index)
-            case Kind.HIDDEN_GRAD:
-                passes.head.sum_gradient(index)
-            case Kind.EMBED_GRAD:
-                self._add_embedding_gradients(action)
-                passes.embedding.spread_gradient(index)
-
-    def _add_embedding_gradients(self, action: Action) -> None:
-        """Before an exchange or a reduction of the vocabulary's chunk, add the gradients that have been spread."""
+    def _reduce(self, action: Action) -> None:
         if self._p.passes is not None and action.chunk == self._p.placement.v:
-            with self._p.buffers.backward(action.chunk, last=False):
-                self._p.passes.embedding.add_gradients()
+            self._p.passes.add_embedding_gradients()
+        self._p.buffers.start_chunk_reduction(action.chunk)
+
+    def _run_vocabulary(self, action: Action) -> None:
+        """Run a pass over this rank's rows of the vocabulary, or start an exchange."""
+        assert self._p.passes is not None, "only vocabulary parallelism has passes and exchanges"
+        batch = self._batch.micro_batch(action.microbatch)
+        loss = self._p.passes.run(action, batch, training=self._training)
+        if loss is not None and self._p.placement.rank(self._p.placement.count - 1) == self._p.channels.rank:
+            self._loss += loss
 
     def _send(self, action: Action) -> None:
         made, target = action._replace(kind=SERVED[action.kind]), self._neighbours(action).target
@@ -337,10 +307,7 @@ class _Execution:
         if action not in self._receiving:
             at_end = self._stage(action) == (self._p.placement.count - 1 if action.kind is Kind.B else 0)
             assert at_end, f"no RECV was posted for {action}"
-            passes = self._p.passes
-            if passes is None:
-                return None
-            return (passes.embedding.sums if action.kind is Kind.F else passes.head.grads).take(action.microbatch)
+            return None if self._p.passes is None else self._p.passes.take(action)
         receive, shard = self._receiving.pop(action)
         receive.wait()
         return self._spec(action).gather_full(shard, _label(action, self._stage(action)))

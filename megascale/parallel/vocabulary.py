@@ -1,7 +1,7 @@
 """Vocabulary parallelism: the token embedding with vocabulary rows sharded over tp, or over tp and pp.
 
-The number of rows is padded to a multiple of the shards (`layout.tensors.padded_vocab`). Padding rows stay zero: no token looks
-them up, and their logits do not enter the loss.
+The number of rows is padded to a multiple of the shards (`layout.tensors.padded_vocab`). Padding rows stay zero: no
+token looks them up, and their logits do not enter the loss.
 """
 
 from __future__ import annotations

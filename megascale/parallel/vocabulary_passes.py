@@ -6,8 +6,8 @@ With logits Z = X W^T [t, n] of this rank's rows W [n, h], and factors c [t] tha
     one barrier    VS: Z, statistics, E = e^(Z - max Z), E W    HIDDEN_GRAD: dX = c E W - W[labels]
                                                                 VT: G = c E - onehot(labels), dW += G^T X
 
-Every dX is this rank's part, and HIDDEN_GRAD sums them. What the stages at the ends of the pipeline make is given to the
-passes, and what they need is taken from them (`StageSums`).
+Every dX is this rank's part, and HIDDEN_GRAD sums them. What the stages at the ends of the pipeline make is given to
+the passes, and what they need is taken from them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from megascale.parallel.grad_accumulation import accumulate_wgrad
 from megascale.parallel.linear_cross_entropy import LABEL
 from megascale.parallel.linear_gemms import WeightOperand
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.recompute import run_backward
 from megascale.parallel.tp_overlap import TensorParallel, all_gather_matmul
-from megascale.parallel.vocabulary import LABEL as EMBEDDING
 from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedding
 from megascale.record.label import Label
+from megascale.schedule.ir import COMPUTE_KINDS, Action, Kind
 
 
 @dataclass
@@ -144,7 +145,9 @@ class HeadPasses:
         )
         assert isinstance(x, Tensor), "the head is not FP8"
         columns, logits, kernels = batch.labels.flatten() - self.vocabulary.start, out.flatten(0, 1), self.cross_entropy
-        weights = torch.ones_like(columns, dtype=self.wide) if batch.mask is None else batch.mask.flatten().to(self.wide)
+        weights = (
+            torch.ones_like(columns, dtype=self.wide) if batch.mask is None else batch.mask.flatten().to(self.wide)
+        )
         targets = Targets(columns, weights, self.vocabulary.valid)
         own = kernels.local_statistics(logits, targets)
         parts = own.peak.new_empty(3 * self.ranks.size, len(own.peak))
@@ -202,10 +205,51 @@ class HeadPasses:
 
 @dataclass(frozen=True)
 class VocabularyPasses:
-    """The passes of a rank over its rows of the embedding and of the head."""
+    """The passes of a rank over its rows of the embedding and of the head, a `chunk` in `buffers`."""
 
+    chunk: int
+    buffers: ParamAndGradBuffers
     embedding: EmbeddingPasses
     head: HeadPasses
+
+    def run(self, action: Action, batch: MicroBatch, *, training: bool) -> Tensor | None:
+        """Run a pass, or start an exchange. VT returns the loss, a sum over tokens."""
+        kind, chunk, index = action
+        recorder, loss = self.head.ranks.recorder, None
+        enter = recorder.action if kind in COMPUTE_KINDS else lambda _, *key: recorder.scope(*key)
+        with enter(kind.value, chunk, index):
+            match kind:
+                case Kind.EMBED:
+                    self.embedding.look_up(index, batch)
+                case Kind.HIDDEN:
+                    self.head.hidden.start(index)
+                case Kind.VS:
+                    self.head.compute_logits(index, batch, training=training)
+                case Kind.STATS:
+                    self.head.exchange_statistics(index)
+                case Kind.VT:
+                    with self.buffers.backward(chunk, last=False):
+                        loss = self.head.compute_gradients(index, training=training)
+                case Kind.HIDDEN_GRAD:
+                    self.head.sum_gradient(index)
+                case Kind.EMBED_GRAD:
+                    self.add_embedding_gradients()
+                    self.embedding.spread_gradient(index)
+        return loss
+
+    def give(self, action: Action, result: Tensor) -> None:
+        """Give the result of the last stage's F, or of the first stage's B."""
+        sums = self.head.hidden if action.kind is Kind.F else self.embedding.grads
+        sums.given[action.microbatch] = result
+
+    def take(self, action: Action) -> Tensor:
+        """Wait for the input of the first stage's F, or for the gradient that the last stage's B needs."""
+        return (self.embedding.sums if action.kind is Kind.F else self.head.grads).take(action.microbatch)
+
+    def add_embedding_gradients(self) -> None:
+        """Add the gradients that have been spread to the rows: before the next, and before their reduction."""
+        with self.buffers.backward(self.chunk, last=False):
+            self.embedding.add_gradients()
 
     def finish(self) -> None:
         """End all exchanges of a step or an evaluation."""

@@ -5,8 +5,8 @@
 
 The sender of a message places its receive: `global_order` is one order of the actions of all ranks; each action is
 followed by the send of its result, and this send is followed by its receive. The list of a rank is its part of the
-global order. An exchange of all ranks has one place in the global order. Receives of a channel, an ordered pair of ranks, therefore come in the order of its sends, and messages
-need no tags or handshakes.
+global order. Receives of a channel, an ordered pair of ranks, therefore come in the order of its sends, and messages
+need no tags or handshakes. An exchange of all ranks has one place in the global order (`schedule.vocabulary`).
 
 On a GPU a posted receive is a kernel that runs until its message arrives, and a send is a kernel that runs until its
 receive is posted. A host that waits for its device (to load a kernel, free cached memory, or tune a kernel) waits for
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
-from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, ScheduleError
+from megascale.schedule.ir import Action, Kind, Schedule, ScheduleError
 from megascale.schedule.vocabulary import Exchanges
 
 ACTION, MESSAGE = 5, 1
@@ -35,12 +35,10 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
 
     Raises: ScheduleError if the ranks wait for each other
     """
-    lowered = [RankSchedule() for _ in compute]
+    exchanges = Exchanges(placement, 1 + max(a.microbatch for order in compute for a in order), training)
+    lowered = [exchanges.at_the_start for _ in compute]
     last = [{a.chunk: a.microbatch for a in order if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered = set[tuple[int, int]]()
-    exchanges = Exchanges(placement, 1 + max(a.microbatch for order in compute for a in order), training)
-    for order in lowered:
-        order += exchanges.at_the_start
     for rank, action in global_order(compute, placement):
         order, (kind, chunk, microbatch) = lowered[rank], action
         if kind is Kind.F and (rank, chunk) not in gathered:
@@ -54,12 +52,10 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
             lowered[receiver].append(Action(receive, its_chunk, microbatch))
         if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
             order.append(Action(Kind.REDUCE, chunk, microbatch))
-        for joint in exchanges.after(action, placement.stage(rank, chunk)):
-            for order in lowered:
-                order.append(joint)
-    for order in lowered:
-        order += exchanges.at_the_end
-    return lowered
+        joint = exchanges.after(action, placement.stage(rank, chunk))
+        for own in lowered if joint else ():
+            own.extend(joint)
+    return [[*own, *exchanges.at_the_end] for own in lowered]
 
 
 def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Action]]:

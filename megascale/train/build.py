@@ -126,10 +126,8 @@ def build_rank_run(
     average = build_average(config.train, optimizer, mesh)
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, placement, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), layout.placement, config.overlap.pp
-    passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
-    pipeline = PipelineExecutor(
-        stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload, passes=passes
-    )
+    pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
+    pipeline.passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
     policy = build_policy(config, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
     parts = (optimizer, fp8_state, guard, noise_scale, average, policy, expert_state)
@@ -329,6 +327,8 @@ def build_passes(
     sums_back = StageSums(stages, spec, hidden.for_backward("gradient"), last)
     kernels, weight = operators.cross_entropy, parameters.get(HEAD, embedding)
     return VocabularyPasses(
+        p.vpp,
+        buffers,
         EmbeddingPasses(embedding, rows, tp, sums, spread_back),
         HeadPasses(weight, rows, tp, ranks, kernels, p.vocab_pp, wide, spread, sums_back),
     )

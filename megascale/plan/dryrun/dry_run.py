@@ -55,7 +55,11 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
     rope_table.cache_clear()  # cached tables are real tensors
     topology = topology_of(config.parallel)
     mesh = fake_mesh(
-        topology, rank, recorder, tied=shares_embedding(config.model, config.parallel), collectives_in_pieces=collectives_in_pieces
+        topology,
+        rank,
+        recorder,
+        tied=shares_embedding(config.model, config.parallel),
+        collectives_in_pieces=collectives_in_pieces,
     )
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), ResourceCounterMode(recorder) as counter_mode:
