@@ -262,6 +262,17 @@ CHUNKS = Exclusions("data.sequence_chunk_tokens", unless(None), tuple(
 ))  # fmt: skip
 """Keys without an implementation for chunks of sequences."""
 
+VOCABULARY = _unsupported(
+    "parallel.vocab_pp",
+    ("parallel.pp", unless(1), "there are no stages to share the vocabulary", "0, or pp above 1"),
+    ("model.mtp_layers", only(0), "MTP layers use whole embeddings and heads", "0, or vocab_pp = 0"),
+    ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported", "vocab_pp = 0"),
+    ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported", "false, or vocab_pp = 0"),
+    ("train.noise_scale_every", only(0), "the gradients of a micro-batch end at different times", "0"),
+    ("data.blend_policy", only(None), "the loss of a micro-batch is not the last stage's", "no policy"),
+    ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw, or vocab_pp = 0"),
+)  # fmt: skip
+
 NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0)})
 
 NOT_HYBRID = Exclusions("parallel.hybrid_dp", only(False), (

@@ -4,7 +4,7 @@ With logits Z = X W^T [t, n] of this rank's rows W [n, h], and factors c [t] tha
 
     two barriers   VS: Z, statistics    VT: G = softmax(Z) - onehot(labels), dX = G W, dW += G^T X
     one barrier    VS: Z, statistics, E = e^(Z - max Z), E W    HIDDEN_GRAD: dX = c E W - W[labels]
-                                                                VT: G = c E - onehot(labels), dW += G^T X
+                                                                VT: dW += E^T (c X), less X at the labels' rows
 
 Every dX is this rank's part, and HIDDEN_GRAD sums them. What the stages at the ends of the pipeline make is given to
 the passes, and what they need is taken from them.
@@ -23,7 +23,7 @@ from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
 from megascale.ops.cross_entropy import CrossEntropy, Statistics, Targets, soft_cap_derivative
 from megascale.parallel.activation_messages import P2PActivationSpec
-from megascale.parallel.grad_accumulation import accumulate_wgrad
+from megascale.parallel.grad_accumulation import accumulate_embedding_grad, accumulate_wgrad
 from megascale.parallel.linear_cross_entropy import LABEL
 from megascale.parallel.linear_gemms import WeightOperand
 from megascale.parallel.microbatch import MicroBatch
@@ -179,7 +179,7 @@ class HeadPasses:
     def compute_gradients(self, index: int, *, training: bool) -> Tensor:
         """Run VT; return the loss, a sum over tokens."""
         state, kernels = self._logits.pop(index), self.cross_entropy
-        every, targets, logits = state.statistics(), state.targets, state.logits
+        every, targets, logits, x = state.statistics(), state.targets, state.logits, state.x.flatten(0, 1)
         loss = ((every.total.log() + every.peak - every.at_label) * targets.weights).sum()
         if not training:
             return loss
@@ -187,10 +187,11 @@ class HeadPasses:
         if self.barriers == 2:
             kernels.write_gradient(logits, targets, state.own.peak, scale)
             self._give_gradient(index, logits @ self.weight, state)
+            accumulate_wgrad(self.weight, logits, x)
         else:
-            minus = -self._at_labels(state).unsqueeze(1).to(logits.dtype)
-            logits.mul_(scale.unsqueeze(1)).scatter_add_(1, targets.local_columns.unsqueeze(1), minus)
-        accumulate_wgrad(self.weight, logits, state.x.flatten(0, 1))
+            minus = self._at_labels(state)
+            accumulate_wgrad(self.weight, logits, (x * scale.unsqueeze(1)).to(x.dtype))
+            accumulate_embedding_grad(self.weight, targets.local_columns, x * -minus.unsqueeze(1))
         return loss
 
     def _give_gradient(self, index: int, grad: Tensor, state: _Logits) -> None:

@@ -17,15 +17,20 @@ Mattern and Tel 1996). torch's pipelining places receives alike.
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
-from megascale.schedule.ir import Action, Kind, Schedule, ScheduleError
-from megascale.schedule.vocabulary import Exchanges
+from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, ScheduleError
+from megascale.schedule.vocabulary import Exchanges, delay_backwards, microbatches
 
-ACTION, MESSAGE = 5, 1
-"""Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their
-senders: the action before a message's consumer starts after the sender's action, and the receive is posted before it,
-to overlap with it. Were messages to take no time, many receives would be posted directly before their consumers.
+ACTION, PASS, MESSAGE = 5, 2, 1
+"""Ticks of an action of a stage, of one of a vocabulary, and of a message, on the clock of `global_order`. As messages
+take time, ranks fall behind their senders: the action before a message's consumer starts after the sender's action, and
+the receive is posted before it, to overlap with it. Were messages to take no time, many receives would be posted
+directly before their consumers.
 """
 
 
@@ -35,7 +40,7 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
 
     Raises: ScheduleError if the ranks wait for each other
     """
-    exchanges = Exchanges(placement, 1 + max(a.microbatch for order in compute for a in order), training)
+    exchanges = Exchanges(placement, microbatches(compute), training)
     lowered = [exchanges.at_the_start for _ in compute]
     last = [{a.chunk: a.microbatch for a in order if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered = set[tuple[int, int]]()
@@ -58,28 +63,63 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
     return [[*own, *exchanges.at_the_end] for own in lowered]
 
 
+def with_passes(compute: Schedule, placement: Placement) -> Schedule:
+    """Add VS and VT to a compute schedule of all ranks, each as soon as the rank is free and what it needs has arrived;
+    without vocabulary parallelism return the schedule itself.
+
+    Raises: ScheduleError if the ranks wait for each other
+    """
+    if not placement.barriers:
+        return compute
+    passes = [[Action(kind, placement.v, i) for i in range(microbatches(compute))] for kind in (Kind.VT, Kind.VS)]
+    placed: Schedule = [[] for _ in compute]
+    for rank, action in _clocked([[*passes, delay_backwards(own, placement.barriers)] for own in compute], placement):
+        placed[rank].append(action)
+    return placed
+
+
 def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Action]]:
     """Order the actions of all ranks, with their ranks, by their starts on a clock; at equal times by rank.
 
     Raises: ScheduleError if the ranks wait for each other
     """
-    left, clock = [order[::-1] for order in compute], [0] * len(compute)
-    ends, starts = dict[Result, int](), list[tuple[int, int, Action]]()
-    progress = True
-    while progress:
-        progress = False
-        for rank, order in enumerate(left):
-            while order:
-                needs = dependencies(order[-1], rank, placement)
-                if not all(need in ends for need in needs):
-                    break
-                arrivals = [ends[need] + MESSAGE * (placement.rank(need[1]) != rank) for need in needs]
-                start, action = max([clock[rank], *arrivals]), order.pop()
-                clock[rank] = start + ACTION
-                ends.update(dict.fromkeys(results(action, rank, placement), clock[rank]))
-                starts.append((start, rank, action))
-                progress = True
-    if any(left):
-        stuck = ", ".join(f"rank {rank} at {order[-1]}" for rank, order in enumerate(left) if order)
-        raise ScheduleError(f"the schedule deadlocks: {stuck}")
-    return [(rank, action) for _, rank, action in sorted(starts, key=lambda start: start[:2])]
+    return _clocked([[order] for order in compute], placement)
+
+
+def _clocked(lists: Sequence[Sequence[RankSchedule]], placement: Placement) -> list[tuple[int, Action]]:
+    """Run lists of actions of every rank on a clock, each list in its order; the first of a rank's lists with an action
+    that can start at a time starts it. Return the actions with their ranks by their starts, at equal times by rank.
+    """
+    left = [[order[::-1] for order in own] for own in lists]
+    ends, clock, order = dict[Result, int](), [0 for _ in left], list[tuple[int, Action]]()
+    waiting = defaultdict[Result, set[int]](set)  # the ranks that wait for a result
+    ready, version = list[tuple[int, int, int, int]](), [0 for _ in left]  # starts, ranks with versions, lists
+
+    def consider(rank: int) -> None:
+        version[rank] += 1
+        for at, own in enumerate(left[rank]):
+            needs = dependencies(own[-1], rank, placement) if own else []
+            missing = next((need for need in needs if need not in ends), None)
+            if missing is not None:
+                waiting[missing].add(rank)
+            elif own:
+                arrivals = (ends[need] + MESSAGE * (placement.rank(need[1]) != rank) for need in needs)
+                heapq.heappush(ready, (max([clock[rank], *arrivals]), rank, at, version[rank]))
+
+    for rank in range(len(left)):
+        consider(rank)
+    while ready:
+        start, rank, at, known = heapq.heappop(ready)
+        if known != version[rank]:
+            continue  # the rank has run an action since, or can run another
+        action = left[rank][at].pop()
+        order.append((rank, action))
+        clock[rank] = start + (PASS if action.chunk == placement.v else ACTION)
+        made = results(action, rank, placement)
+        ends.update(dict.fromkeys(made, clock[rank]))
+        for other in {rank}.union(*(waiting.pop(result, ()) for result in made)):
+            consider(other)
+    stuck = [f"rank {rank} at {own[-1]}" for rank, lists_left in enumerate(left) for own in lists_left if own]
+    if stuck:
+        raise ScheduleError(f"the schedule deadlocks: {', '.join(stuck)}")
+    return order

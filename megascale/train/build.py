@@ -47,8 +47,7 @@ from megascale.record.label import FORWARD, Label
 from megascale.record.log import RankLog
 from megascale.record.recorder import Recorder
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
-from megascale.schedule.lower import lower
-from megascale.schedule.vocabulary import with_passes
+from megascale.schedule.lower import lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.op_context import op_context
