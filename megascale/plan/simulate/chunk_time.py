@@ -41,13 +41,14 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     distinct, numbers = distinct_blocks(config.model)
     kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
-    heads = 1 + config.model.mtp_layers
+    heads, shared = 1 + config.model.mtp_layers, config.parallel.vocab_pp
     block = cache(lambda number, fp8, recompute: block_times(layers, distinct[number], fp8, recompute))
 
     @cache
     def chunk(
         layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool
     ) -> PassTimes:
+        first, last = first and not shared, last and not shared
         ends = (layers.embedding() if first else PassTimes()) + (layers.head() * heads if last else PassTimes())
         return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
 
@@ -56,4 +57,6 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
         stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
         layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))
         times[place] = chunk(layer_kinds, recompute, stage == 0, stage == stages.count - 1)
+    for rank in range(config.parallel.pp) if shared else ():
+        times[rank, config.parallel.vpp] = layers.vocabulary(shared)
     return times
