@@ -27,13 +27,14 @@ class Embedding(nn.Module):
         self._scale = context.model.embedding_scale
         self._drop = lambda x, batch: residual_dropout(x, batch, place, context)
 
-    def forward(self, tokens_sb: Tensor, batch: MicroBatch, x_sbh: Tensor | None = None) -> Tensor:
-        """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism. `x_sbh`: their rows, if it
+    def forward(self, tokens_sb: Tensor, batch: MicroBatch, rows_sbh: Tensor | None = None) -> Tensor:
+        """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism. `rows_sbh`: their rows, if it
         has none.
         """
-        if x_sbh is None:
-            assert self.token is not None, "the rows of the tokens are given"
-            x_sbh = vocab_parallel_embedding(tokens_sb, self.token, self._vocabulary, self._tp)
+        if rows_sbh is None:
+            assert self.token is not None, "a stage without rows is given those of the tokens"
+            rows_sbh = vocab_parallel_embedding(tokens_sb, self.token, self._vocabulary, self._tp)
+        x_sbh = rows_sbh
         if self._scale != 1:
             # rounded to the dtype of the result, as transformers does for Gemma
             x_sbh = x_sbh * float(torch.tensor(self._scale, dtype=x_sbh.dtype))

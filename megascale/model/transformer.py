@@ -29,8 +29,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = Norm(context, "final_norm")
         name = TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD
-        self.has_rows = name in context.parameters
-        if self.has_rows:
+        if name in context.parameters:
             self.weight = context.parameters[name]
         self._vocabulary = vocabulary
         self._tp = context.tp
@@ -84,6 +83,7 @@ class Stage(nn.Module):
         trunk = [index for index in layers if index < model.num_layers]
         self.layers = nn.ModuleDict({str(index): block(context, index) for index in trunk})
         self.head = Head(context, vocabulary) if last else None
+        self.ends_in_loss = self.head is not None and hasattr(self.head, "weight")
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
@@ -92,7 +92,7 @@ class Stage(nn.Module):
         if self.embedding is not None:
             if batch.tokens is None:
                 raise ValueError("the first stage needs tokens")
-            x_sbh = self.embedding(batch.tokens, batch, x_sbh)
+            x_sbh = self.embedding(batch.tokens, batch, rows_sbh=x_sbh)
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
         for index, block in self.layers.items():
             x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
@@ -113,7 +113,7 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x_sbh)
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
-        if not self.head.has_rows:
+        if not self.ends_in_loss:
             return StageOutput(x_sbh)
         losses = [Loss(self.head(x_sbh, batch))]
         deeper = zip(batch.depths, self.predictions, strict=torch.is_grad_enabled())  # an evaluation has no targets

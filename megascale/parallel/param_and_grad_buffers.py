@@ -197,7 +197,7 @@ class ParamAndGradBuffers:
     def buckets(self) -> list[Bucket]:
         """All buckets in the order in which forwards need them: first those that stages share, of the vocabulary."""
         buckets = [bucket for chunk in self.chunks for bucket in chunk]
-        return sorted(buckets, key=lambda bucket: "pp" not in bucket.layout.slots[0].parameter.sharding)
+        return sorted(buckets, key=lambda bucket: not bucket.layout.shares_vocabulary)
 
     def parameters(self, chunk: int) -> dict[str, nn.Parameter]:
         """The parameters of a chunk by name."""
