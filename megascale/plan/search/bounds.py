@@ -88,7 +88,7 @@ class Bounds:
         layerwise = self._space.free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
         pairs = chunk_times(StepParts(layerwise, self._hardware, self._stack).layers).values()
         seconds = [pair.forward.total + pair.backward.total for pair in pairs]
-        return sum(seconds), min(seconds[1:-1]), seconds[-1]
+        return sum(seconds), min(seconds[1:-1]), 0.0 if config.parallel.vocab_pp else seconds[-1]
 
     def _link_of(self, layout: Layout) -> tuple[float, float]:
         """Seconds of a rank's gradient reduction and weight all-gather: of the first rank, active first and last; with

@@ -259,7 +259,7 @@ class _Rank:
 
     def _overlap(self, chunk: int) -> float:
         """Return the share of a chunk's collectives overlapped by the chunk's compute: all buckets but one."""
-        return 1 - 1 / self.times.buckets.get((self.rank, chunk), 1) if self.overlaps.dp else 0.0
+        return 1 - 1 / max(1, self.times.buckets.get((self.rank, chunk), 1)) if self.overlaps.dp else 0.0
 
     def _record(self, action: Action, *at: float) -> None:
         """Record an action's waits, computation and message."""
