@@ -29,7 +29,7 @@ class Placement:
     """The places of virtual stages. `stages`: by rank and chunk, the stage.
 
     `barriers`: of vocabulary parallelism, between the forward and the backward of a micro-batch; 0 without it
-    (`schedule.vocabulary`). With it a rank has a chunk more, `v`, of the vocabulary's rows, with stage `count` + rank.
+    (`schedule.vocabulary`). With it a rank has a chunk more, `v`, its rows of the vocabulary, the stage `count` of all.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -50,11 +50,7 @@ class Placement:
         return len(self.places)
 
     def stage(self, rank: int, chunk: int) -> int:
-        return self.stages[rank][chunk] if chunk < self.v else self.count + rank
-
-    def rank(self, stage: int) -> int:
-        """The rank of a stage, or of a part of the vocabulary."""
-        return self.places[stage][0] if stage < self.count else stage - self.count
+        return self.stages[rank][chunk] if chunk < self.v else self.count
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

@@ -214,7 +214,7 @@ class VocabularyPasses:
     head: HeadPasses
 
     def run(self, action: Action, batch: MicroBatch, *, training: bool) -> Tensor | None:
-        """Run a pass, or start an exchange. VT returns the loss, a sum over tokens."""
+        """Run a pass, or start an exchange. VT of the rank with the last stage returns the loss, a sum over tokens."""
         kind, chunk, index = action
         recorder, loss = self.head.ranks.recorder, None
         enter = recorder.action if kind in COMPUTE_KINDS else lambda _, *key: recorder.scope(*key)
@@ -236,7 +236,7 @@ class VocabularyPasses:
                 case Kind.EMBED_GRAD:
                     self.add_embedding_gradients()
                     self.embedding.spread_gradient(index)
-        return loss
+        return loss if self.head.grads.used else None
 
     def give(self, action: Action, result: Tensor) -> None:
         """Give the result of the last stage's F, or of the first stage's B."""

@@ -6,7 +6,7 @@ and messages. It is the same for every micro-batch.
     B, I    the forward of its own stage, and the gradient of the input of the stage after
     W    the input gradient of its own stage
 
-With vocabulary parallelism, where "all" is the same pass of all ranks:
+With vocabulary parallelism, where "all" is the same pass of all ranks, the last of which leaves the result:
 
     VS   the output of the last stage
     VT   all VS
@@ -52,13 +52,11 @@ def _needs(kind: Kind, rank: int, chunk: int, placement: Placement) -> list[tupl
     stage = placement.stage(rank, chunk)
     taken, step = TAKEN.get(kind, (kind, 0))
     needs = [(OWN[kind], stage)] if kind in OWN else []
-    if placement.barriers:
-        last, every = placement.count - 1, range(placement.count, placement.count + placement.p)
-        if kind is Kind.VS:
-            needs = [(Kind.F, last)]
-        elif kind is Kind.VT or (stage == last and kind in (Kind.B, Kind.I)):
-            after = Kind.VT if placement.barriers == 2 and kind is not Kind.VT else Kind.VS
-            needs += [(after, part) for part in every]
+    if kind is Kind.VS:
+        needs = [(Kind.F, placement.count - 1)]
+    elif kind is Kind.VT or (placement.barriers and stage == placement.count - 1 and kind in (Kind.B, Kind.I)):
+        after = Kind.VT if placement.barriers == 2 and kind is not Kind.VT else Kind.VS
+        needs.append((after, placement.count))
     return [*needs, (taken, stage + step)] if step and 0 <= stage + step < placement.count else needs
 
 

@@ -18,7 +18,7 @@ Mattern and Tel 1996). torch's pipelining places receives alike.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from megascale.layout.stages import Placement
@@ -97,6 +97,8 @@ def _clocked(lists: Sequence[Sequence[RankSchedule]], placement: Placement) -> l
     left = [[order[::-1] for order in own] for own in lists]
     ends, clock, order = dict[Result, int](), [0 for _ in left], list[tuple[int, Action]]()
     waiting = defaultdict[Result, set[int]](set)  # the ranks that wait for a result
+    passed = Counter[Result]()  # ranks that have run a pass over their rows of the vocabulary
+    own_stages = {(rank, stage) for rank, own in enumerate(placement.stages) for stage in own}
     ready, version = list[tuple[int, int, int, int]](), [0 for _ in left]  # starts, ranks with versions, lists
 
     def consider(rank: int) -> None:
@@ -107,7 +109,7 @@ def _clocked(lists: Sequence[Sequence[RankSchedule]], placement: Placement) -> l
             if missing is not None:
                 waiting[missing].add(rank)
             elif own:
-                arrivals = (ends[need] + MESSAGE * (placement.rank(need[1]) != rank) for need in needs)
+                arrivals = (ends[need] + MESSAGE * ((rank, need[1]) not in own_stages) for need in needs)
                 heapq.heappush(ready, (max([clock[rank], *arrivals]), rank, at, version[rank]))
 
     for rank in range(len(left)):
@@ -120,10 +122,17 @@ def _clocked(lists: Sequence[Sequence[RankSchedule]], placement: Placement) -> l
         order.append((rank, action))
         clock[rank] = start + (TICKS.get(action.kind, ACTION) if placement.barriers else ACTION)
         made = results(action, rank, placement)
+        if action.chunk == placement.v:
+            passed.update(made)
+            made = made if passed[made[0]] == placement.p else []
         ends.update(dict.fromkeys(made, clock[rank]))
         for other in {rank}.union(*(waiting.pop(result, ()) for result in made)):
             consider(other)
-    stuck = [f"rank {rank} at {own[-1]}" for rank, lists_left in enumerate(left) for own in lists_left if own]
+    _check_done(left)
+    return order
+
+
+def _check_done(left: Sequence[Sequence[RankSchedule]]) -> None:
+    stuck = [f"rank {rank} at {own[-1]}" for rank, lists in enumerate(left) for own in lists if own]
     if stuck:
         raise ScheduleError(f"the schedule deadlocks: {', '.join(stuck)}")
-    return order

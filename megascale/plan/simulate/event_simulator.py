@@ -14,7 +14,7 @@ coordinates act at equal times.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -223,13 +223,17 @@ class _Rank:
         """
         if not self.placement.barriers:
             return None, 0
-        needs = Counter(need for need, *_ in dependencies(Action(kind, chunk, 0), self.rank, self.placement))
+        needs = [need for need, *_ in dependencies(Action(kind, chunk, 0), self.rank, self.placement)]
         before = next((each for each in (Kind.VT, Kind.VS) if each in needs), Kind.F if kind is Kind.VS else None)
         is_last = self.placement.stage(self.rank, chunk) == self.placement.count - 1
         joins = self.placement.p if kind in (Kind.VS, Kind.VT) else int(kind is Kind.F and is_last)
         if before is None:
             return None, joins
-        return (before, needs[before], 0.0 if kind is Kind.VT else self.times.exchange), joins
+        return (
+            before,
+            1 if before is Kind.F else self.placement.p,
+            0.0 if kind is Kind.VT else self.times.exchange,
+        ), joins
 
     def _gather(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""
