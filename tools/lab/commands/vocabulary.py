@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> int:
             measured = f"{min(times[kind]):.2f} | {min(busiest[kind]):.2f}"
             print(f"| {kind} | {measured} | {', '.join(f'{peak:.2f}' for peak in peaks)} |")
     print(
-        f"\nThe least of {options.rounds} alternating runs. Processor time is that of a run of {STEPS} steps less that of"
+        f"\nThe least of {options.rounds} alternating runs. Processor time is that of {STEPS} steps less that of one:"
     )
-    print("one step: other work on the machine delays steps, and takes the time in which ranks wait.")
+    print("other work on the machine takes the time in which ranks wait, and hides what a pipeline waits for.")
     return 0
 
 
