@@ -29,7 +29,8 @@ class Placement:
     """The places of virtual stages. `stages`: by rank and chunk, the stage.
 
     `barriers`: of vocabulary parallelism, between the forward and the backward of a micro-batch; 0 without it
-    (`schedule.vocabulary`). With it a rank has a chunk more, `v`, its rows of the vocabulary, the stage `count` of all.
+    (`schedule.shared_vocabulary`). With it a rank has a chunk more, `v`, its rows of the vocabulary; together they are
+    stage `count`.
     """
 
     stages: tuple[tuple[int, ...], ...]

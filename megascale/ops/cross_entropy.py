@@ -61,8 +61,8 @@ def no_reduce(tensor: Tensor, op: Literal["sum", "max"], *, label: str) -> None:
 
 
 class Statistics(NamedTuple):
-    """Of a rank's logits, or of all logits: maximum, sum of e^(logit - maximum), and the label's logit, each [t]; the
-    last is 0 where the label is on another rank.
+    """Statistics of a rank's logits, or of all logits: maximum, sum of e^(logit - maximum), and the label's logit, each
+    [t]; the last is 0 where the label is on another rank.
     """
 
     peak: Tensor

@@ -106,7 +106,7 @@ class PipelineExecutor:
         self.overlap = overlap
         self.offload = offload
         self.passes: VocabularyPasses | None = None
-        """Of vocabulary parallelism over pp."""
+        """The passes of vocabulary parallelism over pp."""
         self.on_loss: Callable[[int, MicroBatch, Tensor], None] | None = None
         """If set, is called with the number of each micro-batch in training, the micro-batch, and the sum of its loss,
         on ranks with the last stage.

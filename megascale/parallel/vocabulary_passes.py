@@ -1,4 +1,4 @@
-"""The passes of vocabulary parallelism over pp, on one rank (`schedule.vocabulary` has their order).
+"""The passes of vocabulary parallelism over pp, on one rank (`schedule.shared_vocabulary` has their order).
 
 With logits Z = X W^T [t, n] of this rank's rows W [n, h], and factors c [t] that make E the softmax over all ranks:
 
@@ -199,7 +199,7 @@ class HeadPasses:
         self.grads.given[index], _ = self.tp.reduce(grad.view(state.x.shape), LABEL.for_backward("gradient"))
 
     def _at_labels(self, state: _Logits) -> Tensor:
-        """What the gradient has less at the labels, where they are on this rank."""
+        """Return what the gradient has less at the labels, where they are on this rank."""
         minus, cap = state.targets.weights * state.targets.is_local, self.cross_entropy.cap
         return minus if cap is None else minus * soft_cap_derivative(state.own.at_label, cap)
 

@@ -75,7 +75,7 @@ class Action(NamedTuple):
     SEND_F sends the output of (chunk, microbatch) to the next virtual stage, RECV_F receives its input; SEND_B sends
     the gradient of its input to the previous stage, RECV_B receives the gradient of its output. WAIT_PARAMS and REDUCE
     apply to the whole chunk; their micro-batch is that of the forward after or the backward before them. Passes and
-    exchanges of vocabulary parallelism have the vocabulary's chunk, and all ranks run them (`schedule.vocabulary`).
+    exchanges of vocabulary parallelism have its chunk, and all ranks run them (`schedule.shared_vocabulary`).
     """
 
     kind: Kind

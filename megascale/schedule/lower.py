@@ -6,7 +6,7 @@
 The sender of a message places its receive: `global_order` is one order of the actions of all ranks; each action is
 followed by the send of its result, and this send is followed by its receive. The list of a rank is its part of the
 global order. Receives of a channel, an ordered pair of ranks, therefore come in the order of its sends, and messages
-need no tags or handshakes. An exchange of all ranks has one place in the global order (`schedule.vocabulary`).
+need no tags or handshakes. An exchange of all ranks has one place in the global order (`schedule.shared_vocabulary`).
 
 On a GPU a posted receive is a kernel that runs until its message arrives, and a send is a kernel that runs until its
 receive is posted. A host that waits for its device (to load a kernel, free cached memory, or tune a kernel) waits for
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
 from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, ScheduleError
-from megascale.schedule.vocabulary import Exchanges, delay_backwards, microbatches
+from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
 
 ACTION, MESSAGE = 5, 1
 """Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their

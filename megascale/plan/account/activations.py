@@ -90,7 +90,7 @@ def stage_ends(sizes: MicroBatchSizes) -> tuple[UnitBytes, UnitBytes]:
 
 def vocabulary_bytes(sizes: MicroBatchSizes, stages: int, barriers: int) -> UnitBytes:
     """Account for the passes over the rows of one of all stages: logits are saved from VS to VT, and with one barrier
-    their product with the rows.
+    the gradient of the hidden state.
     """
     columns, wide = _vocabulary(sizes, stages) // sizes.model.hidden_size, sizes.full // sizes.compute * sizes.wide
     saved = sizes.full * (3 - barriers) + sizes.tokens * (columns * sizes.compute + 3 * sizes.tp * stages * sizes.wide)
