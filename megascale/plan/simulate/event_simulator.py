@@ -14,15 +14,17 @@ coordinates act at equal times.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from megascale.layout.stages import Place, Placement
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.record.label import BACKWARD
-from megascale.schedule.dependencies import RESULTS, neighbours
+from megascale.schedule.dependencies import RESULTS, dependencies, neighbours
 from megascale.schedule.ir import (
     COMPUTE_KINDS,
     Action,
@@ -49,7 +51,8 @@ class StageTimes:
     collective's time; `share_link`: messages and collectives share a link. `scales`: by micro-batch, factors of compute
     and of messages, for micro-batches of unequal lengths; empty: all equal. `weight_gradient`: the part of a backward
     that a schedule may run apart. `hidden`: by rank and the chunks of an Overlap's forward and backward, the seconds
-    that it takes less than both.
+    that it takes less than both. `exchange`: of an activation among all stages in vocabulary parallelism, whose passes
+    take the times of a chunk.
     """
 
     forward: Mapping[Place, float]
@@ -64,6 +67,7 @@ class StageTimes:
     scales: Sequence[tuple[float, float]] = ()
     weight_gradient: Mapping[Place, float] = field(default_factory=dict)
     hidden: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+    exchange: float = 0.0
 
     def seconds(self, kind: Kind, place: Place) -> float:
         """Return the duration of a compute action."""
@@ -72,7 +76,7 @@ class StageTimes:
                 return self.weight_gradient[place]
             case Kind.I:
                 return self.backward[place] - self.weight_gradient[place]
-        return (self.backward if kind is Kind.B else self.forward)[place]
+        return (self.backward if kind in (Kind.B, Kind.VT) else self.forward)[place]
 
 
 class Span(NamedTuple):
@@ -100,28 +104,46 @@ def simulate(
     """Simulate a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all events,
     several times as slow. Raises: ScheduleError for a deadlock.
     """
-    messages = _Messages([*range(len(compute))], {}, {})
+    messages = _Messages([*range(len(compute))], {}, {}, defaultdict(list), defaultdict(list))
     ranks = [_Rank(rank, order, placement, times, overlaps) for rank, order in enumerate(compute)]
     plays = [rank.play(messages, reduce_each, spans) for rank in ranks]
     while messages.ready:
         next(plays[messages.ready.pop()], None)
-    if messages.waiting:
-        raise ScheduleError(f"the schedule does not end: ranks {sorted(messages.waiting.values())} wait for each other")
+    if stuck := [*chain(*messages.waiting.values(), *messages.meeting.values())]:
+        raise ScheduleError(f"the schedule does not end: ranks {sorted(stuck)} wait for each other")
     events = [span for rank in ranks for span in rank.spans if span.end > span.start]
     return Simulation(max(max(rank.end, rank.until) for rank in ranks), events)
 
 
 class _Messages(NamedTuple):
-    """Ranks that are ready, arrival times of sent messages, and the waiting rank by unsent message."""
+    """Ranks that are ready, arrival times of sent messages, and the waiting rank by unsent message. Of exchanges of all
+    stages, by the kind and the micro-batch of the actions before them: their ends, and the ranks that wait.
+    """
 
     ready: list[int]
     arrival: dict[Message, float]
-    waiting: dict[Message, int]
+    waiting: dict[Message, tuple[int]]
+    ended: defaultdict[tuple[Kind, int], list[float]]
+    meeting: defaultdict[tuple[Kind, int], list[int]]
+
+    def meet(self, after: tuple[Kind, int, float], microbatch: int, rank: int) -> Iterator[None]:
+        """Wait for the actions before an exchange."""
+        kind, count, _ = after
+        while len(self.ended[kind, microbatch]) < count:
+            self.meeting[kind, microbatch].append(rank)
+            yield
+
+    def join(self, kind: Kind, microbatch: int, count: int, end: float) -> None:
+        """Note the end of one of `count` actions before an exchange."""
+        self.ended[kind, microbatch].append(end)
+        if len(self.ended[kind, microbatch]) == count:
+            self.ready.extend(self.meeting.pop((kind, microbatch), ()))
 
 
 class _Route(NamedTuple):
     """The `seconds` of an action of a chunk, and its messages of micro-batch 0: received, and sent; None without.
-    `completes`: the gradients of the chunk's weights.
+    `completes`: the gradients of the chunk's weights. `after`: the kind of action, and of how many ranks, that it meets
+    in an exchange, and the exchange's seconds; `joins`: it is before one.
     """
 
     seconds: float
@@ -129,6 +151,8 @@ class _Route(NamedTuple):
     sent: Message | None
     backward: bool
     completes: bool
+    after: tuple[Kind, int, float] | None
+    joins: int
 
 
 @dataclass
@@ -147,23 +171,26 @@ class _Rank:
     def play(self, messages: _Messages, reduce_each: bool, record: bool) -> Iterator[None]:
         """Run the actions of this rank; yield to wait for a message."""
         rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.overlaps.pp, self.overlaps.dp
-        (ready, arrival, waiting), stride = messages, 2 * self.placement.count
+        (ready, arrival, waiting, *_), stride = messages, 2 * self.placement.count
         steps = [*self._steps()]
         last = {action.chunk: action for action, route in steps if route.completes}
         gathered, reductions = self._gather(), list[Action]()
         now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
-        for action, (seconds, enters, leaves, backward, completes) in steps:
-            _, chunk, microbatch = action
+        for action, (seconds, enters, leaves, backward, completes, after, joins) in steps:
+            kind, chunk, microbatch = action
             begin, first = now, stride * microbatch
             weights = received = now = max(now, gathered[chunk])
             work, size = times.scales[microbatch] if times.scales else (1.0, 1.0)
             if enters is not None:
                 message = enters + first
                 while message not in arrival:
-                    waiting[message] = rank
+                    waiting[message] = (rank,)
                     yield
                 received = arrival.pop(message)
                 now = (received if received > now else now) + times.receive * size
+            if after is not None:
+                yield from messages.meet(after, microbatch, rank)
+                received = now = max(now, *messages.ended[after[0], microbatch]) + after[2] * size
             start = now
             now = done = sent = arrives = start + seconds * work
             if leaves is not None:
@@ -174,17 +201,23 @@ class _Rank:
                     shared = min(taken, self.until - sent)
                     self.until, arrives = self.until + shared, arrives + shared
                 free[backward] = arrival[message] = arrives
-                if message in waiting:
-                    ready.append(waiting.pop(message))
+                ready += waiting.pop(message, ())
                 now = done if overlaps_pp else arrives
+            if joins:
+                messages.join(kind, microbatch, joins, done)
             if record:
                 self._record(action, begin, weights, received, start, done, sent, arrives)
             if completes and (reduce_each or action is last[chunk]):
                 reductions.append(action)
                 now = self._reduce(action, now, last=action is steps[-1][0]) if overlaps_dp else now
-        for action in () if overlaps_dp else reductions:
+        self.end = self._finish(now, [] if overlaps_dp else reductions)
+
+    def _finish(self, now: float, reductions: list[Action]) -> float:
+        """Reduce the gradients that are left at the end, last those of the vocabulary; return the end."""
+        shared = [Action(Kind.VT, self.placement.v, 0)] if self.placement.barriers else []
+        for action in reductions + shared:
             now = self._reduce(action, now, last=True)
-        self.end = now
+        return now
 
     def _steps(self) -> Iterator[tuple[Action, _Route]]:
         """Yield the actions with their routes. A pair waits for what both need, and then sends what both leave."""
@@ -207,13 +240,33 @@ class _Rank:
         source, target = neighbours(Action(kind, chunk, 0), self.rank, self.placement)
         received = None if source is None else 2 * self.placement.stage(self.rank, chunk) + backward
         sent = None if target is None else 2 * target + backward
-        completes = Kind.W in RESULTS[kind]
-        return _Route(self.times.seconds(kind, (self.rank, chunk)), received, sent, backward, completes)
+        completes, seconds = Kind.W in RESULTS[kind], self.times.seconds(kind, (self.rank, chunk))
+        return _Route(seconds, received, sent, backward, completes, *self._exchanges(kind, chunk))
+
+    def _exchanges(self, kind: Kind, chunk: int) -> tuple[tuple[Kind, int, float] | None, int]:
+        """Find the exchange of all stages that an action of a chunk is after, and how many actions the one that it is
+        before has to await; the statistics of a barrier take no time.
+        """
+        if not self.placement.barriers:
+            return None, 0
+        needs = [need for need, *_ in dependencies(Action(kind, chunk, 0), self.rank, self.placement)]
+        before = next((each for each in (Kind.VT, Kind.VS) if each in needs), Kind.F if kind is Kind.VS else None)
+        is_last = self.placement.stage(self.rank, chunk) == self.placement.count - 1
+        joins = self.placement.p if kind in (Kind.VS, Kind.VT) else int(kind is Kind.F and is_last)
+        if before is None:
+            return None, joins
+        return (
+            before,
+            1 if before is Kind.F else self.placement.p,
+            0.0 if kind is Kind.VT else self.times.exchange,
+        ), joins
 
     def _gather(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""
         gathered = dict[int, float]()
-        for chunk in dict.fromkeys(action.chunk for action in each_action(self.order) if action.kind is FORWARD):
+        shared = [self.placement.v] if self.placement.barriers else []
+        forwards = (action.chunk for action in each_action(self.order) if action.kind is FORWARD)
+        for chunk in dict.fromkeys([*shared, *forwards]):
             taken, start = self.times.gather.get((self.rank, chunk), 0.0), self.until
             self.until = start + taken
             # a forward waits for the first bucket, and computes while later buckets arrive
@@ -237,7 +290,7 @@ class _Rank:
 
     def _overlap(self, chunk: int) -> float:
         """Return the share of a chunk's collectives overlapped by the chunk's compute: all buckets but one."""
-        return 1 - 1 / self.times.buckets.get((self.rank, chunk), 1) if self.overlaps.dp else 0.0
+        return 1 - 1 / max(1, self.times.buckets.get((self.rank, chunk), 1)) if self.overlaps.dp else 0.0
 
     def _record(self, action: Action, *at: float) -> None:
         """Record an action's waits, computation and message."""
