@@ -46,23 +46,23 @@ class StageSums:
     label: Label
     used: bool = True
     given: dict[int, Tensor] = field(default_factory=dict)
-    _started: dict[int, tuple[Work, Tensor]] = field(default_factory=dict)
+    started: dict[int, tuple[Work, Tensor]] = field(default_factory=dict)
 
     def start(self, index: int) -> None:
         self.end_unused()
         spec, given = self.spec, self.given.pop(index, None)
         part = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if given is None else given.clone()
-        self._started[index] = all_reduce(self.group, part, label=self.label, wait=False), part
+        self.started[index] = all_reduce(self.group, part, label=self.label, wait=False), part
 
     def take(self, index: int) -> Tensor:
         """Wait for a sum."""
-        work, total = self._started.pop(index)
+        work, total = self.started.pop(index)
         work.wait()
         return total
 
     def end_unused(self) -> None:
         """Wait for the sums that this rank does not take."""
-        for index in () if self.used else list(self._started):
+        for index in () if self.used else list(self.started):
             self.take(index)
 
 
@@ -76,7 +76,6 @@ class EmbeddingPasses:
     sums: StageSums
     grads: StageSums
     _edges: dict[int, GradientEdge] = field(default_factory=dict)
-    _spreading: list[int] = field(default_factory=list)
 
     def look_up(self, index: int, batch: MicroBatch) -> None:
         """Look up the tokens of a micro-batch, and start the sum over the stages."""
@@ -87,16 +86,10 @@ class EmbeddingPasses:
         self.sums.given[index] = found.detach()
         self.sums.start(index)
 
-    def spread_gradient(self, index: int) -> None:
-        """Start to spread the gradient of a micro-batch's embeddings."""
-        self.grads.start(index)
-        self._spreading.append(index)
-
     def add_gradients(self) -> None:
         """Add the gradients that have been spread to the rows."""
-        for index in self._spreading:
+        for index in list(self.grads.started):
             run_backward([self._edges.pop(index)], [self.grads.take(index)])
-        self._spreading.clear()
 
 
 @dataclass
@@ -235,7 +228,7 @@ class VocabularyPasses:
                     self.head.sum_gradient(index)
                 case Kind.EMBED_GRAD:
                     self.add_embedding_gradients()
-                    self.embedding.spread_gradient(index)
+                    self.embedding.grads.start(index)
         return loss if self.head.grads.used else None
 
     def give(self, action: Action, result: Tensor) -> None:

@@ -326,12 +326,9 @@ def build_passes(
     spread_back = StageSums(stages, spec, embedded.for_backward("gradient"))
     sums_back = StageSums(stages, spec, hidden.for_backward("gradient"), last)
     kernels, weight = operators.cross_entropy, parameters.get(HEAD, embedding)
-    return VocabularyPasses(
-        p.vpp,
-        buffers,
-        EmbeddingPasses(embedding, rows, tp, sums, spread_back),
-        HeadPasses(weight, rows, tp, ranks, kernels, p.vocab_pp, wide, spread, sums_back),
-    )
+    embeds = EmbeddingPasses(embedding, rows, tp, sums, spread_back)
+    head = HeadPasses(weight, rows, tp, ranks, kernels, p.vocab_pp, wide, spread, sums_back)
+    return VocabularyPasses(p.vpp, buffers, embeds, head)
 
 
 def build_context_parallel(

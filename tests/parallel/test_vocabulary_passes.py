@@ -24,6 +24,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp pp2": {"parallel__pp": 2, "parallel__tp": 2, "parallel__sp": True},
     "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
     "pp4": {"parallel__pp": 4, "train__recompute": "full"},
+    "pp2 zb_h1 dp2 zero2": {
+        "parallel__pp": 2,
+        "parallel__schedule": "zb_h1",
+        "parallel__dp": 2,
+        "parallel__zero": 2,
+        "batch__micro": 1,
+    },
+    "tp2 sp pp2 interleaved_zb": {
+        "parallel__pp": 2,
+        "parallel__vpp": 2,
+        "parallel__schedule": "interleaved_zb",
+        "parallel__tp": 2,
+        "parallel__sp": True,
+    },
+    "pp2 v": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v"},
+    "pp2 v, full recomputation": {
+        "parallel__pp": 2,
+        "parallel__vpp": 2,
+        "parallel__schedule": "zb_v",
+        "train__recompute": "full",
+    },
 }
 SHARED = {"train__eval_every": 2, "train__eval_steps": 1, "train__z_loss": 1e-3}
 DOCUMENTS = {"data__attention_mask": "document", "data__document_length": 5, "data__eod_mask_loss": False}
@@ -52,6 +73,10 @@ def results(model: dict[str, Any], folder: Path, **layout: Any) -> list[float]:
         ("capped", "pp2"),
         ("experts", "pp2"),
         ("untied", "pp4"),
+        ("untied", "pp2 zb_h1 dp2 zero2"),
+        ("experts", "tp2 sp pp2 interleaved_zb"),
+        ("tied", "pp2 v"),
+        ("untied", "pp2 v, full recomputation"),
     ],
 )
 def test_a_run_is_that_of_one_process(model: str, layout: str, barriers: int, tmp_path: Path) -> None:
@@ -97,6 +122,14 @@ def test_ranks_have_equal_rows(tmp_path: Path) -> None:
         ({"parallel__pp": 2, "model__mtp_layers": 1}, "MTP layers use whole embeddings and heads"),
         ({"parallel__pp": 2, "data__sequence_chunk_tokens": 4}, "chunks of sequences are not supported"),
         ({"parallel__pp": 2, "train__noise_scale_every": 1}, "end at different times"),
+        (
+            {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "v_half"},
+            "no room for passes between its forwards and backwards",
+        ),
+        (
+            {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "dualpipev"},
+            "no room for passes between its forwards and backwards",
+        ),
         ({"parallel__pp": 2, "optimizer__name": "lamb"}, "lamb needs norms of whole parameters"),
         (
             {"parallel__pp": 2, "optimizer__groups": [{"name": "adafactor", "kinds": ["embedding"]}]},

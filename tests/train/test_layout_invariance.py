@@ -85,6 +85,12 @@ LAYOUTS: dict[str, Layout] = {
     "cp2 ring pp2 v zero2": {**V, "parallel__cp": 2, "parallel__zero": 2},
     "pp2 v offload": {**V, "train__activation_offload": True, "train__recompute": "full"},
     "pp3 v": {**V, "parallel__pp": 3},
+    "pp2 v vocabulary": {**V, "parallel__vocab_pp": 1},
+    "tp2 sp pp2 v vocabulary": {**V, "parallel__tp": 2, "parallel__sp": True, "parallel__vocab_pp": 2},
+    "pp3 zb_h1 vocabulary": {"parallel__pp": 3, "parallel__schedule": "zb_h1", "parallel__vocab_pp": 1},
+    "pp2 interleaved_zb dp2 zero2 vocabulary": {
+        **V, "parallel__schedule": "interleaved_zb", "parallel__dp": 2, "parallel__zero": 2, "parallel__vocab_pp": 2,
+    },
     # world 8
     "cp2 ring tp2 sp pp2": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2},
     "tp2 sp pp2 vpp2 dp2 zero1": {

@@ -98,19 +98,15 @@ class StageTraffic:
         model, p, sizes = self.config.model, self.config.parallel, self.sizes
         columns = padded_vocab(model, p.tp) // p.tp
         width, local = model.hidden_size * sizes.compute, sizes.rows // sizes.parts
-        if p.vocab_pp:
-            yield from self._shared_vocabulary()
+        whole = not p.vocab_pp  # embedding and head are in one stage
+        yield from () if whole else self._shared_vocabulary()
         for chunk in range(p.vpp if p.tp > 1 else 0):
             index = self.layout.index(self.stage, chunk)
             first, last = index == 0, index == self.layout.count - 1
-            if first and not p.vocab_pp:
+            if first and whole:
                 yield sizes.reduce("embedding", sizes.rows, width)
                 yield from sizes.gather("embedding gradient", sizes.rows, width)
-            chunks = (
-                split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns))
-                if last and not p.vocab_pp
-                else []
-            )
+            chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns)) if last and whole else []
             for rows in ((part.stop - part.start) * sizes.parts for part in chunks * (1 + model.mtp_layers)):
                 yield from sizes.gather("head", rows, width, overlap=True)
                 yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")

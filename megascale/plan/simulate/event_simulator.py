@@ -24,7 +24,7 @@ from typing import NamedTuple
 from megascale.layout.stages import Place, Placement
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.record.label import BACKWARD
-from megascale.schedule.dependencies import RESULTS, dependencies, neighbours
+from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
 from megascale.schedule.ir import (
     COMPUTE_KINDS,
     Action,
@@ -104,46 +104,46 @@ def simulate(
     """Simulate a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all events,
     several times as slow. Raises: ScheduleError for a deadlock.
     """
-    messages = _Messages([*range(len(compute))], {}, {}, defaultdict(list), defaultdict(list))
+    messages = _Messages([*range(len(compute))], {}, defaultdict(list), defaultdict(list))
     ranks = [_Rank(rank, order, placement, times, overlaps) for rank, order in enumerate(compute)]
     plays = [rank.play(messages, reduce_each, spans) for rank in ranks]
     while messages.ready:
         next(plays[messages.ready.pop()], None)
-    if stuck := [*chain(*messages.waiting.values(), *messages.meeting.values())]:
-        raise ScheduleError(f"the schedule does not end: ranks {sorted(stuck)} wait for each other")
+    if messages.waiting:
+        stuck = sorted(chain(*messages.waiting.values()))
+        raise ScheduleError(f"the schedule does not end: ranks {stuck} wait for each other")
     events = [span for rank in ranks for span in rank.spans if span.end > span.start]
     return Simulation(max(max(rank.end, rank.until) for rank in ranks), events)
 
 
 class _Messages(NamedTuple):
-    """Ranks that are ready, arrival times of sent messages, and the waiting rank by unsent message. Of exchanges of all
-    stages, by the kind and the micro-batch of the actions before them: their ends, and the ranks that wait.
+    """Ranks that are ready, arrival times of sent messages and of results that all ranks await, and the ranks that wait
+    by what has not arrived. `ends`: of the actions of all ranks that leave such a result together.
     """
 
     ready: list[int]
-    arrival: dict[Message, float]
-    waiting: dict[Message, tuple[int]]
-    ended: defaultdict[tuple[Kind, int], list[float]]
-    meeting: defaultdict[tuple[Kind, int], list[int]]
+    arrival: dict[Message | Result, float]
+    waiting: defaultdict[Message | Result, list[int]]
+    ends: defaultdict[Result, list[float]]
 
-    def meet(self, after: tuple[Kind, int, float], microbatch: int, rank: int) -> Iterator[None]:
-        """Wait for the actions before an exchange."""
-        kind, count, _ = after
-        while len(self.ended[kind, microbatch]) < count:
-            self.meeting[kind, microbatch].append(rank)
+    def wait(self, result: Result, rank: int) -> Iterator[None]:
+        """Wait for a result that all ranks await."""
+        while result not in self.arrival:
+            self.waiting[result].append(rank)
             yield
 
-    def join(self, kind: Kind, microbatch: int, count: int, end: float) -> None:
-        """Note the end of one of `count` actions before an exchange."""
-        self.ended[kind, microbatch].append(end)
-        if len(self.ended[kind, microbatch]) == count:
-            self.ready.extend(self.meeting.pop((kind, microbatch), ()))
+    def join(self, result: Result, count: int, end: float) -> None:
+        """Note the end of one of `count` actions that leave a result together."""
+        self.ends[result].append(end)
+        if len(self.ends[result]) == count:
+            self.arrival[result] = max(self.ends.pop(result))
+            self.ready.extend(self.waiting.pop(result, ()))
 
 
 class _Route(NamedTuple):
     """The `seconds` of an action of a chunk, and its messages of micro-batch 0: received, and sent; None without.
-    `completes`: the gradients of the chunk's weights. `after`: the kind of action, and of how many ranks, that it meets
-    in an exchange, and the exchange's seconds; `joins`: it is before one.
+    `completes`: the gradients of the chunk's weights. `after`: the result that it awaits as all ranks do, which takes
+    `exchange` seconds; `joint`: the one that it leaves.
     """
 
     seconds: float
@@ -151,8 +151,9 @@ class _Route(NamedTuple):
     sent: Message | None
     backward: bool
     completes: bool
-    after: tuple[Kind, int, float] | None
-    joins: int
+    after: Result | None
+    exchange: float
+    joint: Result | None
 
 
 @dataclass
@@ -176,21 +177,21 @@ class _Rank:
         last = {action.chunk: action for action, route in steps if route.completes}
         gathered, reductions = self._gather(), list[Action]()
         now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
-        for action, (seconds, enters, leaves, backward, completes, after, joins) in steps:
-            kind, chunk, microbatch = action
+        for action, (seconds, enters, leaves, backward, completes, after, exchange, joint) in steps:
+            _, chunk, microbatch = action
             begin, first = now, stride * microbatch
             weights = received = now = max(now, gathered[chunk])
             work, size = times.scales[microbatch] if times.scales else (1.0, 1.0)
             if enters is not None:
                 message = enters + first
                 while message not in arrival:
-                    waiting[message] = (rank,)
+                    waiting[message].append(rank)
                     yield
                 received = arrival.pop(message)
                 now = (received if received > now else now) + times.receive * size
             if after is not None:
-                yield from messages.meet(after, microbatch, rank)
-                received = now = max(now, *messages.ended[after[0], microbatch]) + after[2] * size
+                yield from messages.wait(result := (*after[:2], microbatch), rank)
+                received = now = max(now, arrival[result]) + exchange * size
             start = now
             now = done = sent = arrives = start + seconds * work
             if leaves is not None:
@@ -203,8 +204,8 @@ class _Rank:
                 free[backward] = arrival[message] = arrives
                 ready += waiting.pop(message, ())
                 now = done if overlaps_pp else arrives
-            if joins:
-                messages.join(kind, microbatch, joins, done)
+            if joint is not None:
+                messages.join((*joint[:2], microbatch), self.placement.p if joint[0] is not FORWARD else 1, done)
             if record:
                 self._record(action, begin, weights, received, start, done, sent, arrives)
             if completes and (reduce_each or action is last[chunk]):
@@ -243,23 +244,17 @@ class _Rank:
         completes, seconds = Kind.W in RESULTS[kind], self.times.seconds(kind, (self.rank, chunk))
         return _Route(seconds, received, sent, backward, completes, *self._exchanges(kind, chunk))
 
-    def _exchanges(self, kind: Kind, chunk: int) -> tuple[tuple[Kind, int, float] | None, int]:
-        """Find the exchange of all stages that an action of a chunk is after, and how many actions the one that it is
-        before has to await; the statistics of a barrier take no time.
+    def _exchanges(self, kind: Kind, chunk: int) -> tuple[Result | None, float, Result | None]:
+        """Find the result of micro-batch 0 that all ranks await with an action of a chunk, the seconds of its exchange,
+        and the one that the action leaves; the statistics of a barrier take no time.
         """
-        if not self.placement.barriers:
-            return None, 0
-        needs = [need for need, *_ in dependencies(Action(kind, chunk, 0), self.rank, self.placement)]
-        before = next((each for each in (Kind.VT, Kind.VS) if each in needs), Kind.F if kind is Kind.VS else None)
-        is_last = self.placement.stage(self.rank, chunk) == self.placement.count - 1
-        joins = self.placement.p if kind in (Kind.VS, Kind.VT) else int(kind is Kind.F and is_last)
-        if before is None:
-            return None, joins
-        return (
-            before,
-            1 if before is Kind.F else self.placement.p,
-            0.0 if kind is Kind.VT else self.times.exchange,
-        ), joins
+        placement, action = self.placement, Action(kind, chunk, 0)
+        if not placement.barriers:
+            return None, 0.0, None
+        needs, made = dependencies(action, self.rank, placement), results(action, self.rank, placement)[0]
+        after = next((need for need in needs if need[1] == placement.count or kind is Kind.VS), None)
+        is_joint = made[1] == placement.count or made[:2] == (Kind.F, placement.count - 1)
+        return after, 0.0 if kind is Kind.VT else self.times.exchange, made if is_joint else None
 
     def _gather(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""

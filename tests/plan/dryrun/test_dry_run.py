@@ -83,6 +83,12 @@ CASES: dict[str, dict[str, Any]] = {
     "llama zb_h1": {"parallel__pp": 2, "parallel__schedule": "zb_h1", "parallel__tp": 2, "parallel__sp": True},
     "gpt interleaved_zb": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved_zb"},
     "llama pp2 vocabulary": {"parallel__pp": 2, "parallel__vocab_pp": 2, "batch__global": 4},
+    "gpt pp2 v vocabulary": {
+        "parallel__pp": 2,
+        "parallel__vpp": 2,
+        "parallel__schedule": "zb_v",
+        "parallel__vocab_pp": 2,
+    },
     "gpt tp2 sp pp2 vocabulary": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vocab_pp": 1},
     "llama cp2 ring": {"parallel__cp": 2, "parallel__cp_mode": "ring"},
     "gpt cp2 allgather": {"parallel__cp": 2, "parallel__cp_mode": "allgather", "train__recompute": "full"},
