@@ -24,7 +24,7 @@ def largest_group(p: int, m: int) -> int:
 
 LOOP = {
     "multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False,
-    "pairs": False,
+    "pairs": False, "v": None, "min_m": 0,
 }  # fmt: skip
 V = {**LOOP, "multi_chunk": True, "v": 2, "placement": "v", "split": True}
 

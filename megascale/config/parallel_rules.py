@@ -95,7 +95,7 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
         suited = [name for name, of in facts_of.items() if of["multi_chunk"] and of.get("v", vpp) == vpp]
         message = f"{parallel.schedule} runs one chunk a stage, but vpp = {vpp}"
         yield Finding("parallel.schedule", message, f"{' or '.join(suited)}, or vpp = 1")
-    elif facts.get("v", vpp) != vpp:
+    elif (facts.get("v") or vpp) != vpp:
         message = f"{parallel.schedule} runs {facts['v']} chunks a stage, but vpp = {vpp}"
         yield Finding("parallel.vpp", message, f"vpp = {facts['v']}")
 
@@ -109,6 +109,19 @@ def schedule_microbatches(parallel: ParallelConfig, batch: BatchConfig) -> Itera
             f"{found} micro-batches in a step of a rank, but {parallel.schedule} with pp = {parallel.pp} needs {least}"
         )
         yield Finding("batch.global", message, f"{unit * least} or more, or another parallel.schedule")
+
+
+def paired_experts(
+    model: ModelConfig, parallel: ParallelConfig, moe: MoeConfig, train: TrainConfig
+) -> Iterator[Finding]:
+    """Check that layers with experts have segments, in which a schedule's pairs hide the exchange of tokens."""
+    if not model.experts or not parallel.schedule or not SCHEDULES[parallel.schedule].facts.get("pairs"):
+        return
+    why = f"the exchange of tokens is hidden by another micro-batch (parallel.schedule = {parallel.schedule})"
+    if moe.token_blocks > 1:
+        yield Finding("moe.token_blocks", f"not between blocks: {why}", "1, or interleaved_1f1b")
+    if train.recompute == "full":
+        yield Finding("train.recompute", f"not in a recomputed layer: {why}", "selective, or interleaved_1f1b")
 
 
 def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:

@@ -12,10 +12,10 @@ from megascale.layout.sequence_shard import TokenSpan
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
-from megascale.parallel.domino import Steps, run_through
 from megascale.parallel.kv_exchange import KVExchange, RingKV, VisibleScores, attend_to_all
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
+from megascale.parallel.segments import Steps, run_through
 from megascale.parallel.sharded_norm import sharded_rms_norms
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.record.label import Label

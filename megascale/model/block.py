@@ -7,10 +7,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megascale.model.attention import Attention, self_attention
-from megascale.model.mlp import MLP, feed_forward
+from megascale.model.mlp import MLP, branch_steps, feed_forward
 from megascale.model.modules import LayerContext, Norm, residual_dropout
-from megascale.parallel.domino import Steps, finish, in_halves
+from megascale.parallel.domino import in_halves
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.segments import Steps, finish
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.record.label import Label
 
@@ -49,7 +50,8 @@ class SerialBlock(SteppedBlock):
         again = self.attention_norm.recompute_norm(x_sbh)
         branch = yield from self.attention.steps(self.attention_norm(x_sbh), batch, again)
         x_sbh, normed = self.mlp_norm.add_norm(x_sbh, self._drop(branch, batch, "attention.out"))
-        branch = yield from self.mlp.steps(normed, batch, self.mlp_norm.recompute_norm(x_sbh), compute_output)
+        again = self.mlp_norm.recompute_norm(x_sbh)
+        x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, normed, batch, again, compute_output)
         return x_sbh + self._drop(branch, batch, "mlp.down")
 
 
@@ -76,7 +78,8 @@ class SandwichBlock(SteppedBlock):
         branch = yield from self.attention.steps(self.attention_norm(x_sbh), batch, again)
         branch = self._drop(self.attention_post_norm(branch), batch, "attention.out")
         x_sbh, normed = self.mlp_norm.add_norm(x_sbh, branch)
-        branch = yield from self.mlp.steps(normed, batch, self.mlp_norm.recompute_norm(x_sbh))
+        again = self.mlp_norm.recompute_norm(x_sbh)
+        x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, normed, batch, again)
         return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
 
 
@@ -96,8 +99,8 @@ class PostNormBlock(SteppedBlock):
         # The last GEMM runs also without `compute_output`: the norm after it saves its output.
         branch = self.attention_post_norm((yield from self.attention.steps(x_sbh, batch)))
         x_sbh = x_sbh + self._drop(branch, batch, "attention.out")
-        branch = self.mlp_post_norm((yield from self.mlp.steps(x_sbh, batch)))
-        return x_sbh + self._drop(branch, batch, "mlp.down")
+        x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, x_sbh, batch)
+        return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
 
 
 class ParallelBlock(SteppedBlock):

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from megascale.comm.collectives import labelled_pieces
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext
-from megascale.parallel.domino import Steps, run_through
 from megascale.parallel.experts.dispatcher import Dispatcher, InFlight, start_combine, start_dispatch
 from megascale.parallel.experts.grouped_linear import grouped_linear, router_logits
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.recompute import Recomputation
+from megascale.parallel.segments import Steps, finish
 from megascale.record.label import Label
 
 
@@ -43,32 +42,35 @@ class Experts(nn.Module):
         self._index = index
         self._up_gemms, self._down_gemms = (context.grouped_gemms(index) for _ in range(2))
 
-    def steps(
-        self,
-        x_sbh: Tensor,
-        batch: MicroBatch,
-        recompute_input: Recomputation | None = None,
-        compute_output: bool = True,
-    ) -> Steps[Tensor]:
-        """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed. The output is computed in any
-        case: the gate's gradient needs the shared expert's.
+    def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+        """Map x [s, b, h] to [s, b, h]."""
+        return finish(self.steps(x_sbh, x_sbh, batch))[1]
+
+    def steps(self, residual: Tensor, x_sbh: Tensor, batch: MicroBatch) -> Steps[tuple[Tensor, Tensor]]:
+        """Compute `forward` in segments, which pass on the `residual` stream; return it and the result. Several blocks
+        of tokens are one segment.
         """
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
         logits = router_logits(x, self.router, self.router_bias)
         weights, dispatchers = self._experts.route(logits, batch, self._index)
         blocks = self._dispatched(x, weights, dispatchers)
         in_flight, out, arriving = list[InFlight](), list[Tensor](), next(blocks, None)
+        one = arriving if len(dispatchers) == 1 else None
+        if one is not None:
+            residual, x_sbh, scalar = yield residual, x_sbh, one[0].scalar
+            arriving = one[0]._replace(scalar=scalar), one[1]
         while arriving is not None:  # backward runs in the reverse order, with the same overlap
             out += [in_flight.pop(0).tokens()] if len(in_flight) == 2 else []
             following = next(blocks, None)
             in_flight.append(self._computed(*arriving))
             arriving = following
+        if one is not None:
+            residual, x_sbh, scalar = yield residual, x_sbh, in_flight[0].scalar
+            in_flight[0] = in_flight[0]._replace(scalar=scalar)
         shared = None if self.shared is None else (yield from self._shared(x_sbh, batch))  # overlaps the exchange
         out += [each.tokens() for each in in_flight]
         routed = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x_sbh)
-        return routed if shared is None else routed + shared
-
-    forward = run_through(steps)
+        return residual, routed if shared is None else routed + shared
 
     def _dispatched(
         self, x: Tensor, weights: Tensor, dispatchers: tuple[Dispatcher, ...]

@@ -11,9 +11,9 @@ from torch import Tensor
 from megascale.comm.group import single_rank_group
 from megascale.model.attention import Attention
 from megascale.model.modules import LayerContext, Linear, Norm
-from megascale.parallel.domino import Steps
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
+from megascale.parallel.segments import Steps
 from megascale.parallel.tensor import column_parallel_linear, column_parallel_steps, shared_by_heads
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.record.label import Label

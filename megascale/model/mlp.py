@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megascale.model.modules import LayerContext, Linear
-from megascale.parallel.domino import Steps, finish, run_through
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
+from megascale.parallel.segments import Steps, finish, run_through
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.parallel.tiles import run_in_tiles
 from megascale.record.label import Label
@@ -42,7 +42,7 @@ class MLP(nn.Module):
         recompute_input: Recomputation | None = None,
         compute_output: bool = True,
     ) -> Steps[Tensor]:
-        """Map x [s, b, h] to [s, b, h]. `batch` is for layers with experts; `recompute_input` recomputes x for wgrad;
+        """Map x [s, b, h] to [s, b, h]. `batch` is unused; `recompute_input` recomputes x for wgrad;
         `compute_output` as in `row_parallel_linear`.
         """
         if self.tiles > 1:
@@ -75,3 +75,15 @@ def feed_forward(context: LayerContext, index: int) -> MLP | Experts:
     from megascale.model.experts import Experts
 
     return Experts(context, index)
+
+
+def branch_steps(
+    branch: MLP | Experts, residual: Tensor, x_sbh: Tensor, batch: MicroBatch,
+    recompute_input: Recomputation | None = None, compute_output: bool = True,
+) -> Steps[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Run the branch on x; return the `residual` stream, which the segments of experts pass on, and the result. Other
+    arguments as in `MLP.steps`; experts save x for the router, and compute their result in any case.
+    """
+    if isinstance(branch, MLP):
+        return residual, (yield from branch.steps(x_sbh, batch, recompute_input, compute_output))
+    return (yield from branch.steps(residual, x_sbh, batch))

@@ -13,10 +13,11 @@ from megascale.model.block import SteppedBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
-from megascale.parallel.domino import Steps, in_halves
+from megascale.parallel.domino import in_halves
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
+from megascale.parallel.segments import Steps
 from megascale.parallel.tensor import column_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams
 from megascale.parallel.vocabulary import VocabularyRange
@@ -92,23 +93,31 @@ class Stage(nn.Module):
 
     def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         """Compute the residual stream after this stage's layers."""
-        if self.embedding is not None:
-            if batch.tokens is None:
-                raise ValueError("the first stage needs tokens")
-            x_sbh = self.embedding(batch.tokens, batch, rows_sbh=x_sbh)
-        assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
+        x_sbh = self._embed(x_sbh, batch)
         if self._layers_in_halves:
             return in_halves(self._layer_steps, x_sbh, batch)
         for index, block in self.layers.items():
             x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
         return x_sbh
 
+    def _embed(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        if self.embedding is not None:
+            if batch.tokens is None:
+                raise ValueError("the first stage needs tokens")
+            x_sbh = self.embedding(batch.tokens, batch, rows_sbh=x_sbh)
+        assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
+        return x_sbh
+
     def _layer_steps(self, x_sbh: Tensor, batch: MicroBatch, leads: bool) -> Steps[Tensor]:
-        """Run all layers on a half: the leading one is the first in a layer, and in backward the last to leave it."""
+        """Run all layers, recomputed ones in a step. Of two halves the leading one is the first in a layer, and in
+        backward the last to leave it.
+        """
         for index, block in self.layers.items():
             x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
-            assert isinstance(block, SteppedBlock), "the card of another block has no fact `steps`"
-            x_sbh = yield from block.steps(x_sbh, batch)
+            if isinstance(block, SteppedBlock) and not self._recompute:
+                x_sbh = yield from block.steps(x_sbh, batch)
+            else:
+                x_sbh = self._run_block(block, x_sbh, batch)
         return x_sbh
 
     def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
@@ -122,7 +131,16 @@ class Stage(nn.Module):
         )
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
-        x_sbh = self.hidden_states(x_sbh, batch)
+        return self._output(self.hidden_states(x_sbh, batch), batch)
+
+    def steps(self, x_sbh: Tensor | None, batch: MicroBatch) -> Steps[StageOutput]:
+        """Compute `forward` in segments (`parallel.segments`)."""
+        if self._layers_in_halves:
+            return self(x_sbh, batch)
+        x_sbh = yield from self._layer_steps(self._embed(x_sbh, batch), batch, leads=True)
+        return self._output(x_sbh, batch)
+
+    def _output(self, x_sbh: Tensor, batch: MicroBatch) -> StageOutput:
         if self.head is None:
             return StageOutput(x_sbh)
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))

@@ -14,10 +14,9 @@ order: what forward waits for, backward starts, and what forward starts, backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,28 +24,9 @@ from torch import Tensor
 from megascale.comm.work import COMPLETED, Work
 from megascale.parallel.linear_gemms import LinearGemms, Operand
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.segments import Steps, finish
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.record.label import Label
-
-T = TypeVar("T")
-P = ParamSpec("P")
-
-Steps = Generator[None, None, T]
-"""Computes a T in steps."""
-
-
-def finish(steps: Steps[T]) -> T:
-    """Run the steps that are left, and return the result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-def run_through(steps: Callable[P, Steps[T]]) -> Callable[P, T]:
-    """Return the function that runs all steps: a module's `forward`."""
-    return wraps(steps)(lambda *args, **kwargs: finish(steps(*args, **kwargs)))
 
 
 def in_halves(steps: Callable[[Tensor, MicroBatch, bool], Steps[Tensor]], x: Tensor, batch: MicroBatch) -> Tensor:

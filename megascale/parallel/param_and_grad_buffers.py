@@ -160,7 +160,7 @@ def _accumulate_into_bucket(parameter: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class BucketOverlap:
     """Overlap of buckets' communication. `on`: with compute; `in_backward`: reductions start in a chunk's backward.
 
     Without `in_backward` they start after it: where only some of the data-parallel ranks run a backward together, one
@@ -184,7 +184,8 @@ class ParamAndGradBuffers:
 
     def __init__(
         self, chunks: Sequence[Sequence[Sequence[ParamSpec]]], mesh: Mesh, *, zero: int, sequence: bool,
-        overlap: Overlap, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, wgrad: Wgrad = torch_wgrad,
+        overlap: BucketOverlap, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
+        wgrad: Wgrad = torch_wgrad,
     ) -> None:  # fmt: skip
         self._sequence = sequence
         self._overlap = overlap
@@ -266,16 +267,16 @@ class ParamAndGradBuffers:
             bucket.read_full_grad()
 
     @contextmanager
-    def input_gradient(self, chunk: int) -> Iterator[WeightGradients]:
-        """Leave the work on the gradients of a chunk's weights, of a backward inside, for its W, which calls `run`."""
-        self._left = WeightGradients()
+    def input_gradient(self, chunk: int, left: WeightGradients) -> Iterator[None]:
+        """Leave the work on the gradients of a chunk's weights, of a backward inside, in a queue for its W."""
+        self._left = left
         accumulations = [
             parameter.accumulation  # type: ignore[attr-defined]
             for parameter in self.parameters(chunk).values()
         ]
         for accumulation in accumulations:
-            accumulation.left = self._left
-        yield self._left
+            accumulation.left = left
+        yield
         self._left = None
         for accumulation in accumulations:
             accumulation.left = None

@@ -6,6 +6,7 @@
     B               wait for the output gradient and, only without sp, all-gather its shards; run the chunk's backward
     I, W            the same in two: the gradient of the input, and then those of the weights, whose operands wait in a
                     queue (`parallel.grad_accumulation`)
+    F&B, F&I        an Overlap: both, by turns a segment of the backward and one of the forward (`parallel.segments`)
     SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B or I to the previous stage;
                     one on the same rank is handed the tensor itself, without an action
     RECV_F, RECV_B  post a receive; the F, B or I that consumes the message waits for it
@@ -24,12 +25,14 @@ flight: the executor cannot run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megascale.comm.group import TrackedWork
@@ -40,9 +43,10 @@ from megascale.parallel.grad_accumulation import WeightGradients
 from megascale.parallel.microbatch import MicroBatch, StageOutput
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.recompute import run_backward
+from megascale.parallel.segments import Cut, InputGradient, Steps, cut_graphs, finish, graph_input
 from megascale.record.label import Label
 from megascale.schedule.dependencies import Neighbours, neighbours
-from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, each_action
+from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, Overlap, RankSchedule, each_action
 
 if TYPE_CHECKING:
     from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
@@ -55,44 +59,33 @@ class Batch(Protocol):
     def micro_batch(self, index: int) -> MicroBatch: ...
 
 
+class PipelineStage(Protocol):
+    """A model chunk's forward, at once and in segments. The first stage is given None."""
+
+    def __call__(self, x: Tensor | None, batch: MicroBatch, /) -> StageOutput: ...
+
+    def steps(self, x: Tensor | None, batch: MicroBatch, /) -> Steps[StageOutput]: ...
+
+
 @dataclass
 class _Saved:
     """A forward's remains for its backward: the autograd edges of its activation, if it has one, and of its losses,
-    with their `constants`; `received`, which gets the gradient of a received input; and with offload the input of the
-    chunk's last block.
+    with their `constants`; the `cuts` between its segments; `received`, which gets the gradient of a received input;
+    and with offload the input of the chunk's last block.
     """
 
     edges: list[GradientEdge]
     constants: list[float]
-    received: _ReceivedGrad | None
+    cuts: list[Cut]
+    received: InputGradient | None
     offloaded: OffloadedInput | None
-
-
-class _ReceivedGrad:
-    """The gradient of a received activation, which nothing holds but what needs its elements."""
-
-    grad: Tensor | None = None
-
-
-class _Received(torch.autograd.Function):
-    """The identity on a received activation; `scalar` is a leaf that connects it to autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scalar: Tensor, holder: _ReceivedGrad) -> Tensor:
-        ctx.holder = holder
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.holder.grad = grads[0]
-        return None, None, None
 
 
 class PipelineExecutor:
     """Runs schedules on this rank's stages, a stage per model chunk."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], placement: Placement, buffers: ParamAndGradBuffers, mesh: Mesh,
+        self, stages: Sequence[PipelineStage], placement: Placement, buffers: ParamAndGradBuffers, mesh: Mesh,
         p2p_spec: P2PActivationSpec, loss_dtype: torch.dtype, *, overlap: bool = True,
         offload: ActivationOffload | None = None,
     ) -> None:  # fmt: skip
@@ -141,10 +134,9 @@ class PipelineExecutor:
 
         Returns the sum of the reported terms of the loss in this rank's micro-batches, a scalar; zero without any.
         """
-        one_by_one = [*each_action(actions)]
-        training = any(action.kind in (Kind.B, Kind.I) for action in one_by_one)
+        training = any(action.kind in (Kind.B, Kind.I) for action in each_action(actions))
         with torch.set_grad_enabled(training):
-            return _Execution(self, batch, training).run_actions(one_by_one)
+            return _Execution(self, batch, training).run_actions(actions)
 
 
 class _Execution:
@@ -168,23 +160,20 @@ class _Execution:
         self._left: dict[tuple[int, int], WeightGradients] = {}
         self._loss = pipeline.loss_scalar(0.0)
 
-    def run_actions(self, actions: list[Action]) -> Tensor:
+    def run_actions(self, actions: RankSchedule) -> Tensor:
         # The backwards that a REDUCE follows: a REDUCE has the chunk and micro-batch of its backward.
-        last_backwards = {action[1:] for action in actions if action.kind is Kind.REDUCE}
-        recomputed = {action[1:] for action in actions if action.kind is Kind.R}
+        self._last_backwards = {action[1:] for action in each_action(actions) if action.kind is Kind.REDUCE}
+        self._recomputed = {action[1:] for action in each_action(actions) if action.kind is Kind.R}
+        pairs = [entry for entry in actions if isinstance(entry, Overlap)]
+        self._in_segments = {action[1:] for action in each_action(pairs)}
         recorder = self._p.recorder
         for action in actions:
+            if isinstance(action, Overlap):  # the backward first: the forward hides what its first segment sends
+                for _ in zip_longest(self._by_turns(action.backward), self._by_turns(action.forward)):
+                    self._p.release_sent()
+                continue
             key = action[1:]  # chunk, micro-batch
             match action.kind:  # recorder.action logs an event; recorder.scope only tags the collectives inside
-                case Kind.F:
-                    with recorder.action(action.kind.value, *key):
-                        self._forward(action, dropped=key in recomputed)
-                case Kind.R:
-                    with recorder.action(action.kind.value, *key):
-                        self._run_stage(action, self._dropped.pop(key))
-                case Kind.B | Kind.I | Kind.W:
-                    with recorder.action(action.kind.value, *key):
-                        self._run_backward(action, is_last=key in last_backwards)
                 case Kind.SEND_F | Kind.SEND_B:
                     with recorder.scope(*key):
                         self._send(action)
@@ -196,6 +185,9 @@ class _Execution:
                 case Kind.REDUCE:
                     with recorder.scope(*key):
                         self._reduce(action)
+                case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W:
+                    with recorder.action(action.kind.value, *key):
+                        finish(self._compute(action))
                 case _:
                     self._run_vocabulary(action)
             self._p.release_sent()
@@ -203,13 +195,32 @@ class _Execution:
             self._p.passes.finish()
         return self._loss
 
-    def _forward(self, action: Action, *, dropped: bool) -> None:
+    def _by_turns(self, action: Action) -> Iterator[None]:
+        """Run an action segment by segment, each an event."""
+        segments, ended = self._compute(action), False
+        while not ended:
+            with self._p.recorder.action(action.kind.value, action.chunk, action.microbatch):
+                ended = next(segments, True) is True
+            yield
+
+    def _compute(self, action: Action) -> Generator[None, None, object]:
+        """Return the segments of an action of compute."""
+        key = action[1:]
+        match action.kind:
+            case Kind.F:
+                return self._forward(action, dropped=key in self._recomputed)
+            case Kind.R:
+                return self._run_stage(action, self._dropped.pop(key))
+            case _:
+                return self._run_backward(action, is_last=key in self._last_backwards)
+
+    def _forward(self, action: Action, *, dropped: bool) -> Generator[None, None, None]:
         """Run a forward. `dropped`: it saves its input only, and is recomputed before its backward."""
         micro_batch, x = self._batch.micro_batch(action.microbatch), self._wait_received(action)
         if dropped:
             self._dropped[action.chunk, action.microbatch] = x
         with torch.set_grad_enabled(self._training and not dropped):
-            out = self._run_stage(action, x)
+            out = yield from self._run_stage(action, x)
         for loss in (loss for loss in out.losses if loss.reported):
             self._loss += loss.total if loss.constant == 1 else loss.constant * loss.total
         if out.activation is not None:
@@ -221,21 +232,23 @@ class _Execution:
         elif dropped:
             micro_batch.release_masks()
 
-    def _run_stage(self, action: Action, x: Tensor | None) -> StageOutput:
+    def _run_stage(self, action: Action, x: Tensor | None) -> Generator[None, None, StageOutput]:
         """Run the chunk's forward, and return its output, detached. With gradients enabled, its autograd edges are
         saved: backward needs no more, and a sent output is freed when its send completes.
         """
-        saves = torch.is_grad_enabled()
-        received: _ReceivedGrad | None = None
+        stage, micro_batch = self._p.stages[action.chunk], self._batch.micro_batch(action.microbatch)
+        saves, cuts, received = torch.is_grad_enabled(), list[Cut](), None
         if saves and x is not None:
-            received = _ReceivedGrad()
-            x = _Received.apply(x, self._p.loss_scalar(0.0).requires_grad_(), received)
-        activation, losses = self._p.stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
+            x, received = graph_input(x)
+        if saves and action[1:] in self._in_segments:
+            activation, losses = yield from cut_graphs(stage.steps(x, micro_batch), cuts)
+        else:
+            activation, losses = stage(x, micro_batch)
         if saves:
             offloaded = self._p.offload.end_forward() if self._p.offload is not None else None
             roots = [*([] if activation is None else [activation]), *(loss.total for loss in losses)]
             edges, constants = [get_gradient_edge(root) for root in roots], [loss.constant for loss in losses]
-            self._saved[action.chunk, action.microbatch] = _Saved(edges, constants, received, offloaded)
+            self._saved[action.chunk, action.microbatch] = _Saved(edges, constants, cuts, received, offloaded)
         detached = tuple(loss._replace(total=loss.total.detach()) for loss in losses)
         return StageOutput(None if activation is None else activation.detach(), detached)
 
@@ -245,27 +258,40 @@ class _Execution:
     def _neighbours(self, action: Action) -> Neighbours:
         return neighbours(action, self._p.channels.rank, self._p.placement)
 
-    def _run_backward(self, action: Action, *, is_last: bool) -> None:
+    def _run_backward(self, action: Action, *, is_last: bool) -> Generator[None, None, None]:
         """Run a backward, or a part of it. `is_last`: the chunk's last gradients before a reduction."""
         key, buffers = action[1:], self._p.buffers
         if action.kind is Kind.I:
-            with buffers.input_gradient(action.chunk) as self._left[key]:
-                self._backward(action._replace(kind=Kind.B))
+            left = self._left[key] = WeightGradients()
+            yield from self._backward(action._replace(kind=Kind.B), left)
             return
         with buffers.backward(action.chunk, last=is_last):
             if action.kind is Kind.W:
                 self._left.pop(key).run()
             else:
-                self._backward(action)
+                yield from self._backward(action)
 
-    def _backward(self, action: Action) -> None:
-        """Run the backward of the output and the losses of a forward, and free what it has saved."""
+    def _backward(self, action: Action, left: WeightGradients | None = None) -> Iterator[None]:
+        """Run the backward of the output and the losses of a forward, and free what it has saved. `left`: for the work
+        on the gradients of weights; without it, this is done at once, of experts behind the exchange.
+        """
         saved = self._saved.pop((action.chunk, action.microbatch))
         if self._p.offload is not None and saved.offloaded is not None:  # loaded while the gradient arrives
             self._p.offload.fetch(saved.offloaded)
         grad = self._wait_received(action)
         grads = [*([] if grad is None else [grad]), *map(self._p.loss_scalar, saved.constants)]
-        run_backward(saved.edges, grads)
+        (edges, saved.edges), grad = (saved.edges, []), None
+        while True:
+            behind = WeightGradients() if left is None and len(saved.cuts) % 2 else None
+            queue = left or behind
+            with nullcontext() if queue is None else self._p.buffers.input_gradient(action.chunk, queue):
+                run_backward(edges, grads)
+            if behind is not None:
+                behind.run()
+            if not saved.cuts:
+                break
+            edges, grads = saved.cuts.pop().take()
+            yield
         if not any(microbatch == action.microbatch for _, microbatch in self._saved):
             self._batch.micro_batch(action.microbatch).release()
         if saved.received is not None:

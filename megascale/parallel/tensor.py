@@ -36,10 +36,11 @@ from torch import Tensor
 
 from megascale.comm.work import Work
 from megascale.ops.quantized import Quantized
-from megascale.parallel.domino import Edge, EnterLayers, LeaveLayers, Steps, finish
+from megascale.parallel.domino import Edge, EnterLayers, LeaveLayers
 from megascale.parallel.grad_accumulation import accumulate_bias_grad, left_for_w
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
+from megascale.parallel.segments import Steps, finish
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel, all_gather_matmul, matmul_reduce_scatter
 from megascale.record.label import Label, LabelLike
 
@@ -66,7 +67,7 @@ def column_parallel_steps(
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
     if edge is not None:
         x = EnterLayers.apply(x, edge, gemms[0], tp, label)
-        yield
+        yield None
     return _ColumnParallel.apply(tp, label, gemms, recompute_input, edge, x, *tensors)
 
 
@@ -92,11 +93,11 @@ def row_parallel_steps(
     recompute_inputs = recompute_inputs or [None] * len(inputs)
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
     if edge is not None:
-        yield
+        yield None
     out = _RowParallel.apply(tp, label, gemms, recompute_inputs, compute_output, edge, *inputs, *tensors)
     if edge is None:
         return out
-    yield
+    yield None
     return LeaveLayers.apply(out, edge, gemms[0], tp, label)
 
 

@@ -22,23 +22,23 @@ LIVE = {Kind.F: 1, Kind.I: 0, Kind.W: -1}
 """How many more activations are live after an action."""
 
 
-class Block(NamedTuple):
+class BuildingBlock(NamedTuple):
     """Times of a micro-batch on rank r, of F0, F1, I1 and I0: `starts` + `hops` r."""
 
     starts: tuple[int, int, int, int]
     hops: tuple[int, int, int, int]
 
 
-def half_block(p: int) -> Block:
+def half_block(p: int) -> BuildingBlock:
     """Return the block of V-Half: forwards go down in twice the time in which they come back."""
     wait = 0 if p % 2 else 3
-    return Block((0, 3 * p - 2, 3 * p + wait - 1, 6 * p + wait - 2), (2, -1, 2, -1))
+    return BuildingBlock((0, 3 * p - 2, 3 * p + wait - 1, 6 * p + wait - 2), (2, -1, 2, -1))
 
 
-def min_block(p: int) -> Block:
+def min_block(p: int) -> BuildingBlock:
     """Return the block of V-Min, the shortest."""
     wait = 0 if p % 3 else 2
-    return Block((0, 2 * p - 1, 2 * p + wait, 4 * p + wait - 1), (1, -1, 1, -1))
+    return BuildingBlock((0, 2 * p - 1, 2 * p + wait, 4 * p + wait - 1), (1, -1, 1, -1))
 
 
 def v_half(p: int, v: int, m: int, rank: int) -> RankSchedule:
@@ -63,7 +63,7 @@ def v_min(p: int, v: int, m: int, rank: int) -> RankSchedule:
     return _squeezed_and_repeated(min_block(p), p, v, m, rank)
 
 
-def _squeezed_and_repeated(block: Block, p: int, v: int, m: int, rank: int) -> RankSchedule:
+def _squeezed_and_repeated(block: BuildingBlock, p: int, v: int, m: int, rank: int) -> RankSchedule:
     require_two_chunks(v)
     few = min(m, 2 * p + 4)  # with a steady micro-batch, if m is larger
     order = squeezed(block, p, few)[rank]
@@ -78,7 +78,7 @@ def repeated(order: list[Action], p: int, more: int) -> list[Action]:
     return [action._replace(microbatch=action.microbatch + i) for i, action in later]
 
 
-def in_blocks(block: Block, m: int, rank: int) -> list[Action]:
+def in_blocks(block: BuildingBlock, m: int, rank: int) -> list[Action]:
     """Order the actions of a rank by the times of their blocks, the oldest W in every time that is left."""
     passes = forward(0, 0), forward(1, 0), Action(Kind.I, 1, 0), Action(Kind.I, 0, 0)
     at = {
@@ -97,7 +97,7 @@ def in_blocks(block: Block, m: int, rank: int) -> list[Action]:
 
 
 @lru_cache(8)
-def squeezed(block: Block, p: int, m: int) -> list[list[Action]]:
+def squeezed(block: BuildingBlock, p: int, m: int) -> list[list[Action]]:
     """Run the blocks of all ranks in unit times: a rank takes the first action of its order that is ready, a W only
     without another, and a forward only if never more activations are live than in the blocks.
     """

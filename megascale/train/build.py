@@ -38,7 +38,7 @@ from megascale.ops.wgrad import Wgrad
 from megascale.optim.lr import learning_rate
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
-from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
+from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
@@ -277,7 +277,7 @@ def build_buffers(
         mesh,
         zero=parallel.zero,
         sequence=parallel.sp,
-        overlap=Overlap(overlap, in_backward=not parallel.hybrid_dp),
+        overlap=BucketOverlap(overlap, in_backward=not parallel.hybrid_dp),
         dtypes=dtypes,
         device=device,
         wgrad=wgrad,

@@ -118,6 +118,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"moe.token_blocks": "the 16 tokens of a rank cannot be cut into 3"},
     ),
     (
+        "paired_experts",
+        MOE | {"parallel__schedule": "combined_1f1b", "moe__token_blocks": 2, "train__recompute": "full"},
+        {"moe.token_blocks": "hidden by another micro-batch", "train.recompute": "not in a recomputed layer"},
+    ),
+    (
         "CHUNKS",
         MOE | {"moe__balance": "sequence", "moe__capacity_factor": 1.0, "data__sequence_chunk_tokens": 8},
         {"moe.balance": "a chunk is not all of a sequence", "moe.capacity_factor": "which has the capacity"},

@@ -14,7 +14,7 @@ from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import DATA_AXES, Topology
 from megascale.parallel.bucket_storage import Replicated, Sharded, ShardedEach
 from megascale.parallel.grad_accumulation import accumulate_grad
-from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
+from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
 from tests.thread_world import simulate
 
 TOPOLOGY = Topology(cp=2, dp=2, tp=2)
@@ -35,7 +35,7 @@ EXPERTS = parameter("layers.0.experts.weight", {"dp": 0, "tp": 1}, ("cp",))
 def buffers_of(mesh: Mesh, zero: int) -> ParamAndGradBuffers:
     dtypes = (torch.float64, torch.float64)
     return ParamAndGradBuffers(
-        [[[DENSE], [EXPERTS]]], mesh, zero=zero, sequence=False, overlap=Overlap(True), dtypes=dtypes,
+        [[[DENSE], [EXPERTS]]], mesh, zero=zero, sequence=False, overlap=BucketOverlap(True), dtypes=dtypes,
         device=torch.device("cpu"),
     )  # fmt: skip
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.topology import Coord
 from megascale.plan.account.traffic import step_traffic
 from megascale.record.label import Label
 from tests.marks import only_quick
-from tests.parallel.test_split_backward import SPLIT
 from tests.parallel.test_tp_overlap import by_messages
 from tests.recorded_events import forget_events
 from tests.runs import MODELS, build_run, builds, config_of, curve_of, settings, traffic_of
@@ -167,13 +165,11 @@ def test_static_scales_do_not_depend_on_the_halves(tmp_path: Path) -> None:
 
 def curves(rank: Rank, configs: list[RunConfig]) -> list[Any]:
     """Train three steps of each configuration."""
-    SCHEDULES.cards[SPLIT.name] = SPLIT
     return [curve_of(run, 3) for run in builds(rank, configs)]
 
 
-def test_a_split_backward_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEDULES.cards, SPLIT.name, SPLIT)
+def test_a_split_backward_is_the_same_run(tmp_path: Path) -> None:
     keys = {"parallel__sp": True, "parallel__pp": 2, "batch__global": 8}
-    configs = [configure("gpt", tmp_path, **keys, parallel__schedule=name) for name in ("1f1b", SPLIT.name)]
+    configs = [configure("gpt", tmp_path, **keys, parallel__schedule=name) for name in ("1f1b", "interleaved_zb")]
     for whole, split in run_world(4, curves, configs):
         assert split == whole

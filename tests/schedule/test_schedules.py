@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import looped
-from megascale.schedule.building_blocks import Block, half_block, min_block, repeated, squeezed
+from megascale.schedule.building_blocks import BuildingBlock, half_block, min_block, repeated, squeezed
 from megascale.schedule.check import check_schedule, most_live
 from megascale.schedule.gpipe import gpipe
 from megascale.schedule.interleaved import interleaved_1f1b
@@ -134,7 +134,7 @@ def test_bubbles_of_building_blocks(name: str, share: float, p: int, m: int) -> 
 
 @pytest.mark.parametrize("block", [half_block, min_block])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 8, 12])
-def test_building_blocks_repeat(block: Callable[[int], Block], p: int) -> None:
+def test_building_blocks_repeat(block: Callable[[int], BuildingBlock], p: int) -> None:
     """A long schedule is a short one with its steady micro-batch repeated."""
     few, many = squeezed(block(p), p, 2 * p + 4), squeezed(block(p), p, 3 * p + 9)
     assert many == [repeated(order, p, 3 * p + 9 - (2 * p + 4)) for order in few]

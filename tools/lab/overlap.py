@@ -69,6 +69,8 @@ class OverlapCase:
     others: tuple[str, ...] = ()
 
     def overlap_settings(self, way: str) -> Settings:
+        if self.axes == ("ep",):  # hidden by another micro-batch
+            return {"parallel.schedule": '"1f1b"' if way == "off" else '"combined_1f1b"'}
         value = {"off": "false"}.get(way, f'"{way}"' if way in self.others else "true")
         return {f"overlap.{axis}": value for axis in self.axes}
 
@@ -100,6 +102,11 @@ CASES = {
         OverlapCase(
             "cp", 2, ("cp",),
             _model(4, 256, 768) | _batch(1, 1) | {"model.seq_length": "4096", "parallel.cp": "2"},
+        ),
+        OverlapCase(
+            "ep", 2, ("ep",),
+            _model(4, 256, 768) | _batch(2, 24) | {"parallel.dp": "2", "parallel.ep": "2"}
+            | {"model.experts": "8", "model.experts_per_token": "2", "model.expert_ffn_size": "512"},
         ),
         OverlapCase(
             "tp", 2, ("tp",),

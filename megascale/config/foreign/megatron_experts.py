@@ -93,7 +93,7 @@ _OF_EXPERTS = (
     words("--moe-token-dispatcher-type", "moe.dispatcher",
           {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"}, "", "all_gather"),
     needless("--moe-shared-expert-overlap", _ALWAYS, 0),
-    needless("--overlap-moe-expert-parallel-comm", "write moe.token_blocks: of blocks of a micro-batch's tokens", 0),
+    needless("--overlap-moe-expert-parallel-comm", "write parallel.schedule = combined_1f1b", 0),
     needless("--moe-router-dtype", "nothing to write: logits are in fp32"),
     absent("--moe-input-jitter-eps", "not supported"),
     needless("--moe-grouped-gemm, --moe-per-layer-logging", _ALWAYS, 0),

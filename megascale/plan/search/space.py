@@ -204,7 +204,7 @@ class Space:
         if not self.config.model.experts:  # pairs hide nothing
             bounded = {name: facts for name, facts in bounded.items() if not facts.get("pairs")}
         suited = [name for name, facts in bounded.items()
-                  if facts["multi_chunk"] == (vpp > 1) and facts.get("v", vpp) == vpp]  # fmt: skip
+                  if facts["multi_chunk"] == (vpp > 1) and (facts.get("v") or vpp) == vpp]  # fmt: skip
         return self._values("parallel.schedule", suited[:1] if pp == 1 else suited)
 
 

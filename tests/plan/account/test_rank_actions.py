@@ -22,7 +22,7 @@ from megascale.schedule.lower import lower
 @example(p=8, v=3, m=71)  # all groups but one are large
 @settings(max_examples=40, deadline=None)
 def test_representative_micro_batches_show_all_situations(name: str, p: int, v: int, m: int) -> None:
-    v = SCHEDULES[name].facts.get("v", v)
+    v = SCHEDULES[name].facts.get("v") or v
     m = max(m, SCHEDULES[name].facts.get("min_m", 0) * p)
     few, many = (
         ir.build_schedule(SCHEDULES[name].load(), p, v, count) for count in (representative_microbatches(p, m), m)

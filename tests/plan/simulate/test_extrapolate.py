@@ -90,7 +90,7 @@ UNIFORM = [
 def test_a_uniform_pipeline_is_exact(name: str, p: int, m: int) -> None:
     """Work of all micro-batches plus the bubble of p - 1 stages, with more idle time for m < p."""
     facts = SCHEDULES[name].facts
-    v = facts.get("v", 3) if facts["multi_chunk"] else 1
+    v = (facts.get("v") or 3) if facts["multi_chunk"] else 1
     forward = dict.fromkeys(itertools.product(range(p), range(v)), 1.0)
     times = StageTimes(forward, dict.fromkeys(forward, 2.0), 0.0, 0.0, {}, {}, weight_gradient=forward)
     if m >= p:

@@ -50,7 +50,7 @@ def test_the_hidden_share() -> None:
         ([], "COMMAND"),
         (["overlap", "--steps", "2"], "the first 2 steps are not timed"),
         (["overlap", "--rounds", "0"], "'0' is not an integer of 1 or more"),
-        (["overlap", "--axes", "ep"], "invalid choice: 'ep'"),
+        (["overlap", "--axes", "sp"], "invalid choice: 'sp'"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
