@@ -1,6 +1,7 @@
 """Amaxes of a tensor's rows and columns, kept with the tensor by a kernel that read or wrote it for another purpose.
 
-They hold for this tensor object until it is changed. A view or a copy has none, and is read once more.
+They hold for this tensor object until torch counts a change of it; a collective or a kernel that writes to it is not
+counted. A view or a copy has none, and is read once more.
 """
 
 from __future__ import annotations

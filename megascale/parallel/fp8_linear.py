@@ -172,6 +172,8 @@ class Fp8Gemms(LinearGemms):
         if amax is None:
             with profiler_range("quantize"):
                 amax = self.state.recipe.quantizer(operand).amax(x)
+        else:
+            amax = amax.clone()  # what a tensor keeps is of this rank
         operand_label = self.state.labels[f"{self.name}.{operand}"]
         label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
         for group in groups:

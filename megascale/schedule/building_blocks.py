@@ -71,7 +71,7 @@ def _squeezed_and_repeated(block: BuildingBlock, p: int, v: int, m: int, rank: i
 
 
 def repeated(order: list[Action], p: int, more: int) -> list[Action]:
-    """Repeat the steady micro-batch of a rank's order for so many micro-batches more."""
+    """Repeat the steady micro-batch of a rank's order for `more` micro-batches."""
     start, end = order.index(Action(Kind.I, 0, p)), order.index(Action(Kind.I, 0, p + 1))
     copies = [(i, action) for i in range(more) for action in order[start:end]]
     later = [(0, action) for action in order[:start]] + copies + [(more, action) for action in order[start:]]

@@ -256,7 +256,7 @@ TRAIN = (
     needless("--exit-signal-handler, --check-for-nan-in-loss-and-grad", _ALWAYS, 0),
     needless("--no-check-for-nan-in-loss-and-grad", "not supported: loss and gradients must be finite", 0),
     needless("--rerun-mode", "not supported: write train.check_replicas_every, which finds silent errors"),
-    needless("--delay-wgrad-compute", "not supported: no schedule splits backward into dgrad and wgrad", 0),
+    needless("--delay-wgrad-compute", "write parallel.schedule = interleaved_zb or dualpipev: both split backward", 0),
     needless("--deterministic-mode", "nothing to write: a resume in the same layout repeats every bit", 0),
 )  # fmt: skip
 

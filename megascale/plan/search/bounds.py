@@ -24,7 +24,7 @@ from megascale.layout.recompute_policy import recompute_policy
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.rank_actions import most_inputs, rank_order
 from megascale.plan.account.state_bytes import state_bytes
-from megascale.plan.search.balance import balanced
+from megascale.plan.search.layer_split import balanced
 from megascale.plan.search.space import Layout, Space
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.profiles import Hardware, Stack

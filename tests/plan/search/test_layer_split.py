@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config.loading import load_config_tree
-from megascale.plan.search.balance import balanced
+from megascale.plan.search.layer_split import balanced
 from megascale.plan.search.search import search
 from megascale.plan.simulate import profiles
 from tests.runs import LLAMA
