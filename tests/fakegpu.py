@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 import megascale
 from megascale.comm import symmetric_memory
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import stages_of
+from megascale.layout.chunks import shares_embedding, stages_of
 from megascale.layout.topology import topology_of
 from megascale.ops.rope import rope_table
 from megascale.plan.dryrun.fake_mesh import FakeDevice, fake_mesh
@@ -217,8 +217,8 @@ def build_fake(config: RunConfig, rank: int) -> Run:
     device = FakeGPU(open_device(), "nccl")
     recorder = Recorder(device.timer())
     mesh = fake_mesh(
-        topology_of(config.parallel), rank, recorder, tied=config.model.embeds_last, collectives_in_pieces=True,
-        placement=stages_of(config.model, config.parallel).placement,
+        topology_of(config.parallel), rank, recorder, tied=shares_embedding(config.model, config.parallel),
+        collectives_in_pieces=True, placement=stages_of(config.model, config.parallel).placement,
     )  # fmt: skip
     with patch("torch.version.cuda", "12.9"):  # as of a torch that was built for the device
         return build_rank_run(config, mesh, device, StopRequest(), init_weights=False)

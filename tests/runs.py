@@ -13,6 +13,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.rank import Rank
+from megascale.layout.chunks import shares_embedding
 from tests.recorded_events import recorded_events
 
 GPT = {
@@ -111,7 +112,7 @@ def build_run(rank: Rank, config: RunConfig, mesh: Any = None, *, gpu: bool = Fa
 
     device = detect_device(rank.local_rank, allow_gpu=gpu)
     mesh = mesh or build_mesh(config, rank, device)
-    if not config.model.embeds_last:  # the ends of the pipeline share no embedding
+    if not shares_embedding(config.model, config.parallel):  # the ends of the pipeline share no embedding
         mesh = replace(mesh, tied=single_rank_group("tied", rank.rank))
     return build_rank_run(config, mesh, device, StopRequest())
 

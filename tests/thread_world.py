@@ -23,7 +23,7 @@ from megascale.comm.p2p import P2PCommunicator
 from megascale.comm.p2p_collectives import reduce_in_rank_order
 from megascale.comm.work import TransportWork
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import stages_of
+from megascale.layout.chunks import shares_embedding, stages_of
 from megascale.layout.stages import Placement
 from megascale.layout.topology import Topology, topology_of
 
@@ -206,5 +206,5 @@ def run_threads(config: RunConfig, function: Callable[[Any], T]) -> list[T]:
     def body(mesh: Mesh) -> T:
         return function(build_rank_run(config, mesh, device, StopRequest()))
 
-    placement = stages_of(config.model, config.parallel).placement
-    return simulate(topology_of(config.parallel), body, tied=config.model.embeds_last, placement=placement)
+    p, placement = config.parallel, stages_of(config.model, config.parallel).placement
+    return simulate(topology_of(p), body, tied=shares_embedding(config.model, p), placement=placement)

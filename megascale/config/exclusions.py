@@ -10,6 +10,7 @@ from megascale.catalog.backends import AUTO
 from megascale.catalog.decays import uses_decay_steps
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
+from megascale.catalog.schedules import SCHEDULES
 from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
@@ -36,6 +37,12 @@ def unless(*values: object) -> Test:
 def is_full_precision(precision: object) -> bool:
     """Return True for a value of `train.precision` without GEMMs of a recipe."""
     return not PRECISIONS[str(precision)].facts.get("quantizes")
+
+
+def can_wait(schedule: object) -> bool:
+    """Return True for a schedule whose backwards can come some forwards later."""
+    facts = {} if schedule is None else SCHEDULES[str(schedule)].facts
+    return facts.get("periodic", True) and not facts.get("pairs")
 
 
 @dataclass(frozen=True)
@@ -261,6 +268,19 @@ CHUNKS = Exclusions("data.sequence_chunk_tokens", unless(None), tuple(
     )
 ))  # fmt: skip
 """Keys without an implementation for chunks of sequences."""
+
+VOCABULARY = _unsupported(
+    "parallel.vocab_pp",
+    ("parallel.pp", unless(1), "there are no stages to share the vocabulary", "0, or pp above 1"),
+    ("model.mtp_layers", only(0), "MTP layers use whole embeddings and heads", "0, or vocab_pp = 0"),
+    ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported", "vocab_pp = 0"),
+    ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported", "false, or vocab_pp = 0"),
+    ("train.noise_scale_every", only(0), "the gradients of a micro-batch end at different times", "0"),
+    ("parallel.schedule", can_wait,
+     "no room for passes between its forwards and backwards", "another schedule, or vocab_pp = 0"),
+    ("data.blend_policy", only(None), "the loss of a micro-batch is not the last stage's", "no policy"),
+    ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw, or vocab_pp = 0"),
+)  # fmt: skip
 
 NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0)})
 

@@ -55,6 +55,11 @@ class ParallelConfig(Section):
         description="layers of the pp x vpp model chunks, in network order; auto: even, with fewer or no layers in the "
         "first and last chunk, which have the embedding and the head",
     )
+    vocab_pp: Annotated[int, Field(ge=0, le=2)] = Field(
+        0,
+        description="vocabulary parallelism: embedding and head are split by rows over all pp x tp ranks, which meet "
+        "once or twice between the forward and the backward of a micro-batch; 0: on the first and the last stage",
+    )
     zero: Annotated[int, Field(ge=0, le=2)] = Field(
         1,
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "

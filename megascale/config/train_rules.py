@@ -109,13 +109,13 @@ def learning_rate(batch: BatchConfig, train: TrainConfig, optimizer: OptimizerCo
         yield Finding("optimizer.decay_steps", message, f"at most {steps - warmup}")
 
 
-def optimizer_groups(model: ModelConfig, optimizer: OptimizerConfig) -> Iterable[Finding]:
-    """Check options of the optimizer, and that every parameter is in one group."""
-    if not (optimizer.groups or optimizer.options or model.mup_base_width):
+def optimizer_groups(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> Iterable[Finding]:
+    """Check options of the optimizer, and that every parameter is in one group, whose rule can update it."""
+    if not (optimizer.groups or optimizer.options or model.mup_base_width or parallel.vocab_pp):
         return ()
     from megascale.layout.group_rules import group_findings  # a layer above: the parameters of a model
 
-    return group_findings(model, optimizer)
+    return group_findings(model, optimizer, shared=parallel.vocab_pp > 0)
 
 
 def compensated_weights(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Finding]:

@@ -141,6 +141,11 @@ class BucketLayout:
         return "ep" in self.slots[0].parameter.sharding
 
     @property
+    def shares_vocabulary(self) -> bool:
+        """The parameters are rows of the vocabulary, which the pipeline's stages share."""
+        return "pp" in self.slots[0].parameter.sharding
+
+    @property
     def padding(self) -> list[tuple[int, int]]:
         """The ranges (start, stop) after slots that belong to no parameter."""
         return [(slot.stop, end) for slot, end in self._slot_ends if slot.stop < end]

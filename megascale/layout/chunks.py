@@ -16,8 +16,8 @@ from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.buckets import BucketLayout, pack, split_by_reduce_axes
-from megascale.layout.parameters import layer_params, stage_params
-from megascale.layout.stages import Stages, placement_of, split_layers
+from megascale.layout.parameters import layer_params, pipeline_vocabulary, stage_params
+from megascale.layout.stages import Place, Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
 
@@ -33,7 +33,7 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig) -> Stages:
     """The virtual pipeline stages of a run. The last has the layers of multi-token prediction."""
     p = parallel
     layers_per_chunk = None if p.layers_per_chunk is None else tuple(p.layers_per_chunk)
-    stages = split_layers(model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
+    stages = split_layers(model.num_layers, placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp), layers_per_chunk)
     return replace(stages, starts=(*stages.starts[:-1], model.total_layers)) if model.mtp_layers else stages
 
 
@@ -59,21 +59,29 @@ def chunk_buckets(
     def layer(number: int) -> _Module:
         return _module(f"layers.{number}", layer_params(model, number), topology)
 
-    chunks = _modules_of_buckets(model, parallel, pp_rank, range(parallel.vpp), layer, limits)
+    chunks = _modules_of_buckets(model, parallel, pp_rank, held_chunks(parallel), layer, limits)
     return [[bucket for modules in chunk for bucket in _params_of_buckets(modules)] for chunk in chunks]
 
 
 def shares_embedding(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return True if the first and the last pipeline stage, on two ranks, share the token embedding."""
-    first, last = stages_of(model, parallel).placement.ends
-    return model.embeds_last and first != last
+    return len({rank for rank, _ in _embedding_places(model, parallel)}) > 1
 
 
 def embedding_chunks(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) -> list[int]:
     """The chunks of a pipeline rank that use the token embedding, one parameter in a bucket of the first of them."""
+    return [chunk for rank, chunk in _embedding_places(model, parallel) if rank == pp_rank]
+
+
+def _embedding_places(model: ModelConfig, parallel: ParallelConfig) -> Iterable[Place]:
+    """The places of stages with the token embedding: none in vocabulary parallelism, where all have rows of it."""
     places = stages_of(model, parallel).placement.places
-    used = dict.fromkeys([places[0], *(places[-1:] if model.embeds_last else [])])
-    return [chunk for rank, chunk in used if rank == pp_rank]
+    return () if parallel.vocab_pp else dict.fromkeys([places[0], *(places[-1:] if model.embeds_last else [])])
+
+
+def held_chunks(parallel: ParallelConfig) -> range:
+    """The model chunks of a pipeline rank, with that of the vocabulary, the last, if stages share it."""
+    return range(parallel.vpp + bool(parallel.vocab_pp))
 
 
 def _bounds(parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig, numel: int) -> tuple[int, int]:
@@ -150,7 +158,7 @@ def bucket_sizes(
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")
 
-    held, limits = range(parallel.vpp) if chunks is None else chunks, partial(_bounds, parallel, overlap, train)
+    held, limits = held_chunks(parallel) if chunks is None else chunks, partial(_bounds, parallel, overlap, train)
     found = _modules_of_buckets(model, parallel, pp_rank, held, layer, limits)
     return [[size for modules in chunk for size in sizes(modules)] for chunk in found]
 
@@ -186,10 +194,15 @@ def _modules_of_buckets(
     the `_bounds` for a chunk's number of elements.
     """
     stages, topology, copied = stages_of(model, parallel), topology_of(parallel), shares_embedding(model, parallel)
-    shared = model.embeds_last and stages.count > 1
+    shared, shards = model.embeds_last and stages.count > 1, pipeline_vocabulary(model) if parallel.vocab_pp else []
+    split = {parameter.name for parameter in shards}
     for chunk in chunks:
+        if chunk == stages.vpp:  # of the vocabulary: a single bucket
+            yield [[_module("embedding", shards, topology)]]
+            continue
         index = stages.index(pp_rank, chunk)
         edges = stage_params(model, range(0), index == 0, index == stages.count - 1)
+        edges = [parameter for parameter in edges if parameter.name not in split]
         tied = [p for p in edges if shared and p.name == TOKEN_EMBEDDING]
         groups = itertools.groupby((p for p in edges if p not in tied), key=lambda p: module_of(p.name))
         ends = [_module(name, list(params), topology) for name, params in groups]

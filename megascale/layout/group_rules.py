@@ -10,14 +10,21 @@ from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroup, ParamGroups
-from megascale.layout.parameters import all_params
+from megascale.layout.parameters import all_params, pipeline_vocabulary
 
 MOST = 2**40  # numbers among a rule's options are less
 
 
-def group_findings(model: ModelConfig, config: OptimizerConfig) -> Iterator[Finding]:
-    """Check options, and that every tensor of the model belongs to one group whose rule can update it."""
+def group_findings(model: ModelConfig, config: OptimizerConfig, *, shared: bool = False) -> Iterator[Finding]:
+    """Check options, and that every tensor of the model belongs to one group whose rule can update it. `shared`: the
+    pipeline's stages share the rows of embedding and head.
+    """
     groups = ParamGroups(config)
+    for parameter in pipeline_vocabulary(model) if shared else ():
+        group = groups.group_of(parameter, parameter.parts[0])
+        if group.needs_matrix:
+            message = f"{group.rule} updates {parameter.name} as a whole, and stages share its rows"
+            yield Finding("parallel.vocab_pp", message, "adamw for it, or vocab_pp = 0")
     yield from _option_findings("optimizer.options", groups.default, config.options)
     for group, table in zip(groups.listed, config.groups, strict=True):
         yield from _option_findings("optimizer.groups", group, table.get("options", {}))

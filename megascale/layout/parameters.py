@@ -40,6 +40,11 @@ def head_params(model: ModelConfig) -> list[ParamSpec]:
     return [*norm_params("final_norm", model), *(vocabulary_param(name, model) for name in names)]
 
 
+def pipeline_vocabulary(model: ModelConfig) -> list[ParamSpec]:
+    """The embedding and the head, whose rows the stages share in vocabulary parallelism; once if they are tied."""
+    return [vocabulary_param(n, model, "pp") for n in (TOKEN_EMBEDDING, *([] if model.tie_embeddings else [HEAD]))]
+
+
 def stage_params(model: ModelConfig, layers: range, first: bool, last: bool) -> list[ParamSpec]:
     """The parameters of a pipeline stage, without duplicates: a stage with embedding and tied head has them once.
     Layers of multi-token prediction follow the head.

@@ -10,7 +10,7 @@ the only map between stages and chunks of ranks:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -27,9 +27,15 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The places of virtual stages. `stages`: by rank and chunk, the stage."""
+    """The places of virtual stages. `stages`: by rank and chunk, the stage.
+
+    `barriers`: of vocabulary parallelism, between the forward and the backward of a micro-batch; 0 without it
+    (`schedule.shared_vocabulary`). With it a rank has a chunk more, `v`, its rows of the vocabulary; together they are
+    stage `count`.
+    """
 
     stages: tuple[tuple[int, ...], ...]
+    barriers: int = 0
 
     @property
     def p(self) -> int:
@@ -46,7 +52,7 @@ class Placement:
         return len(self.places)
 
     def stage(self, rank: int, chunk: int) -> int:
-        return self.stages[rank][chunk]
+        return self.stages[rank][chunk] if chunk < self.v else self.count
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -82,10 +88,12 @@ def v_shaped(p: int, v: int) -> Placement:
 PLACEMENTS = {"loop": looped, "v": v_shaped}  # functions (p, v) by the name in a schedule's facts
 
 
-def placement_of(schedule: str | None, p: int, v: int) -> Placement:
+@lru_cache(RECENT)
+def placement_of(schedule: str | None, p: int, v: int, barriers: int = 0) -> Placement:
     """Place the virtual stages as a schedule needs them; None: the default schedule of a configuration."""
     card = SCHEDULES.cards.get(schedule or "")
-    return PLACEMENTS[card.facts.get("placement", "loop") if card is not None else "loop"](p, v)
+    placed = PLACEMENTS[card.facts.get("placement", "loop") if card is not None else "loop"](p, v)
+    return replace(placed, barriers=barriers) if barriers else placed
 
 
 @dataclass(frozen=True)

@@ -141,16 +141,17 @@ def vector_param(name: str, *parts: TensorSpec, tp_partial: bool = False, kind: 
     return ParamSpec(name, parts, is_matrix=False, weight_decay=False, fp8=False, tp_partial=tp_partial, kind=kind)
 
 
-def padded_vocab(model: ModelConfig, tp: int) -> int:
-    """The padded vocabulary size: a multiple of VOCAB_MULTIPLE on every tp rank."""
-    unit = VOCAB_MULTIPLE * tp
+def padded_vocab(model: ModelConfig, ranks: int) -> int:
+    """The padded vocabulary size: a multiple of VOCAB_MULTIPLE on each of the ranks that share the rows."""
+    unit = VOCAB_MULTIPLE * ranks
     return math.ceil(model.vocab_size / unit) * unit
 
 
-def vocabulary_param(name: str, model: ModelConfig) -> ParamSpec:
-    """The token embedding or the head, by `name`."""
+def vocabulary_param(name: str, model: ModelConfig, *axes: str) -> ParamSpec:
+    """The token embedding or the head, by `name`, with rows sharded over tp and further `axes`."""
     shape = (model.vocab_size, model.hidden_size)
     ratio = model.width_ratio if name == HEAD else 1.0
     std = model.init_std / ratio
-    tensor = TensorSpec(name, shape, {"tp": 0}, std=std, pad_multiple=VOCAB_MULTIPLE, width_ratio=ratio)
+    sharding = dict.fromkeys(("tp", *axes), 0)
+    tensor = TensorSpec(name, shape, sharding, std=std, pad_multiple=VOCAB_MULTIPLE, width_ratio=ratio)
     return matrix_param(name, tensor, kind="head" if name == HEAD else "embedding")

@@ -15,24 +15,29 @@ from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedd
 
 class Embedding(nn.Module):
     """Token embedding, sharded over tp by vocabulary rows, times `model.embedding_scale`, plus learned positions if the
-    model has them. `place`: the name of its dropout.
+    model has them. `place`: the name of its dropout. In vocabulary parallelism over pp it has no rows.
     """
 
     def __init__(self, context: LayerContext, vocabulary: VocabularyRange, place: str = "embedding") -> None:
         super().__init__()
-        self.token = context.parameters[TOKEN_EMBEDDING]
+        self.token = context.parameters.get(TOKEN_EMBEDDING)
         self.position = context.parameters.get("embedding.position.weight")
         self._vocabulary = vocabulary
         self._tp = context.tp
-        # rounded to the dtype of the result, as transformers does for Gemma
-        self._scale = float(torch.tensor(context.model.embedding_scale, dtype=self.token.dtype))
+        self._scale = context.model.embedding_scale
         self._drop = lambda x, batch: residual_dropout(x, batch, place, context)
 
-    def forward(self, tokens_sb: Tensor, batch: MicroBatch) -> Tensor:
-        """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism."""
-        x_sbh = vocab_parallel_embedding(tokens_sb, self.token, self._vocabulary, self._tp)
+    def forward(self, tokens_sb: Tensor, batch: MicroBatch, rows_sbh: Tensor | None = None) -> Tensor:
+        """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism. `rows_sbh`: their rows, if it
+        has none.
+        """
+        if rows_sbh is None:
+            assert self.token is not None, "a stage without rows is given those of the tokens"
+            rows_sbh = vocab_parallel_embedding(tokens_sb, self.token, self._vocabulary, self._tp)
+        x_sbh = rows_sbh
         if self._scale != 1:
-            x_sbh = x_sbh * self._scale
+            # rounded to the dtype of the result, as transformers does for Gemma
+            x_sbh = x_sbh * float(torch.tensor(self._scale, dtype=x_sbh.dtype))
         if self.position is not None:
             rows = x_sbh.shape[0]
             first = self._tp.index * rows if rows < tokens_sb.shape[0] else 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
-from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 from megascale.model.block import SteppedBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
@@ -24,12 +24,16 @@ from megascale.parallel.vocabulary import VocabularyRange
 
 
 class Head(nn.Module):
-    """The final norm, the projection to the vocabulary, and the loss. The weight may be tied to the token embedding."""
+    """The final norm, the projection to the vocabulary, and the loss. The weight may be tied to the token embedding;
+    without it, in vocabulary parallelism over pp, there is only the norm (`parallel.vocabulary_passes`).
+    """
 
     def __init__(self, context: LayerContext, vocabulary: VocabularyRange) -> None:
         super().__init__()
         self.norm = Norm(context, "final_norm")
-        self.weight = context.parameters[TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD]
+        name = TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD
+        if name in context.parameters:
+            self.weight = context.parameters[name]
         self._vocabulary = vocabulary
         self._tp = context.tp
         self._cross_entropy = context.operators.cross_entropy
@@ -58,7 +62,8 @@ class Head(nn.Module):
 class Stage(nn.Module):
     """One virtual pipeline stage: maps the previous stage's activation to the next activation, or to the losses.
 
-    The first stage takes None and reads the tokens. `bucket_boundary` is called with (module name, module input) before
+    The first stage takes None and reads the tokens; in vocabulary parallelism over pp it takes their embeddings, and
+    the last stage returns its normed activation. `bucket_boundary` is called with (module name, module input) before
     every layer and the head, and returns the input (`parallel.param_and_grad_buffers`).
     """
 
@@ -76,12 +81,13 @@ class Stage(nn.Module):
         self._store = context.offload.store if context.offload is not None else None
         model, tp = context.model, context.tp
         self._layers_in_halves = tp.domino and not self._recompute
-        vocabulary = VocabularyRange.for_rank(model.vocab_size, padded_vocab(model, tp.size), tp)
+        vocabulary = VocabularyRange.for_rank(model, tp.index, tp.size)
         self.embedding = Embedding(context, vocabulary) if first else None
         block = BLOCKS[model.block].load()
         trunk = [index for index in layers if index < model.num_layers]
         self.layers = nn.ModuleDict({str(index): block(context, index) for index in trunk})
         self.head = Head(context, vocabulary) if last else None
+        self.ends_in_loss = self.head is not None and hasattr(self.head, "weight")
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
@@ -98,7 +104,7 @@ class Stage(nn.Module):
         if self.embedding is not None:
             if batch.tokens is None:
                 raise ValueError("the first stage needs tokens")
-            x_sbh = self.embedding(batch.tokens, batch)
+            x_sbh = self.embedding(batch.tokens, batch, rows_sbh=x_sbh)
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
         return x_sbh
 
@@ -138,6 +144,8 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x_sbh)
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
+        if not self.ends_in_loss:
+            return StageOutput(x_sbh)
         losses = [Loss(self.head(x_sbh, batch))]
         deeper = zip(batch.depths, self.predictions, strict=torch.is_grad_enabled())  # an evaluation has no targets
         for depth, (targets, index) in enumerate(deeper, start=1):

@@ -27,7 +27,7 @@ from megascale.catalog.layers import ACTIVATIONS, NORMS
 from megascale.core.files import exists
 from megascale.device import Device
 from megascale.ops.activation import LIMIT, SLOPE, Activate
-from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, soft_cap, soft_cap_derivative
+from megascale.ops.cross_entropy import CrossEntropy, soft_cap, soft_cap_derivative
 from megascale.ops.known_amax import keeping_row_amax, with_row_amax
 from megascale.ops.library import triton_unsupported_reason
 from megascale.ops.norm import AddNormalize, Normalize, compose_add_norm, other_norm_requested, widened
@@ -219,18 +219,18 @@ class CompiledCrossEntropy:
         return compile_unsupported_reason(context.device) or slow
 
     def build(self, context: OpContext) -> CrossEntropy:
-        return LogitsKernels(
+        return CrossEntropy(
             compile_function(fused_statistics),
             compile_function(fused_gradient),
             context.model.logit_softcap,
             context.z_loss,
-        ).cross_entropy
+        )
 
 
 def fused_statistics(
     logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `LogitsKernels.statistics` without writing [t, n]. Inductor compiles maximum and sum of exponentials to
+    """Implement `CrossEntropy.statistics` without writing [t, n]. Inductor compiles maximum and sum of exponentials to
     an online softmax (Milakov and Gimelshein 2018): on a GPU the logits are read once.
     """
     scores = soft_cap(logits.to(wide), cap)
@@ -244,7 +244,7 @@ def fused_statistics(
 def fused_gradient(
     logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None
 ) -> None:
-    """Implement `LogitsKernels.gradient`."""
+    """Implement `CrossEntropy.gradient`."""
     is_label = torch.arange(logits.shape[1], device=logits.device) == columns.unsqueeze(1)
     scores = soft_cap(logits.to(peak.dtype), cap)
     grad = (scores - peak.unsqueeze(1)).exp() * scale.unsqueeze(1)

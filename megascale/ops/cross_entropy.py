@@ -7,8 +7,9 @@ With a soft cap c (Gemma 2) the logits x enter as z = c tanh(x / c), with deriva
 A z-loss (Chowdhery et al. 2022, 5.1) of coefficient a adds a w_t Z^2 with Z = log sum_j e^(z_tj), to the gradient
 alone: the loss stays the cross-entropy. Its derivative is 2 a w_t Z softmax(z_t)_j.
 
-A backend computes on one device with a rank's columns of the logits z. The caller (`parallel.linear_cross_entropy`)
-provides the all-reduces between kernels as `Reduce`. `Targets`, `CrossEntropy`, `LogitsKernels`: the interface.
+A backend computes on one device with a rank's columns of the logits z. The caller provides the all-reduces between
+kernels as `Reduce` (`parallel.linear_cross_entropy`), or calls the parts one by one (`parallel.vocabulary_passes`).
+`Targets`, `CrossEntropy`: the interface.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ class Targets:
         """Mark labels in this rank's shard, bool [t]."""
         return (self.columns >= 0) & (self.columns < self.valid)
 
+    @property
+    def local_columns(self) -> Tensor:
+        """The labels' columns, 0 of labels on another rank."""
+        return self.columns.masked_fill(~self.is_local, 0)
+
 
 class Reduce(Protocol):
     """An in-place all-reduce of a contiguous tensor over the ranks of the vocabulary; `label` names the collective."""
@@ -54,15 +60,27 @@ def no_reduce(tensor: Tensor, op: Literal["sum", "max"], *, label: str) -> None:
     """Do nothing: the `Reduce` of an unsharded vocabulary."""
 
 
-CrossEntropy = Callable[[Tensor, Targets, Reduce, bool], tuple[Tensor, Tensor | None]]
-"""Arguments: logits [t, n], contiguous, any dtype; targets; all-reduce; True to compute the gradient. Returns the
-weighted sum of losses, and the gradient in the memory and dtype of the logits, or None.
-"""
+class Statistics(NamedTuple):
+    """Statistics of a rank's logits, or of all logits: maximum, sum of e^(logit - maximum), and the label's logit, each
+    [t]; the last is 0 where the label is on another rank.
+    """
+
+    peak: Tensor
+    total: Tensor
+    at_label: Tensor
+
+    @classmethod
+    def of_ranks(cls, parts: Tensor) -> Statistics:
+        """Combine the statistics [ranks, 3, t] of all ranks."""
+        peaks, totals, at_label = parts.unbind(1)
+        peak = peaks.amax(0)
+        return cls(peak, (totals * (peaks - peak).exp()).sum(0), at_label.sum(0))
 
 
 @dataclass(frozen=True)
-class LogitsKernels:
-    """The two kernels over a rank's logits, with softmax in the dtype of the loss.
+class CrossEntropy:
+    """Cross-entropy over a rank's logits [t, n], contiguous, of any dtype, by two kernels, with softmax in the dtype of
+    the loss.
 
     `statistics(logits, columns, wide, cap)`: returns max logit, sum of e^(logit - max), and logit at `columns`, [t] in
     dtype `wide`, all of capped logits; without a cap it may overwrite logits of dtype `wide` with e^(logit - max).
@@ -76,37 +94,47 @@ class LogitsKernels:
     cap: float | None = None
     z_loss: float = 0.0
 
-    def cross_entropy(
+    def __call__(
         self, logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Implement `CrossEntropy`. Ranks all-reduce three elements per token: max logit, sum of exponentials, and the
-        label's logit.
+        """Return the weighted sum of losses and, with `gradient`, the gradient in the memory and dtype of the logits.
+        Ranks all-reduce three elements per token: max logit, sum of exponentials, and the label's logit.
         """
-        weights, is_local = targets.weights, targets.is_local
-        columns = targets.columns.masked_fill(~is_local, 0)
-        logits[:, targets.valid :] = -math.inf
-        local_peak, total, at_label = self.statistics(logits, columns, weights.dtype, self.cap)
-        peak = local_peak.clone()
+        own = self.local_statistics(logits, targets)
+        peak = own.peak.clone()
         reduce(peak, "max", label="logits max")
-        rescale = (local_peak - peak).exp_()
-        sums = torch.stack([total * rescale, (at_label - peak).masked_fill_(~is_local, 0)])
+        sums = torch.stack([own.total * (own.peak - peak).exp_(), own.at_label - peak * targets.is_local])
         reduce(sums, "sum", label="softmax sums")
         total, at_label = sums.unbind()
-        loss = ((total.log() - at_label) * weights).sum()
+        every = Statistics(peak, total, at_label + peak)
+        loss = ((total.log() - at_label) * targets.weights).sum()
         if not gradient:
             return loss, None
-        scale = weights / total * rescale
-        if self.z_loss:
-            scale = scale * (1 + 2 * self.z_loss * (peak + total.log()))
-        self.gradient(logits, columns, local_peak, scale, weights * is_local, self.cap)
+        self.write_gradient(logits, targets, own.peak, self.softmax_scale(targets, own.peak, every))
         return loss, logits
+
+    def local_statistics(self, logits: Tensor, targets: Targets) -> Statistics:
+        """Return the statistics of a rank's logits, which `gradient` may need as this leaves them."""
+        logits[:, targets.valid :] = -math.inf
+        found = self.statistics(logits, targets.local_columns, targets.weights.dtype, self.cap)
+        return Statistics(*found[:2], found[2].masked_fill(~targets.is_local, 0))
+
+    def softmax_scale(self, targets: Targets, local_peak: Tensor, every: Statistics) -> Tensor:
+        """Return the factor [t] that makes e^(logit - local_peak) the gradient of the loss, but for the label's."""
+        scale = targets.weights / every.total * (local_peak - every.peak).exp()
+        return scale * (1 + 2 * self.z_loss * (every.peak + every.total.log())) if self.z_loss else scale
+
+    def write_gradient(self, logits: Tensor, targets: Targets, local_peak: Tensor, scale: Tensor) -> None:
+        """Write the gradient over a rank's logits."""
+        minus = targets.weights * targets.is_local
+        self.gradient(logits, targets.local_columns, local_peak, scale, minus, self.cap)
 
 
 class TorchCrossEntropy(OpBackend):
     """torch's operators over blocks of rows."""
 
     def build(self, context: OpContext) -> CrossEntropy:
-        return LogitsKernels(statistics, gradient, context.model.logit_softcap, context.z_loss).cross_entropy
+        return CrossEntropy(statistics, gradient, context.model.logit_softcap, context.z_loss)
 
 
 class TritonCrossEntropy:
@@ -118,14 +146,14 @@ class TritonCrossEntropy:
     def build(self, context: OpContext) -> CrossEntropy:
         from megascale.ops import triton_cross_entropy as kernels
 
-        return LogitsKernels(kernels.statistics, kernels.gradient, z_loss=context.z_loss).cross_entropy
+        return CrossEntropy(kernels.statistics, kernels.gradient, z_loss=context.z_loss)
 
 
 GPU_BLOCK_BYTES = 1 << 26  # block size on GPUs, where few kernel launches matter more than cache locality
 
 
 def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `LogitsKernels.statistics`."""
+    """Implement `CrossEntropy.statistics`."""
     # the cap is monotonic: the largest logit stays the largest
     peak = soft_cap(logits.amax(-1).to(wide), cap).clamp_(min=torch.finfo(wide).min)
     at_label = soft_cap(logits.gather(1, columns.unsqueeze(1)).squeeze(1).to(wide), cap)
@@ -136,7 +164,7 @@ def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | 
 
 
 def gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None) -> None:
-    """Implement `LogitsKernels.gradient`."""
+    """Implement `CrossEntropy.gradient`."""
     for rows in _blocks(logits, peak.dtype):  # in a function, whose temporaries end before the next block's begin
         _block_gradient(logits[rows], columns[rows], peak[rows], scale[rows], minus[rows], cap)
 
@@ -165,7 +193,7 @@ def soft_cap_derivative(capped: Tensor, cap: float) -> Tensor:
     return (1 - (capped / cap).square()).clamp(min=0)
 
 
-cross_entropy = LogitsKernels(statistics, gradient).cross_entropy
+cross_entropy = CrossEntropy(statistics, gradient)
 
 
 def _exponentials(logits: Tensor, peak: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `LogitsKernels.statistics` for logits in bf16 or fp32 without a cap."""
+    """Implement `CrossEntropy.statistics` for logits in bf16 or fp32 without a cap."""
     rows, n = logits.shape
     peak, total, at_label = (torch.empty(rows, dtype=wide, device=logits.device) for _ in range(3))
     _statistics[rows,](logits, columns, peak, total, at_label, n, BLOCK, num_warps=WARPS)
@@ -23,7 +23,7 @@ def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | 
 
 
 def gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None) -> None:
-    """Implement `LogitsKernels.gradient` for logits in bf16 or fp32 without a cap."""
+    """Implement `CrossEntropy.gradient` for logits in bf16 or fp32 without a cap."""
     rows, n = logits.shape
     _gradient[rows, triton.cdiv(n, BLOCK)](logits, columns, peak, scale, minus, n, BLOCK, num_warps=WARPS)
 

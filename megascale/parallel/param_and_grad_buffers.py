@@ -212,7 +212,9 @@ class ParamAndGradBuffers:
 
     @property
     def buckets(self) -> list[Bucket]:
-        return list(dict.fromkeys(bucket for chunk in self.chunks for bucket in chunk))
+        """All buckets in the order in which forwards need them: first those that stages share, of the vocabulary."""
+        buckets = dict.fromkeys(bucket for chunk in self.chunks for bucket in chunk)
+        return sorted(buckets, key=lambda bucket: not bucket.layout.shares_vocabulary)
 
     def parameters(self, chunk: int) -> dict[str, nn.Parameter]:
         """The parameters of a chunk by name."""
@@ -244,7 +246,7 @@ class ParamAndGradBuffers:
         boundaries = dict(list(self._by_first_module[chunk].items())[1:])
         by_name = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
         ends_in_loss = any(module_of(name) == module_of(HEAD) for name in by_name)
-        head = (by_name.get(HEAD) or by_name[TOKEN_EMBEDDING]) if ends_in_loss else None
+        head = (by_name.get(HEAD) or by_name.get(TOKEN_EMBEDDING)) if ends_in_loss else None
 
         def boundary(module: str, x: Tensor) -> Tensor:
             if head is not None and head.storage.full_grad is None and torch.is_grad_enabled():

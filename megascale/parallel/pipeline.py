@@ -12,6 +12,7 @@
     RECV_F, RECV_B  post a receive; the F, B or I that consumes the message waits for it
     WAIT_PARAMS     wait for the all-gather of the chunk's first bucket group, started by `train_step` after its update
     REDUCE          start the reduction of that group's gradients over the data-parallel group
+    others          pass over this rank's rows of the vocabulary, or exchange with all stages (`vocabulary_passes`)
 
 A bucket group is the buckets whose parameters begin in the same module. For the other groups of a chunk, autograd
 functions in F and B wait for the all-gathers and start the reductions (bucket boundaries,
@@ -49,6 +50,7 @@ from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, Overlap, 
 
 if TYPE_CHECKING:
     from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
+    from megascale.parallel.vocabulary_passes import VocabularyPasses
 
 
 class Batch(Protocol):
@@ -97,6 +99,8 @@ class PipelineExecutor:
         self.loss_dtype = loss_dtype
         self.overlap = overlap
         self.offload = offload
+        self.passes: VocabularyPasses | None = None
+        """The passes of vocabulary parallelism over pp."""
         self.on_loss: Callable[[int, MicroBatch, Tensor], None] | None = None
         """If set, is called with the number of each micro-batch in training, the micro-batch, and the sum of its loss,
         on ranks with the last stage.
@@ -180,11 +184,15 @@ class _Execution:
                     self._p.buffers.wait_params(action.chunk)
                 case Kind.REDUCE:
                     with recorder.scope(*key):
-                        self._p.buffers.start_chunk_reduction(action.chunk)
-                case _:
+                        self._reduce(action)
+                case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W:
                     with recorder.action(action.kind.value, *key):
                         finish(self._compute(action))
+                case _:
+                    self._run_vocabulary(action)
             self._p.release_sent()
+        if self._p.passes is not None:
+            self._p.passes.finish()
         return self._loss
 
     def _by_turns(self, action: Action) -> Iterator[None]:
@@ -291,12 +299,30 @@ class _Execution:
             self._hand_on(action, saved.received.grad)
 
     def _hand_on(self, made: Action, result: Tensor) -> None:
-        """Keep the result of an F or B for its SEND, or for the stage of this rank that takes it."""
+        """Keep the result of an F or B for its SEND, or for the stage of this rank that takes it; at an end of the
+        pipeline give it to the passes.
+        """
+        takes = self._stage(made) + (1 if made.kind is Kind.F else -1)
         if self._neighbours(made).target is not None:
             self._to_send[made] = result
+        elif 0 <= takes < self._p.placement.count:
+            self._handed[made._replace(chunk=self._p.placement.places[takes][1])] = result
         else:
-            _, chunk = self._p.placement.places[self._stage(made) + (1 if made.kind is Kind.F else -1)]
-            self._handed[made._replace(chunk=chunk)] = result
+            assert self._p.passes is not None, f"nothing takes the result of {made}"
+            self._p.passes.give(made, result)
+
+    def _reduce(self, action: Action) -> None:
+        if self._p.passes is not None and action.chunk == self._p.placement.v:
+            self._p.passes.add_embedding_gradients()
+        self._p.buffers.start_chunk_reduction(action.chunk)
+
+    def _run_vocabulary(self, action: Action) -> None:
+        """Run a pass over this rank's rows of the vocabulary, or start an exchange."""
+        assert self._p.passes is not None, "only vocabulary parallelism has passes and exchanges"
+        batch = self._batch.micro_batch(action.microbatch)
+        loss = self._p.passes.run(action, batch, training=self._training)
+        if loss is not None:
+            self._loss += loss
 
     def _send(self, action: Action) -> None:
         made, target = action._replace(kind=SERVED[action.kind]), self._neighbours(action).target
@@ -319,7 +345,7 @@ class _Execution:
         if action not in self._receiving:
             at_end = self._stage(action) == (self._p.placement.count - 1 if action.kind is Kind.B else 0)
             assert at_end, f"nothing was received for {action}"
-            return None
+            return None if self._p.passes is None else self._p.passes.take(action)
         receive, shard = self._receiving.pop(action)
         receive.wait()
         return self._spec(action).gather_full(shard, _label(action, self._stage(action)))

@@ -1,7 +1,7 @@
-"""Vocabulary parallelism: the token embedding with vocabulary rows sharded over tp.
+"""Vocabulary parallelism: the token embedding with vocabulary rows sharded over tp, or over tp and pp.
 
-The number of rows is padded to a multiple of tp (`layout.tensors.padded_vocab`). Padding rows stay zero: no token looks
-them up, and their logits do not enter the loss.
+The number of rows is padded to a multiple of the shards (`layout.tensors.padded_vocab`). Padding rows stay zero: no
+token looks them up, and their logits do not enter the loss.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.config.model import ModelConfig
+from megascale.layout.tensors import padded_vocab
 from megascale.ops.embedding_rows import lookup
 from megascale.parallel.grad_accumulation import accumulate_embedding_grad
 from megascale.parallel.tp_overlap import TensorParallel
@@ -22,24 +24,27 @@ LABEL = Label("embedding", direction=FORWARD)  # event label of the embedding's 
 
 @dataclass(frozen=True)
 class VocabularyRange:
-    """The vocabulary rows of one rank: the first token id `start`, `rows` in all, of which `valid` are not padding."""
+    """The vocabulary rows of one rank: the first token id `start`, `rows` in all, of which `valid` are not padding.
+    `shared`: other ranks have others.
+    """
 
     start: int
     rows: int
     valid: int
+    shared: bool = False
 
     @classmethod
-    def for_rank(cls, vocab_size: int, padded: int, tp: TensorParallel) -> VocabularyRange:
-        rows = padded // tp.size
-        start = tp.index * rows
-        return cls(start, rows, min(max(vocab_size - start, 0), rows))
+    def for_rank(cls, model: ModelConfig, index: int, ranks: int) -> VocabularyRange:
+        rows = padded_vocab(model, ranks) // ranks
+        start = index * rows
+        return cls(start, rows, min(max(model.vocab_size - start, 0), rows), ranks > 1)
 
 
 def vocab_parallel_embedding(ids_sb: Tensor, weight: Tensor, vocabulary: VocabularyRange, tp: TensorParallel) -> Tensor:
     """Look up ids [s, b] in an embedding sharded over tp, weight [rows, h] on this rank.
 
     The result is [s, b, h], or [s / tp, b, h] with sequence parallelism. A rank contributes zeros for ids of other
-    ranks; the reduction over tp adds the contributions.
+    ranks; the reduction over tp adds the contributions, and if pp shares the rows too, the caller those along pp.
     """
     return _Embed.apply(ids_sb, weight, vocabulary, tp)
 
@@ -49,7 +54,7 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, vocabulary: VocabularyRange, tp: TensorParallel) -> Tensor:
         local = ids - vocabulary.start
         remote = None  # ids in another rank's range
-        if tp.size > 1:
+        if vocabulary.shared:
             remote = (local < 0) | (local >= vocabulary.rows)
             local = local.masked_fill(remote, 0)
         ctx.save_for_backward(local, remote, weight)

@@ -5,6 +5,12 @@ and messages. It is the same for every micro-batch.
     R    the forward of its own stage
     B, I    the forward of its own stage, and the gradient of the input of the stage after
     W    the input gradient of its own stage
+
+With vocabulary parallelism, where "all" is the same pass of all ranks, the last of which leaves the result:
+
+    VS   the output of the last stage
+    VT   all VS
+    B, I of the last stage    also all VT, or all VS with a single barrier
 """
 
 from __future__ import annotations
@@ -17,10 +23,10 @@ from megascale.schedule.ir import SERVED, Action, Entry, Kind, parts
 
 Result = tuple[Kind, int, int]
 """The result of an action: kind, virtual stage, micro-batch. The kinds are F for the output of a stage, I for the
-gradient of its input, W for the gradients of its weights, and R for a recomputed forward.
+gradient of its input, W for the gradients of its weights, R for a recomputed forward; and VS and VT of the vocabulary.
 """
 
-RESULTS = {Kind.F: (Kind.F,), Kind.R: (Kind.R,), Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.I,), Kind.W: (Kind.W,)}
+RESULTS = {kind: (kind,) for kind in (Kind.F, Kind.R, Kind.I, Kind.W, Kind.VS, Kind.VT)} | {Kind.B: (Kind.I, Kind.W)}
 OWN = {Kind.R: Kind.F, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 """The result of its own stage that an action needs."""
 
@@ -53,6 +59,11 @@ def _needs(kind: Kind, rank: int, chunk: int, placement: Placement) -> list[tupl
     stage = placement.stage(rank, chunk)
     taken, step = TAKEN.get(kind, (kind, 0))
     needs = [(OWN[kind], stage)] if kind in OWN else []
+    if kind is Kind.VS:
+        needs = [(Kind.F, placement.count - 1)]
+    elif kind is Kind.VT or (placement.barriers and stage == placement.count - 1 and kind in (Kind.B, Kind.I)):
+        after = Kind.VT if placement.barriers == 2 and kind is not Kind.VT else Kind.VS
+        needs.append((after, placement.count))
     return [*needs, (taken, stage + step)] if step and 0 <= stage + step < placement.count else needs
 
 

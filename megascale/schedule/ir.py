@@ -29,12 +29,19 @@ class Kind(enum.StrEnum):
     I = "I"  # noqa: E741  the gradient of the stage's input
     W = "W"  # the gradients of the stage's weights
     R = "R"  # recompute a forward whose activations were dropped, from its saved input
+    VS = "VS"  # logits of the rank's rows of the vocabulary, and their statistics
+    VT = "VT"  # the loss, and the gradients of the rows
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     WAIT_PARAMS = "WAIT_PARAMS"  # wait for the all-gather of the chunk's weights
     REDUCE = "REDUCE"  # start the data-parallel reduction of the chunk's accumulated gradients
+    EMBED = "EMBED"  # sum the embeddings of the ranks' rows, for the first stage
+    EMBED_GRAD = "EMBED_GRAD"  # spread the gradient of that sum, and add it to the rows
+    HIDDEN = "HIDDEN"  # spread the output of the last stage
+    STATS = "STATS"  # exchange the statistics of VS
+    HIDDEN_GRAD = "HIDDEN_GRAD"  # sum the gradient of the last stage's output
 
 
 class Compute(NamedTuple):
@@ -53,6 +60,8 @@ COMPUTE_KINDS: Mapping[str, Compute] = {
     Kind.B: Compute("backward", BACKWARD, BACKWARD),
     Kind.I: Compute("input_gradient", BACKWARD, BACKWARD),
     Kind.W: Compute("weight_gradient", BACKWARD, BACKWARD),
+    Kind.VS: Compute("logits", FORWARD, FORWARD),
+    Kind.VT: Compute("vocabulary_gradient", BACKWARD, BACKWARD),
 }
 """The compute actions by kind, which is also the name of their events."""
 
@@ -66,7 +75,8 @@ class Action(NamedTuple):
 
     SEND_F sends the output of (chunk, microbatch) to the next virtual stage, RECV_F receives its input; SEND_B sends
     the gradient of its input to the previous stage, RECV_B receives the gradient of its output. WAIT_PARAMS and REDUCE
-    apply to the whole chunk; their micro-batch is that of the forward after or the backward before them.
+    apply to the whole chunk; their micro-batch is that of the forward after or the backward before them. Passes and
+    exchanges of vocabulary parallelism have its chunk, and all ranks run them (`schedule.shared_vocabulary`).
     """
 
     kind: Kind

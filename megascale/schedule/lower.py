@@ -6,7 +6,8 @@
 The sender of a message places its receive: `global_order` is one order of the actions of all ranks; each action is
 followed by the send of its result, and this send is followed by its receive. The list of a rank is its part of the
 global order. Receives of a channel, an ordered pair of ranks, therefore come in the order of its sends, and messages
-need no tags or handshakes. Both messages of an Overlap are sent after it.
+need no tags or handshakes. Both messages of an Overlap are sent after it. An exchange of all ranks has one place in the
+global order (`schedule.shared_vocabulary`).
 
 On a GPU a posted receive is a kernel that runs until its message arrives, and a send is a kernel that runs until its
 receive is posted. A host that waits for its device (to load a kernel, free cached memory, or tune a kernel) waits for
@@ -17,14 +18,24 @@ Mattern and Tel 1996). torch's pipelining places receives alike.
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
 from megascale.schedule.ir import Action, Entry, Kind, RankSchedule, Schedule, ScheduleError, each_action, parts
+from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
 
 ACTION, MESSAGE = 5, 1
 """Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their
 senders: the action before a message's consumer starts after the sender's action, and the receive is posted before it,
 to overlap with it. Were messages to take no time, many receives would be posted directly before their consumers.
+"""
+
+TICKS = {Kind.B: 2 * ACTION, Kind.VS: 1, Kind.VT: 1}
+"""Ticks with vocabulary parallelism, of other actions ACTION: the passes get the places that they have in time. On a
+clock where a backward takes no longer than a forward, steps would be up to a quarter longer.
 """
 
 
@@ -34,7 +45,8 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
 
     Raises: ScheduleError if the ranks wait for each other
     """
-    lowered = [RankSchedule() for _ in compute]
+    exchanges = Exchanges(placement, microbatches(compute), training)
+    lowered = [exchanges.at_the_start for _ in compute]
     last = [{a.chunk: a.microbatch for a in each_action(order) if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered = set[tuple[int, int]]()
     for rank, entry in global_order(compute, placement):
@@ -53,7 +65,25 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
         for kind, chunk, microbatch in actions:
             if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
                 order.append(Action(Kind.REDUCE, chunk, microbatch))
-    return lowered
+        joint = [exchange for action in actions for exchange in exchanges.after(action, rank)]
+        for own in lowered if joint else ():
+            own.extend(joint)
+    return [[*own, *exchanges.at_the_end] for own in lowered]
+
+
+def with_passes(compute: Schedule, placement: Placement) -> Schedule:
+    """Add VS and VT to a compute schedule of all ranks, each as soon as the rank is free and what it needs has arrived;
+    without vocabulary parallelism return the schedule itself.
+
+    Raises: ScheduleError if the ranks wait for each other
+    """
+    if not placement.barriers:
+        return compute
+    numbers, placed = range(microbatches(compute)), [RankSchedule() for _ in compute]
+    passes: Schedule = [[Action(kind, placement.v, i) for i in numbers] for kind in (Kind.VT, Kind.VS)]
+    for rank, entry in _clocked([[*passes, delay_backwards(own, placement.barriers)] for own in compute], placement):
+        placed[rank].append(entry)
+    return placed
 
 
 def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Entry]]:
@@ -61,23 +91,52 @@ def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Ent
 
     Raises: ScheduleError if the ranks wait for each other
     """
-    left, clock = [order[::-1] for order in compute], [0] * len(compute)
-    ends, starts = dict[Result, int](), list[tuple[int, int, Entry]]()
-    progress = True
-    while progress:
-        progress = False
-        for rank, order in enumerate(left):
-            while order:
-                needs = dependencies(order[-1], rank, placement)
-                if not all(need in ends for need in needs):
-                    break
-                arrivals = [ends[need] + MESSAGE * (placement.places[need[1]][0] != rank) for need in needs]
-                start, entry = max([clock[rank], *arrivals]), order.pop()
-                clock[rank] = start + ACTION * len(parts(entry))
-                ends.update(dict.fromkeys(results(entry, rank, placement), clock[rank]))
-                starts.append((start, rank, entry))
-                progress = True
-    if any(left):
-        stuck = ", ".join(f"rank {rank} at {order[-1]}" for rank, order in enumerate(left) if order)
-        raise ScheduleError(f"the schedule deadlocks: {stuck}")
-    return [(rank, entry) for _, rank, entry in sorted(starts, key=lambda start: start[:2])]
+    return _clocked([[order] for order in compute], placement)
+
+
+def _clocked(lists: Sequence[Sequence[RankSchedule]], placement: Placement) -> list[tuple[int, Entry]]:
+    """Run lists of entries of every rank on a clock, each list in its order; the first of a rank's lists with an entry
+    that can start at a time starts it. Return the entries with their ranks by their starts, at equal times by rank.
+    """
+    ticks = defaultdict(lambda: ACTION, TICKS if placement.barriers else {})
+    left = [[order[::-1] for order in own] for own in lists]
+    ends, clock, order = dict[Result, int](), [0 for _ in left], list[tuple[int, Entry]]()
+    waiting = defaultdict[Result, set[int]](set)  # the ranks that wait for a result
+    passed = Counter[Result]()  # ranks that have run a pass over their rows of the vocabulary
+    ready, version = list[tuple[int, int, int, int]](), [0 for _ in left]  # starts, ranks with versions, lists
+
+    def consider(rank: int) -> None:
+        version[rank] += 1
+        for at, own in enumerate(left[rank]):
+            needs = dependencies(own[-1], rank, placement) if own else []
+            missing = next((need for need in needs if need not in ends), None)
+            if missing is not None:
+                waiting[missing].add(rank)
+            elif own:
+                arrivals = (ends[need] + MESSAGE * (need[1] not in placement.stages[rank]) for need in needs)
+                heapq.heappush(ready, (max([clock[rank], *arrivals]), rank, at, version[rank]))
+
+    for rank in range(len(left)):
+        consider(rank)
+    while ready:
+        start, rank, at, known = heapq.heappop(ready)
+        if known != version[rank]:
+            continue  # the rank has run an entry since, or can run another
+        entry = left[rank][at].pop()
+        order.append((rank, entry))
+        clock[rank] = start + sum(ticks[kind] for kind, *_ in parts(entry))
+        made = results(entry, rank, placement)
+        if made[0][1] == placement.count:
+            passed.update(made)
+            made = made if passed[made[0]] == placement.p else []
+        ends.update(dict.fromkeys(made, clock[rank]))
+        for other in {rank}.union(*(waiting.pop(result, ()) for result in made)):
+            consider(other)
+    _check_done(left)
+    return order
+
+
+def _check_done(left: Sequence[Sequence[RankSchedule]]) -> None:
+    stuck = [f"rank {rank} at {own[-1]}" for rank, lists in enumerate(left) for own in lists if own]
+    if stuck:
+        raise ScheduleError(f"the schedule deadlocks: {', '.join(stuck)}")

@@ -22,11 +22,11 @@ from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig, TrainConfig
 from megascale.core.rank import Rank
 from megascale.device import Device, profiler_range
-from megascale.layout.chunks import chunk_buckets, embedding_chunks, fp8_layers, stages_of
+from megascale.layout.chunks import chunk_buckets, embedding_chunks, fp8_layers, shares_embedding, stages_of
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import joined_chunks, recompute_policy
 from megascale.layout.stages import Stages
-from megascale.layout.tensors import ParamSpec
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec
 from megascale.layout.topology import topology_of
 from megascale.model.initialize import init_parameters
 from megascale.model.layer_ops import LayerOps
@@ -42,10 +42,12 @@ from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGra
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.parallel.vocabulary import VocabularyRange
+from megascale.record.label import FORWARD, Label
 from megascale.record.log import RankLog
 from megascale.record.recorder import Recorder
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only, weights_at_once
-from megascale.schedule.lower import lower
+from megascale.schedule.lower import lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.op_context import op_context
@@ -60,11 +62,13 @@ if TYPE_CHECKING:
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.input_offload import ActivationOffload
+    from megascale.parallel.vocabulary_passes import VocabularyPasses
     from megascale.train.expert_steps import ExpertState
     from megascale.train.noise_scale import NoiseScale
     from megascale.train.policy_state import PolicyState
     from megascale.train.weight_average import WeightAverage
 
+VOCABULARY_AXES = [("pp",), ("tp", "pp")]  # along which ranks sum activations, and share the rows of the vocabulary
 KEPT_ORDERS = 32  # orders of actions that are kept; steps have a few numbers of micro-batches
 
 
@@ -75,7 +79,7 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
     mesh = open_mesh(
         topology_of(config.parallel),
         rank.rank,
-        tied=config.model.embeds_last,
+        tied=shares_embedding(config.model, config.parallel),
         placement=placement,
         recorder=recorder,
         launch=config.launch,
@@ -85,6 +89,7 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
     recorder.log.start_parts.begin("warm-up")
     matrices = config.parallel.zero > 0 and ParamGroups(config.optimizer).needs_matrix
     axes = [("edp",), *sorted(config.moe.shared_axes(config.batch.micro))] if config.model.experts else []
+    axes += VOCABULARY_AXES if config.parallel.vocab_pp else []
     further = [mesh.group(*each) for each in axes]
     warm_up(mesh, device, placement.links, matrices=matrices, further=further)
     return mesh
@@ -122,6 +127,7 @@ def build_rank_run(
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, placement, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), layout.placement, config.overlap.pp
     pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
+    pipeline.passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
     policy = build_policy(config, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
     parts = (optimizer, fp8_state, guard, noise_scale, average, policy, expert_state)
@@ -293,13 +299,36 @@ def build_stages(
         grouped = partial(build_grouped_gemms, state=fp8_state, recorder=context.tp.group.recorder)
         context = replace(context, linear_gemms=linear, grouped_gemms=grouped)
     stages = []
-    for chunk in range(len(buffers.chunks)):
+    for chunk in range(layout.vpp):
         index, recompute = layout.index(pp_rank, chunk), recompute_policy(settings, chunk)
         offload = context.offload if recompute.offload else None
         own = replace(context, parameters=buffers.parameters(chunk), recompute=recompute, offload=offload)
         ends = index == 0, index == layout.count - 1
         stages.append(Stage(own, layout.layers(index), *ends, buffers.make_bucket_boundary(chunk)))
     return stages
+
+
+def build_passes(
+    config: RunConfig, mesh: Mesh, buffers: ParamAndGradBuffers, tp: TensorParallel, operators: LayerOps,
+    spec: P2PActivationSpec,
+) -> VocabularyPasses:  # fmt: skip
+    """Build the passes of vocabulary parallelism over this rank's rows."""
+    from megascale.parallel.vocabulary_passes import EmbeddingPasses, HeadPasses, StageSums, VocabularyPasses
+
+    model, p, (_, wide) = config.model, config.parallel, run_dtypes(config.train.precision)
+    stages, ranks = (mesh.group(*axes) for axes in VOCABULARY_AXES)
+    rows = VocabularyRange.for_rank(model, ranks.index, ranks.size)
+    parameters = buffers.parameters(p.vpp)
+    embedding = parameters[TOKEN_EMBEDDING]
+    embedded, hidden = (Label(name, direction=FORWARD) for name in ("embedding", "hidden"))
+    first, last = (end == mesh.coord.pp for end in mesh.placement.ends)
+    sums, spread = StageSums(stages, spec, embedded, first), StageSums(stages, spec, hidden)
+    spread_back = StageSums(stages, spec, embedded.for_backward("gradient"))
+    sums_back = StageSums(stages, spec, hidden.for_backward("gradient"), last)
+    kernels, weight = operators.cross_entropy, parameters.get(HEAD, embedding)
+    embeds = EmbeddingPasses(embedding, rows, tp, sums, spread_back)
+    head = HeadPasses(weight, rows, tp, ranks, kernels, p.vocab_pp, wide, spread, sums_back)
+    return VocabularyPasses(p.vpp, buffers, embeds, head)
 
 
 def build_context_parallel(
@@ -354,4 +383,4 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
     joined = joined_chunks(config.train, p)
     compute = [weights_at_once(order, joined) for order in compute] if training else forwards_only(compute)
     placement = stages_of(config.model, p).placement
-    return lower(compute, placement, training=training, reduce_each=p.zero == 2)[pp_rank]
+    return lower(with_passes(compute, placement), placement, training=training, reduce_each=p.zero == 2)[pp_rank]

@@ -25,6 +25,7 @@ SAVERS: dict[str, dict[str, Any]] = {
         "parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0, "train__precision": "fp32",
     },
     "dp4 zero2 fp32": {"parallel__dp": 4, "parallel__zero": 2, "train__precision": "fp32"},
+    "pp2 vocabulary dp2": {"parallel__pp": 2, "parallel__vocab_pp": 1, "parallel__dp": 2},
     "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
 }  # fmt: skip
 """Layouts that save, by default with bf16 weights and fp32 master weights."""
@@ -38,10 +39,11 @@ LOADERS: dict[str, dict[str, Any]] = SAVERS | {
         "parallel__dp": 2,
         "parallel__zero": 2,
     },
+    "pp4 vocabulary": {"parallel__pp": 4, "parallel__vocab_pp": 2},
     "dp3 zero1": {"parallel__dp": 3, "batch__global": 9},
     "tp2 sp pp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__zero": 0},
 }
-"""Layouts that load: forty pairs with the savers."""
+"""Layouts that load: fifty-four pairs with the savers."""
 
 
 def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:

@@ -537,6 +537,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train.weight_average_count": "has no effect with"},
     ),
     ("BLOCK_SCALES", {"fp8__recipe": "blockwise", "fp8__fast_dgrad": True}, {"fp8.fast_dgrad": "has no effect with"}),
+    ("VOCABULARY", {"parallel__vocab_pp": 1}, {"parallel.pp": "there are no stages to share the vocabulary"}),
     ("NO_PIPELINE", {"nccl__pp_carveout": 4}, {"nccl.pp_carveout": "has no effect"}),
     ("NO_HISTORY", {"fp8__recipe": "rowwise", "fp8__history": 4}, {"fp8.history": "has no effect with"}),
     ("NO_HOST_READER", {"data__reader_timeout_s": 9.0}, {"data.reader_timeout_s": "has no effect with"}),

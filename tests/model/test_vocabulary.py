@@ -13,7 +13,6 @@ from megascale.comm.group import single_rank_group
 from megascale.comm.mesh import open_mesh
 from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
-from megascale.layout.tensors import padded_vocab
 from megascale.layout.topology import Topology
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedding
@@ -38,7 +37,7 @@ def axis_of(rank: Rank, tp: int, sequence: bool = False) -> TensorParallel:
 
 def range_of(axis: TensorParallel) -> VocabularyRange:
     model = ModelConfig.model_validate(GPT | {"vocab_size": VOCABULARY})
-    return VocabularyRange.for_rank(VOCABULARY, padded_vocab(model, axis.size), axis)
+    return VocabularyRange.for_rank(model, axis.index, axis.size)
 
 
 def columns(full: Tensor, vocab_range: VocabularyRange, padding: float) -> Tensor:

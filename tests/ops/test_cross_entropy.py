@@ -18,7 +18,7 @@ from megascale.core.rank import Rank
 from megascale.device import detect_device
 from megascale.ops import compiled
 from megascale.ops import cross_entropy as module
-from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, Targets
+from megascale.ops.cross_entropy import CrossEntropy, Targets
 from megascale.ops.select import OpContext, build_op, select_backend
 from tests.model.test_vocabulary import SPLITS, VOCABULARY, B, S, axis_of, columns, drawn, range_of
 from tests.runs import GPT
@@ -74,7 +74,7 @@ CASES = {
 def backend(name: str, cap: float | None) -> CrossEntropy:
     """Build a backend; `fused`: the functions compiled by `compile`, run eagerly."""
     if name == "fused":
-        return LogitsKernels(compiled.fused_statistics, compiled.fused_gradient, cap).cross_entropy
+        return CrossEntropy(compiled.fused_statistics, compiled.fused_gradient, cap)
     backends = BackendsConfig(cross_entropy=name)
     model = ModelConfig.model_validate(GPT | {"logit_softcap": cap})
     return build_op("cross_entropy", OpContext(model, backends, torch.float32, detect_device(allow_gpu=False)))

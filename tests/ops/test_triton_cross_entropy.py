@@ -18,7 +18,7 @@ from megascale.comm.collectives import all_reduce
 from megascale.config.backends import BackendsConfig
 from megascale.core.rank import Rank
 from megascale.ops import cross_entropy as reference
-from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, Targets, TritonCrossEntropy, no_reduce
+from megascale.ops.cross_entropy import CrossEntropy, Targets, TritonCrossEntropy, no_reduce
 from megascale.ops.select import build_op
 from tests.model.test_vocabulary import axis_of
 from tests.ops.interpreter import compile_for_hopper, interpreted
@@ -93,7 +93,7 @@ def test_loss_and_gradient_equal_the_reference(kernels: Any, dtype: torch.dtype)
         columns, weights = torch.arange(rows) * 7 - 7, torch.arange(rows).float() + 0.5
         weights[-1] = 0.0
         targets, mine = Targets(columns, weights, n - 7), logits(rows, n, dtype)
-        theirs = LogitsKernels(reference.statistics, reference.gradient, z_loss=z_loss).cross_entropy
+        theirs = CrossEntropy(reference.statistics, reference.gradient, z_loss=z_loss)
         expected, expected_grad = theirs(mine.clone(), targets, no_reduce, True)
         _, wide = operation_of(torch.float32, z_loss)(mine.to(torch.float32, copy=True), targets, no_reduce, True)
         loss, grad = operation_of(dtype, z_loss)(mine, targets, no_reduce, True)

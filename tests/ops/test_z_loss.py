@@ -10,7 +10,7 @@ from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.layout.topology import Topology
 from megascale.ops.compiled import fused_gradient, fused_statistics
-from megascale.ops.cross_entropy import LogitsKernels, Targets, gradient, statistics
+from megascale.ops.cross_entropy import CrossEntropy, Targets, gradient, statistics
 from tests.thread_world import simulate
 
 TOKENS, VOCABULARY, COEFFICIENT = 6, 16, 0.03
@@ -47,7 +47,7 @@ def test_autograd_s_gradient(tp: int, kernels: str, cap: float | None) -> None:
     def body(mesh: Mesh) -> tuple[Tensor, Tensor]:
         first = mesh.tp.index * width
         targets = Targets(labels - first, weights, width)
-        function = LogitsKernels(*KERNELS[kernels], cap, COEFFICIENT).cross_entropy
+        function = CrossEntropy(*KERNELS[kernels], cap, COEFFICIENT)
         shard = logits[:, first : first + width].clone()
         loss, grad = function(shard, targets, lambda *given, **named: all_reduce(mesh.tp, *given, **named), True)
         assert grad is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import chunk_buckets
+from megascale.layout.chunks import chunk_buckets, shares_embedding
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import topology_of
@@ -124,7 +124,7 @@ def state_after(config: RunConfig, steps: int = STEPS, skipped: Sequence[int] = 
     def body(mesh: Mesh) -> Any:
         return Trained(mesh, config, steps, skipped).tensors()
 
-    return assembled(simulate(topology_of(config.parallel), body, tied=config.model.embeds_last))
+    return assembled(simulate(topology_of(config.parallel), body, tied=shares_embedding(config.model, config.parallel)))
 
 
 def assembled(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2},
     "pp2 uneven": {"parallel__pp": 2, "parallel__layers_per_chunk": [3, 1]},
     "pp2 vpp3 ends without layers": {"parallel__pp": 2, "parallel__vpp": 3},
+    "pp2 vocabulary": {"parallel__pp": 2, "parallel__vocab_pp": 2},
     "dp2 zero0": {"parallel__dp": 2, "parallel__zero": 0},
     "dp2 zero1": {"parallel__dp": 2, "parallel__zero": 1},
     "dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
@@ -47,6 +48,9 @@ LAYOUTS: dict[str, Layout] = {
     "tp2 dp2 zero2": {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 2},
     "pp2 vpp2 dp2 zero1": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2},
     "pp4": {"parallel__pp": 4},
+    "pp4 vocabulary": {"parallel__pp": 4, "parallel__vocab_pp": 1},
+    "tp2 pp2 vocabulary": {"parallel__tp": 2, "parallel__pp": 2, "parallel__vocab_pp": 1},
+    "cp2 ring pp2 vocabulary": {"parallel__cp": 2, "parallel__pp": 2, "parallel__vocab_pp": 2},
     "dp4 zero2": {"parallel__dp": 4, "parallel__zero": 2},
     "pp2 dp2 gpipe zero2": {"parallel__pp": 2, "parallel__dp": 2, "parallel__schedule": "gpipe", "parallel__zero": 2},
     "tp2 sp dp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 0},
@@ -81,6 +85,12 @@ LAYOUTS: dict[str, Layout] = {
     "cp2 ring pp2 v zero2": {**V, "parallel__cp": 2, "parallel__zero": 2},
     "pp2 v offload": {**V, "train__activation_offload": True, "train__recompute": "full"},
     "pp3 v": {**V, "parallel__pp": 3},
+    "pp2 v vocabulary": {**V, "parallel__vocab_pp": 1},
+    "tp2 sp pp2 v vocabulary": {**V, "parallel__tp": 2, "parallel__sp": True, "parallel__vocab_pp": 2},
+    "pp3 zb_h1 vocabulary": {"parallel__pp": 3, "parallel__schedule": "zb_h1", "parallel__vocab_pp": 1},
+    "pp2 interleaved_zb dp2 zero2 vocabulary": {
+        **V, "parallel__schedule": "interleaved_zb", "parallel__dp": 2, "parallel__zero": 2, "parallel__vocab_pp": 2,
+    },
     # world 8
     "cp2 ring tp2 sp pp2": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2},
     "tp2 sp pp2 vpp2 dp2 zero1": {
@@ -89,6 +99,14 @@ LAYOUTS: dict[str, Layout] = {
     "tp2 sp pp2 vpp2 dp2 zero2": {
         "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,
         "parallel__zero": 2,
+    },
+    "tp2 sp pp2 vpp2 vocabulary dp2 zero2": {
+        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__vocab_pp": 1,
+        "parallel__dp": 2, "parallel__zero": 2,
+    },
+    "pp4 vocabulary dp2 gpipe zero0": {
+        "parallel__pp": 4, "parallel__vocab_pp": 2, "parallel__dp": 2, "parallel__schedule": "gpipe",
+        "parallel__zero": 0,
     },
     "pp4 dp2 gpipe zero0": {"parallel__pp": 4, "parallel__dp": 2, "parallel__schedule": "gpipe", "parallel__zero": 0},
 }  # fmt: skip
@@ -188,7 +206,7 @@ def worst(curve: Curve, expected: Curve, norms: int) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-QUICK = ("tp2", "tp2 sp domino", "dp2 zero2", "pp2 vpp2 dp2 zero1", "pp2 v dp2 zero2")
+QUICK = ("tp2", "tp2 sp domino", "dp2 zero2", "pp2 vpp2 dp2 zero1", "pp2 v dp2 zero2", "tp2 pp2 vocabulary")
 
 
 def works_with(case: Case, layout: Layout) -> bool:

@@ -31,6 +31,7 @@ COMMANDS = {
     "spin-gemm": "time GEMMs beside thread blocks that spin, as receives do",
     "startup": "measure what a start consists of: processes, imports, the job's store, and the opening of groups",
     "testbed": "run a command on every host of a temporary cluster of network namespaces (needs root)",
+    "vocabulary": "time a step with embedding and head on all pipeline stages, and size every stage's memory",
 }
 
 

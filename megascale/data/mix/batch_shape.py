@@ -70,8 +70,8 @@ class StepOrder:
 
 
 def reads_tokens(placement: Placement, pp_rank: int) -> bool:
-    """Return True if a pipeline rank needs tokens: with the first or the last stage."""
-    return pp_rank in placement.ends
+    """Return True if a pipeline rank needs tokens: with the first or the last stage, or with rows for them."""
+    return placement.barriers > 0 or pp_rank in placement.ends
 
 
 def reads_samples(mask: str, placement: Placement, pp_rank: int) -> bool:

@@ -16,7 +16,7 @@ from functools import cache
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.layout.blocks import BlockSpec, distinct_blocks, linears, surroundings, tile_mlp
-from megascale.layout.loss import loss_chunks
+from megascale.layout.loss import BLOCK_BYTES, loss_chunks
 from megascale.layout.parts.microbatch_sizes import CAST, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import padded_vocab
@@ -82,9 +82,31 @@ def head_bytes(sizes: MicroBatchSizes) -> UnitBytes:
     return UnitBytes(sizes.stream + sizes.norm_saved, loss, sizes.norm_backward, elements=vocabulary)
 
 
-def _vocabulary(sizes: MicroBatchSizes) -> int:
-    """Count the elements of the embedding on a tp rank."""
-    return padded_vocab(sizes.model, sizes.tp) // sizes.tp * sizes.model.hidden_size
+def stage_ends(sizes: MicroBatchSizes) -> tuple[UnitBytes, UnitBytes]:
+    """Account for the units of the first and of the last stage if all stages share the vocabulary: what follows the
+    lookup of embeddings, and the final norm.
+    """
+    positions = embedding_bytes(sizes).elements - _vocabulary(sizes)
+    first = UnitBytes(sizes.mask, 2 * sizes.stream, sizes.stream, elements=positions)
+    return first, UnitBytes(sizes.stream + sizes.norm_saved, sizes.stream, sizes.norm_backward)
+
+
+def vocabulary_bytes(sizes: MicroBatchSizes, stages: int, barriers: int) -> UnitBytes:
+    """Account for the passes over the rows of one of all stages: logits are saved from VS to VT, and with one barrier
+    the gradient of the hidden state.
+    """
+    columns, wide = _vocabulary(sizes, stages) // sizes.model.hidden_size, sizes.full // sizes.compute * sizes.wide
+    saved = sizes.full * (3 - barriers) + sizes.tokens * (columns * sizes.compute + 3 * sizes.tp * stages * sizes.wide)
+    wgrad = _vocabulary(sizes, stages) * sizes.compute if sizes.narrow else 0
+    backward = 2 * wide + sizes.full if barriers == 1 else sizes.full + (sizes.stream if sizes.cut else 0)
+    block = min(BLOCK_BYTES, sizes.tokens * columns * sizes.wide)  # of the softmax
+    return UnitBytes(saved, block, max(block, backward, wgrad + (wide if barriers == 1 else sizes.full)))
+
+
+def _vocabulary(sizes: MicroBatchSizes, stages: int = 1) -> int:
+    """Count the elements of the embedding on a tp rank of one of the `stages` that share it."""
+    ranks = sizes.tp * stages
+    return padded_vocab(sizes.model, ranks) // ranks * sizes.model.hidden_size
 
 
 def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: bool = False) -> UnitBytes:

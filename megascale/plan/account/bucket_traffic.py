@@ -53,7 +53,9 @@ class BucketTraffic:
         for bucket in self._buckets:
             ranks, group = bucket.num_shards, reducing_group(topology, bucket.reduce_axes)
             sharded, index = bucket.shard_axes, topology.index_in_group(self.coord, *bucket.reduce_axes)
-            operation, times = "reduce_scatter" if sharded.state else "all_reduce", m if sharded.gradient else 1
+            operation, times = "reduce_scatter" if sharded.state else "all_reduce", 1
+            if sharded.gradient and not bucket.shares_vocabulary:  # whose gradients are reduced at the step's end
+                times = m
             low, high = bucket.shard_range(index) if sharded.state else (0, bucket.numel)
             if ranks > 1:
                 yield CommOp(group, operation, wide * bucket.numel, "gradients", times=times)

@@ -120,7 +120,7 @@ class JobMemory:
         m, units = self._microbatches, self._units(stage)
         first, last = self.layout.placement.ends
         head, owner = 0, 0 if self._head_is_embedding else p.vpp - 1
-        if self._zero2 and stage == last:
+        if self._zero2 and stage == last and not p.vocab_pp:
             buckets = bucket_sizes(config.model, p, config.overlap, config.train, stage)[owner]
             head = buckets[0].numel if self._head_is_embedding else self._head_elements(buckets)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
@@ -131,7 +131,11 @@ class JobMemory:
             saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
         if p.pp > 1 and p.schedule:
             transient += posted_receives(p.schedule, p.pp, p.vpp, m, stage) * sizes.message
-        if stage in (first, last):
+        if p.vocab_pp:  # four sums on their way, ids and their masks, unsharded gradients
+            transient += 4 * sizes.stream + min(m, 2 * p.pp + p.vocab_pp) * (activations.TOKEN + 1) * sizes.tokens
+            shared = bucket_sizes(config.model, p, config.overlap, config.train, stage, [p.vpp])
+            transient += sizes.wide * shared[0][0].numel if self._zero2 else 0
+        if stage in (first, last) or p.vocab_pp:
             depths = config.model.mtp_layers if stage == last else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
         state = state_bytes(config, stage, self.storage)
@@ -168,17 +172,21 @@ class JobMemory:
         copied = model.embeds_last and self.layout.pp > 1 and not self._head_is_embedding
         tables = (not model.tie_embeddings) + copied
         head = head._replace(elements=tables * head.elements)
+        begin_unit, end_unit = activations.embedding_bytes(self.sizes), head
+        if barriers := self.config.parallel.vocab_pp:
+            begin_unit, end_unit = activations.stage_ends(self.sizes)
         for chunk in range(self.layout.vpp):
             index, recompute = self.layout.index(stage, chunk), recompute_policy(self.config.train, chunk)
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
-            begin += [activations.embedding_bytes(self.sizes)] if index == 0 else []
+            begin += [begin_unit] if index == 0 else []
             units, layers = begin, self.layout.layers(index)
             units += [self.layer(layer, recompute) for layer in layers if layer < model.num_layers]
-            units += [head] if index == self.layout.count - 1 else []
+            units += [end_unit] if index == self.layout.count - 1 else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
                 units += [self.layer(layer, recompute), further]
             chunks.append(units)
-        return chunks
+        shared = [[activations.vocabulary_bytes(self.sizes, self.layout.pp, barriers)]] if barriers else []
+        return chunks + shared
 
     def _head_elements(self, buckets: Sequence[BucketSize]) -> int:
         """Count the elements of the bucket with the head, of those of the last chunk."""

@@ -11,11 +11,14 @@ from typing import NamedTuple
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import UnitBytes
+from megascale.layout.stages import placement_of
 from megascale.schedule.interleaved import microbatch_groups
-from megascale.schedule.ir import Kind, RankSchedule, each_action
+from megascale.schedule.ir import Kind, RankSchedule, Schedule, each_action
+from megascale.schedule.lower import with_passes
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
+FORWARDS = (Kind.F, Kind.R, Kind.VS)
 CACHED_ORDERS = 64  # layouts of a search often share the order of actions
 
 
@@ -25,6 +28,8 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     """
     p = parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
+    if p.vocab_pp:
+        return _with_passes(p.schedule, p.pp, p.vpp, m, p.vocab_pp)[stage]
     if chunks == 1:
         return _order(p.schedule, p.pp, p.vpp, m, stage)
     enough = min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
@@ -37,6 +42,12 @@ def _order(schedule: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
     card = SCHEDULES[schedule]
     repeats = card.facts.get("periodic", False) and not card.facts["unbounded_in_flight"]
     return card.load()(p, v, representative_microbatches(p, m) if repeats else m, rank)
+
+
+@lru_cache(CACHED_ORDERS)
+def _with_passes(schedule: str, p: int, v: int, m: int, barriers: int) -> Schedule:
+    compute = [_order(schedule, p, v, m, rank) for rank in range(p)]
+    return with_passes(compute, placement_of(schedule, p, v, barriers))
 
 
 def representative_microbatches(p: int, m: int) -> int:
@@ -68,19 +79,15 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: tuple[int, 
     alive = newest = older = loss = 0
     before = -1
     for kind, chunk, microbatch in each_action(order):
-        unit, follows, reducing, unsharded = chunks[chunk]
-        if kind in (Kind.F, Kind.R):
+        unit, reducing = chunks[chunk].unit, chunks[chunk].reducing
+        if kind in FORWARDS:
             again = (chunk, microbatch) in dropped
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
         if kind in (Kind.B, Kind.W) and chunk == owner:
             loss = 0
         elif gradient and kind is not Kind.I and chunk == len(chunks) - 1:
             older, loss = older if loss else 0, gradient
-        beside = older + (unit.backward - unsharded if kind is Kind.I else unit.forward)
-        if kind is Kind.B:  # reductions of a chunk finish bucket by bucket, before new gradients
-            beside = unit.backward if newest and chunk == before else follows
-        elif kind is Kind.W:
-            beside = unsharded
+        beside = _transient(kind, chunks[chunk], older, again=newest > 0 and chunk == before)
         if alive + beside + newest + loss > peak:
             saved, peak = alive, alive + beside + newest + loss
         if kind is Kind.I:
@@ -88,7 +95,20 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: tuple[int, 
         elif kind in (Kind.B, Kind.W):
             older, newest = 0 if chunk == before else newest, reducing
             alive, before = alive - (unit.saved if kind is Kind.B else unit.left), chunk
+        elif kind is Kind.VT:
+            alive -= unit.saved
     return saved, peak - saved
+
+
+def _transient(kind: Kind, chunk: ChunkBytes, older: int, *, again: bool) -> int:
+    """Bytes beside what is saved. `again`: of the chunk whose gradients are in reduction, which finish bucket by bucket
+    before new ones.
+    """
+    if kind is Kind.W:
+        return chunk.unsharded
+    if kind in (Kind.B, Kind.VT):
+        return chunk.unit.backward if again else chunk.follows
+    return older + (chunk.unit.backward - chunk.unsharded if kind is Kind.I else chunk.unit.forward)
 
 
 def most_inputs(order: RankSchedule, inputs: Sequence[int]) -> int:

@@ -96,18 +96,33 @@ class StageTraffic:
         model, p, sizes = self.config.model, self.config.parallel, self.sizes
         columns = padded_vocab(model, p.tp) // p.tp
         width, local = model.hidden_size * sizes.compute, sizes.rows // sizes.parts
+        whole = not p.vocab_pp  # embedding and head are in one stage
+        yield from () if whole else self._shared_vocabulary()
         for chunk in range(p.vpp if p.tp > 1 else 0):
             index = self.layout.index(self.stage, chunk)
             first, last = index == 0, index == self.layout.count - 1
-            if first:
+            if first and whole:
                 yield sizes.reduce("embedding", sizes.rows, width)
                 yield from sizes.gather("embedding gradient", sizes.rows, width)
-            chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns)) if last else []
+            chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns)) if last and whole else []
             for rows in ((part.stop - part.start) * sizes.parts for part in chunks * (1 + model.mtp_layers)):
                 yield from sizes.gather("head", rows, width, overlap=True)
                 yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
                 yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")
                 yield sizes.reduce("head gradient", rows, width)
+
+    def _shared_vocabulary(self) -> Iterator[CommOp]:
+        """List the collectives of a micro-batch over tp and over the stages that share the vocabulary."""
+        p, sizes = self.config.parallel, self.sizes
+        width = self.config.model.hidden_size * sizes.compute
+        if p.tp > 1:
+            yield from (sizes.reduce(label, sizes.rows, width) for label in ("embedding", "hidden gradient"))
+            yield from sizes.gather("embedding gradient", sizes.rows, width)
+            yield from sizes.gather("hidden", sizes.rows, width, overlap=True)
+        sums = ("embedding", "embedding gradient", "hidden", "hidden gradient")
+        yield from (CommOp("pp.pp", "all_reduce", sizes.stream, label) for label in sums)
+        group = "pp.tp+pp" if p.tp > 1 else "pp.pp"
+        yield CommOp(group, "all_gather", 3 * p.tp * p.pp * sizes.tokens * sizes.wide, "head statistics")
 
     def _messages(self) -> Iterator[CommOp]:
         """List the messages of a micro-batch between stages: up to a higher pipeline rank, down to a lower one. Ranks

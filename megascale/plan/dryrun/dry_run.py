@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import stages_of
+from megascale.layout.chunks import shares_embedding, stages_of
 from megascale.layout.topology import Coord, topology_of
 from megascale.ops.rope import rope_table
 from megascale.plan.account.sizes import micro_batch_sizes
@@ -56,8 +56,8 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
     rope_table.cache_clear()  # cached tables are real tensors
     topology = topology_of(config.parallel)
     mesh = fake_mesh(
-        topology, rank, recorder, tied=config.model.embeds_last, collectives_in_pieces=collectives_in_pieces,
-        placement=stages_of(config.model, config.parallel).placement,
+        topology, rank, recorder, tied=shares_embedding(config.model, config.parallel),
+        collectives_in_pieces=collectives_in_pieces, placement=stages_of(config.model, config.parallel).placement,
     )  # fmt: skip
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), ResourceCounterMode(recorder) as counter_mode:

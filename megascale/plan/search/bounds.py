@@ -115,7 +115,8 @@ class Bounds:
         vpp = config.model.num_layers + 2  # a chunk per layer, embedding, head
         dp = self._space.devices // (layout.tp * layout.cp)
         layerwise = self._space.free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
-        return list(chunk_times(StepParts(layerwise, self._hardware, self._stack).layers).values())
+        pairs = list(chunk_times(StepParts(layerwise, self._hardware, self._stack).layers).values())
+        return [*pairs[:-1], PassTimes()] if config.parallel.vocab_pp else pairs  # all stages share the head
 
     def _link_of(self, layout: Layout) -> tuple[float, float]:
         """Seconds of a rank's gradient reduction and weight all-gather: of the first rank, active first and last; with

@@ -95,6 +95,7 @@ class Space:
             "train.recompute_model_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
         }
         values = dict(zip(LAYOUT_KEYS, layout, strict=True))
+        values["parallel.vocab_pp"] = config.parallel.vocab_pp if layout.pp > 1 else 0
         values |= {key: None for key in DEPENDENT_KEYS if not suits[key] and key not in self.fixed}
         updates = defaultdict[str, dict[str, Any]](dict)
         for key, value in values.items():

@@ -42,7 +42,7 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     distinct, numbers = distinct_blocks(config.model)
     kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
-    heads, domino = 1 + config.model.mtp_layers, config.overlap.tp == "domino"
+    heads, domino, shared = 1 + config.model.mtp_layers, config.overlap.tp == "domino", config.parallel.vocab_pp
     part, parts = (layers.of_half(), 2) if domino else (layers, 1)
     block = cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
 
@@ -50,6 +50,7 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     def chunk(
         layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool
     ) -> PassTimes:
+        first, last = first and not shared, last and not shared
         ends = (layers.embedding() if first else PassTimes()) + (layers.head() * heads if last else PassTimes())
         return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
 
@@ -58,4 +59,6 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
         stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
         layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))
         times[place] = chunk(layer_kinds, recompute, stage == 0, stage == stages.count - 1)
+    for rank in range(config.parallel.pp) if shared else ():
+        times[rank, config.parallel.vpp] = layers.vocabulary(shared)
     return times

@@ -14,15 +14,17 @@ coordinates act at equal times.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from megascale.layout.stages import Place, Placement
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.record.label import BACKWARD
-from megascale.schedule.dependencies import RESULTS, neighbours
+from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
 from megascale.schedule.ir import (
     COMPUTE_KINDS,
     Action,
@@ -49,7 +51,8 @@ class StageTimes:
     collective's time; `share_link`: messages and collectives share a link. `scales`: by micro-batch, factors of compute
     and of messages, for micro-batches of unequal lengths; empty: all equal. `weight_gradient`: the part of a backward
     that a schedule may run apart. `hidden`: by rank and the chunks of an Overlap's forward and backward, the seconds
-    that it takes less than both.
+    that it takes less than both. `exchange`: of an activation among all stages in vocabulary parallelism, whose passes
+    take the times of a chunk.
     """
 
     forward: Mapping[Place, float]
@@ -64,6 +67,7 @@ class StageTimes:
     scales: Sequence[tuple[float, float]] = ()
     weight_gradient: Mapping[Place, float] = field(default_factory=dict)
     hidden: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+    exchange: float = 0.0
 
     def seconds(self, kind: Kind, place: Place) -> float:
         """Return the duration of a compute action."""
@@ -72,7 +76,7 @@ class StageTimes:
                 return self.weight_gradient[place]
             case Kind.I:
                 return self.backward[place] - self.weight_gradient[place]
-        return (self.backward if kind is Kind.B else self.forward)[place]
+        return (self.backward if kind in (Kind.B, Kind.VT) else self.forward)[place]
 
 
 class Span(NamedTuple):
@@ -100,28 +104,46 @@ def simulate(
     """Simulate a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all events,
     several times as slow. Raises: ScheduleError for a deadlock.
     """
-    messages = _Messages([*range(len(compute))], {}, {})
+    messages = _Messages([*range(len(compute))], {}, defaultdict(list), defaultdict(list))
     ranks = [_Rank(rank, order, placement, times, overlaps) for rank, order in enumerate(compute)]
     plays = [rank.play(messages, reduce_each, spans) for rank in ranks]
     while messages.ready:
         next(plays[messages.ready.pop()], None)
     if messages.waiting:
-        raise ScheduleError(f"the schedule does not end: ranks {sorted(messages.waiting.values())} wait for each other")
+        stuck = sorted(chain(*messages.waiting.values()))
+        raise ScheduleError(f"the schedule does not end: ranks {stuck} wait for each other")
     events = [span for rank in ranks for span in rank.spans if span.end > span.start]
     return Simulation(max(max(rank.end, rank.until) for rank in ranks), events)
 
 
 class _Messages(NamedTuple):
-    """Ranks that are ready, arrival times of sent messages, and the waiting rank by unsent message."""
+    """Ranks that are ready, arrival times of sent messages and of results that all ranks await, and the ranks that wait
+    by what has not arrived. `ends`: of the actions of all ranks that leave such a result together.
+    """
 
     ready: list[int]
-    arrival: dict[Message, float]
-    waiting: dict[Message, int]
+    arrival: dict[Message | Result, float]
+    waiting: defaultdict[Message | Result, list[int]]
+    ends: defaultdict[Result, list[float]]
+
+    def wait(self, result: Result, rank: int) -> Iterator[None]:
+        """Wait for a result that all ranks await."""
+        while result not in self.arrival:
+            self.waiting[result].append(rank)
+            yield
+
+    def join(self, result: Result, count: int, end: float) -> None:
+        """Note the end of one of `count` actions that leave a result together."""
+        self.ends[result].append(end)
+        if len(self.ends[result]) == count:
+            self.arrival[result] = max(self.ends.pop(result))
+            self.ready.extend(self.waiting.pop(result, ()))
 
 
 class _Route(NamedTuple):
     """The `seconds` of an action of a chunk, and its messages of micro-batch 0: received, and sent; None without.
-    `completes`: the gradients of the chunk's weights.
+    `completes`: the gradients of the chunk's weights. `after`: the result that it awaits as all ranks do, which takes
+    `exchange` seconds; `joint`: the one that it leaves.
     """
 
     seconds: float
@@ -129,6 +151,9 @@ class _Route(NamedTuple):
     sent: Message | None
     backward: bool
     completes: bool
+    after: Result | None
+    exchange: float
+    joint: Result | None
 
 
 @dataclass
@@ -147,12 +172,12 @@ class _Rank:
     def play(self, messages: _Messages, reduce_each: bool, record: bool) -> Iterator[None]:
         """Run the actions of this rank; yield to wait for a message."""
         rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.overlaps.pp, self.overlaps.dp
-        (ready, arrival, waiting), stride = messages, 2 * self.placement.count
+        (ready, arrival, waiting, *_), stride = messages, 2 * self.placement.count
         steps = [*self._steps()]
         last = {action.chunk: action for action, route in steps if route.completes}
         gathered, reductions = self._gather(), list[Action]()
         now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
-        for action, (seconds, enters, leaves, backward, completes) in steps:
+        for action, (seconds, enters, leaves, backward, completes, after, exchange, joint) in steps:
             _, chunk, microbatch = action
             begin, first = now, stride * microbatch
             weights = received = now = max(now, gathered[chunk])
@@ -160,10 +185,13 @@ class _Rank:
             if enters is not None:
                 message = enters + first
                 while message not in arrival:
-                    waiting[message] = rank
+                    waiting[message].append(rank)
                     yield
                 received = arrival.pop(message)
                 now = (received if received > now else now) + times.receive * size
+            if after is not None:
+                yield from messages.wait(result := (*after[:2], microbatch), rank)
+                received = now = max(now, arrival[result]) + exchange * size
             start = now
             now = done = sent = arrives = start + seconds * work
             if leaves is not None:
@@ -174,17 +202,23 @@ class _Rank:
                     shared = min(taken, self.until - sent)
                     self.until, arrives = self.until + shared, arrives + shared
                 free[backward] = arrival[message] = arrives
-                if message in waiting:
-                    ready.append(waiting.pop(message))
+                ready += waiting.pop(message, ())
                 now = done if overlaps_pp else arrives
+            if joint is not None:
+                messages.join((*joint[:2], microbatch), self.placement.p if joint[0] is not FORWARD else 1, done)
             if record:
                 self._record(action, begin, weights, received, start, done, sent, arrives)
             if completes and (reduce_each or action is last[chunk]):
                 reductions.append(action)
                 now = self._reduce(action, now, last=action is steps[-1][0]) if overlaps_dp else now
-        for action in () if overlaps_dp else reductions:
+        self.end = self._finish(now, [] if overlaps_dp else reductions)
+
+    def _finish(self, now: float, reductions: list[Action]) -> float:
+        """Reduce the gradients that are left at the end, last those of the vocabulary; return the end."""
+        shared = [Action(Kind.VT, self.placement.v, 0)] if self.placement.barriers else []
+        for action in reductions + shared:
             now = self._reduce(action, now, last=True)
-        self.end = now
+        return now
 
     def _steps(self) -> Iterator[tuple[Action, _Route]]:
         """Yield the actions with their routes. A pair waits for what both need, and then sends what both leave."""
@@ -207,13 +241,27 @@ class _Rank:
         source, target = neighbours(Action(kind, chunk, 0), self.rank, self.placement)
         received = None if source is None else 2 * self.placement.stage(self.rank, chunk) + backward
         sent = None if target is None else 2 * target + backward
-        completes = Kind.W in RESULTS[kind]
-        return _Route(self.times.seconds(kind, (self.rank, chunk)), received, sent, backward, completes)
+        completes, seconds = Kind.W in RESULTS[kind], self.times.seconds(kind, (self.rank, chunk))
+        return _Route(seconds, received, sent, backward, completes, *self._exchanges(kind, chunk))
+
+    def _exchanges(self, kind: Kind, chunk: int) -> tuple[Result | None, float, Result | None]:
+        """Find the result of micro-batch 0 that all ranks await with an action of a chunk, the seconds of its exchange,
+        and the one that the action leaves; the statistics of a barrier take no time.
+        """
+        placement, action = self.placement, Action(kind, chunk, 0)
+        if not placement.barriers:
+            return None, 0.0, None
+        needs, made = dependencies(action, self.rank, placement), results(action, self.rank, placement)[0]
+        after = next((need for need in needs if need[1] == placement.count or kind is Kind.VS), None)
+        is_joint = made[1] == placement.count or made[:2] == (Kind.F, placement.count - 1)
+        return after, 0.0 if kind is Kind.VT else self.times.exchange, made if is_joint else None
 
     def _gather(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""
         gathered = dict[int, float]()
-        for chunk in dict.fromkeys(action.chunk for action in each_action(self.order) if action.kind is FORWARD):
+        shared = [self.placement.v] if self.placement.barriers else []
+        forwards = (action.chunk for action in each_action(self.order) if action.kind is FORWARD)
+        for chunk in dict.fromkeys([*shared, *forwards]):
             taken, start = self.times.gather.get((self.rank, chunk), 0.0), self.until
             self.until = start + taken
             # a forward waits for the first bucket, and computes while later buckets arrive
@@ -237,7 +285,7 @@ class _Rank:
 
     def _overlap(self, chunk: int) -> float:
         """Return the share of a chunk's collectives overlapped by the chunk's compute: all buckets but one."""
-        return 1 - 1 / self.times.buckets.get((self.rank, chunk), 1) if self.overlaps.dp else 0.0
+        return 1 - 1 / max(1, self.times.buckets.get((self.rank, chunk), 1)) if self.overlaps.dp else 0.0
 
     def _record(self, action: Action, *at: float) -> None:
         """Record an action's waits, computation and message."""

@@ -23,6 +23,7 @@ from megascale.layout.stages import Place, placement_of
 from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.ir import Schedule, build_schedule, weights_at_once
+from megascale.schedule.lower import with_passes
 from megascale.schedule.state_aware import build_state_aware
 
 MAX_ACTIONS = 60_000  # most forwards and backwards of a full simulation
@@ -34,7 +35,7 @@ CACHED_ORDERS = 32  # schedules of a search's layouts
 class Pipeline:
     """A pipeline of p ranks, v chunks per rank and m micro-batches. `reduces_each`: gradients after every backward.
     `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations. `joined`: chunks
-    whose W follows its I at once.
+    whose W follows its I at once. `barriers`: of vocabulary parallelism.
     """
 
     schedule: str
@@ -45,20 +46,22 @@ class Pipeline:
     parts: int = 1
     keep: int = 1
     joined: tuple[int, ...] = ()
+    barriers: int = 0
 
     def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
         if self.parts > 1:
             compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
         else:
-            compute = compute_order(self.schedule, self.p, self.v, self.m, self.joined)
-        placement = placement_of(self.schedule, self.p, self.v)
+            compute = compute_order(self.schedule, self.p, self.v, self.m, self.joined, self.barriers)
+        placement = placement_of(self.schedule, self.p, self.v, self.barriers)
         return simulate(compute, placement, times, overlaps, reduce_each=self.reduces_each, spans=spans)
 
 
 @lru_cache(CACHED_ORDERS)
-def compute_order(name: str, p: int, v: int, m: int, joined: tuple[int, ...] = ()) -> Schedule:
+def compute_order(name: str, p: int, v: int, m: int, joined: tuple[int, ...] = (), barriers: int = 0) -> Schedule:
     """Build the compute actions of all ranks."""
-    return [weights_at_once(order, joined) for order in build_schedule(SCHEDULES[name].load(), p, v, m)]
+    orders = [weights_at_once(order, joined) for order in build_schedule(SCHEDULES[name].load(), p, v, m)]
+    return with_passes(orders, placement_of(name, p, v, barriers))
 
 
 def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS) -> float:
@@ -73,7 +76,8 @@ def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max
     short = long // 2
 
     def scaled(stages: int) -> float:
-        shorter = replace(pipeline, p=stages), m * stages / p, with_fewer_stages(times, p, v, stages)
+        fewer = with_fewer_stages(times, p, v + (pipeline.barriers > 0), stages)
+        shorter = replace(pipeline, p=stages), m * stages / p, fewer
         return _with_microbatches(*shorter, overlaps, max_actions)
 
     short_s, long_s = scaled(short), scaled(long)

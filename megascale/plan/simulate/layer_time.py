@@ -99,10 +99,16 @@ class LayerTimes:
         """Time the token embedding."""
         return self.passes(2 * self.stream, 1) + PassTimes(Seconds(tp=self.exchange.exposed(0.0, enters=False)))
 
-    def head(self) -> PassTimes:
-        """Time the head's GEMMs and the loss."""
-        m, tp = self.config.model, self.config.parallel.tp
-        columns, gather = padded_vocab(m, tp) // tp, self.exchange.gather() if self.config.parallel.sp else 0.0
+    def vocabulary(self, barriers: int) -> PassTimes:
+        """Time VS and VT, on the rows of one of all stages; lookups are not counted. With one barrier VS has dgrad."""
+        head = self.head(self.config.parallel.pp)
+        dgrad = Seconds(head.backward.gemm / 2 if barriers == 1 else 0.0)
+        return PassTimes(head.forward + dgrad, head.backward + dgrad * -1)
+
+    def head(self, stages: int = 1) -> PassTimes:
+        """Time the head's GEMMs and the loss. `stages`: that share its rows."""
+        m, ranks = self.config.model, self.config.parallel.tp * stages
+        columns, gather = padded_vocab(m, ranks) // ranks, self.exchange.gather() if self.config.parallel.sp else 0.0
         loss = self.passes(LOSS_PASSES * self.tokens * columns, 1)
         gathers = PassTimes(Seconds(tp=gather), Seconds(tp=2 * gather))
         gemms = self._gemms(columns, m.hidden_size, fp8=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import bucket_sizes, stages_of
+from megascale.layout.chunks import bucket_sizes, held_chunks, stages_of
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import joined_chunks
 from megascale.layout.stages import Place
@@ -34,7 +34,8 @@ class PipelineTimes:
         reduces_each = p.zero == 2 and self.stack.reduces_each and not self.stack.shards_weights
         chunks, keep = self.config.num_chunks, self.config.data.sequence_chunks_saved
         joined = joined_chunks(self.config.train, p)
-        return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each, chunks, keep, joined)
+        m = self.config.num_microbatches
+        return Pipeline(p.schedule, p.pp, p.vpp, m, reduces_each, chunks, keep, joined, p.vocab_pp)
 
     @property
     def overlaps(self) -> Overlaps:
@@ -61,11 +62,11 @@ class PipelineTimes:
         model's ends.
         """
         c, p, stages = self.config, self.config.parallel, stages_of(self.config.model, self.config.parallel)
-        known, sizes = dict[tuple[int, int, bool, bool], Buckets](), dict[Place, Buckets]()
-        for rank, chunk in itertools.product(range(p.pp), range(p.vpp)):
-            stage = stages.index(rank, chunk)
-            layers = stages.layers(stage)
-            key = len(layers), sum(map(c.model.has_experts, layers)), stage == 0, stage == stages.count - 1
+        known, sizes = dict[tuple[int, int, bool, bool, bool], Buckets](), dict[Place, Buckets]()
+        for rank, chunk in itertools.product(range(p.pp), held_chunks(p)):
+            stage, shared = stages.index(rank, chunk), chunk == p.vpp
+            layers = range(0) if shared else stages.layers(stage)
+            key = len(layers), sum(map(c.model.has_experts, layers)), stage == 0, stage == stages.count - 1, shared
             if key not in known:
                 (buckets,) = bucket_sizes(c.model, p, c.overlap, c.train, rank, [chunk])
                 known[key] = tuple((bucket.reduce_axes, bucket.numel) for bucket in buckets)
@@ -98,7 +99,7 @@ class PipelineTimes:
     @cached_property
     def slowest_rank(self) -> PassTimes:
         p = self.config.parallel
-        ranks = (sum((self.pairs[rank, c] for c in range(p.vpp)), PassTimes()) for rank in range(p.pp))
+        ranks = (sum((self.pairs[rank, c] for c in held_chunks(p)), PassTimes()) for rank in range(p.pp))
         return max(ranks, key=lambda pair: pair.total)
 
     @cached_property
@@ -133,4 +134,5 @@ class PipelineTimes:
             share_link=between.network and self.dp.network,
             weight_gradient={place: pair.weights.total for place, pair in self.pairs.items()},
             hidden=self.hidden,
+            exchange=between.collective("all_reduce", self.layers.sizes.stream, p.pp) if p.vocab_pp else 0.0,
         )

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 
 from megascale.catalog.precisions import PRECISIONS
-from megascale.layout.chunks import stages_of
+from megascale.layout.chunks import held_chunks, stages_of
 from megascale.layout.parts.times import Seconds
 from megascale.plan.account.attended import expected_scores
 from megascale.plan.account.flops import mfu, token_flops
@@ -62,7 +62,7 @@ class StepParts(PipelineTimes):
         facts = PRECISIONS[self.config.train.precision].facts
         p, (compute, wide) = self.config.parallel, self.config.train.element_bytes
         stages = [StageOptimizer(self.config, rank) for rank in range(p.pp)]
-        held = [tuple(chain(*(self.buckets[rank, chunk] for chunk in range(p.vpp)))) for rank in range(p.pp)]
+        held = [tuple(chain(*(self.buckets[rank, chunk] for chunk in held_chunks(p)))) for rank in range(p.pp)]
         elements = max(sum(numel for _, numel in buckets) for buckets in held)
         shard = max(self.dp.shard(buckets) for buckets in held)
         gradients = shard if self.stack.shards_weights else elements

@@ -37,7 +37,7 @@ def test_representative_micro_batches_are_few() -> None:
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_posted_receives_have_a_bound(name: str) -> None:
     facts = SCHEDULES[name].facts
-    chunks = facts.get("v", (1, 2, 4)) if facts["multi_chunk"] else 1
+    chunks = (facts["v"] or (1, 2, 4)) if facts["multi_chunk"] else 1
     for p, v, m in itertools.product(range(2, 6), chunks if isinstance(chunks, tuple) else (chunks,), range(1, 14)):
         if m < facts.get("min_m", 0) * p:
             continue

@@ -107,7 +107,7 @@ def test_short_pipelines_are_simulated_in_full(monkeypatch: pytest.MonkeyPatch) 
     times = StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.1, 0.0, {}, {})
     short, long = (Pipeline("interleaved_1f1b", 4, 2, m) for m in (extrapolate.MAX_ACTIONS // 16, 10**6))
     pipeline_time(short, times, ALL)
-    assert played == [("interleaved_1f1b", 4, 2, short.m, ())]
+    assert played == [("interleaved_1f1b", 4, 2, short.m, (), 0)]
     played.clear()
     pipeline_time(long, times, ALL)
     assert len(played) == 2 and sum(2 * p * v * m for _, p, v, m, _ in played) <= 2 * extrapolate.MAX_ACTIONS
