@@ -110,7 +110,7 @@ def test_short_pipelines_are_simulated_in_full(monkeypatch: pytest.MonkeyPatch) 
     assert played == [("interleaved_1f1b", 4, 2, short.m, (), 0)]
     played.clear()
     pipeline_time(long, times, ALL)
-    assert len(played) == 2 and sum(2 * p * v * m for _, p, v, m, _ in played) <= 2 * extrapolate.MAX_ACTIONS
+    assert len(played) == 2 and sum(2 * p * v * m for _, p, v, m, *_ in played) <= 2 * extrapolate.MAX_ACTIONS
 
 
 def test_a_smaller_pipeline_has_the_ends_the_slowest_and_the_means() -> None:
