@@ -171,6 +171,20 @@ MTP = _unsupported(
     ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
 )  # fmt: skip
 
+NO_EXITS = _without_effect(
+    "model.exits", only([]), {"train.exit_loss_weight": only(1.0), "train.exit_warmup_steps": only(0)}
+)
+
+EXITS = Exclusions("model.exits", unless([]), tuple(
+    (*row[:2], f"{row[2]} (model.exits = {{given}})", row[3])
+    for row in (
+        ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported with exits", REMOVE),
+        ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported with exits", "false"),
+        ("train.activation_offload", only(False), "offloading is not supported with exits", "false"),
+        ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
+    )
+))  # fmt: skip
+
 ATTENTION_SINKS = Exclusions("model.attention_sinks", only(True), (
     ("model.dropout", only(0), "attention with sinks has no dropout", "0"),
     ("model.attention_softcap", only(None), "attention with sinks has no soft cap", "no soft cap"),

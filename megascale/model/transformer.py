@@ -1,4 +1,6 @@
-"""A pipeline stage of the transformer: the embedding on the first stage, layers, the head and loss on the last."""
+"""A pipeline stage of the transformer: the embedding on the first stage, layers with early exits, the head and loss on
+the last.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
-from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name, padded_vocab
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
@@ -21,12 +23,16 @@ from megascale.parallel.vocabulary import VocabularyRange
 
 
 class Head(nn.Module):
-    """The final norm, the projection to the vocabulary, and the loss. The weight may be tied to the token embedding."""
+    """The final norm, the projection to the vocabulary, and the loss. The weight may be tied to the token embedding.
+    `after`: the number of layers before an early exit, which has a norm and a weight of its own.
+    """
 
-    def __init__(self, context: LayerContext, vocabulary: VocabularyRange) -> None:
+    def __init__(self, context: LayerContext, vocabulary: VocabularyRange, after: int = 0) -> None:
         super().__init__()
-        self.norm = Norm(context, "final_norm")
-        self.weight = context.parameters[TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD]
+        name, tied = exit_name(after), TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD
+        self.norm = Norm(context, f"{name}.norm" if after else "final_norm")
+        self.weight = context.parameters[f"{name}.{HEAD}" if after else tied]
+        self._after = after
         self._vocabulary = vocabulary
         self._tp = context.tp
         self._cross_entropy = context.operators.cross_entropy
@@ -39,15 +45,18 @@ class Head(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, depth: int = 0) -> Tensor:
         """Compute the loss of the normed x, summed over the micro-batch's tokens; of a `depth` of multi-token
-        prediction, from 1, times its constant.
+        prediction, from 1, times its constant. An early exit norms x itself; its loss is times its weight.
         """
         if batch.labels is None:
-            raise ValueError("the last stage needs labels")
+            raise ValueError("a stage with a head needs labels")
         labels, weights = batch.labels, batch.mask
         if depth:
             targets = batch.depths[depth - 1]
             assert targets.constant is not None, "a step counts the targets of each depth"
             labels, weights = targets.labels, targets.weights * targets.constant
+        if self._after:
+            counted = torch.ones_like(labels) if weights is None else weights
+            x_sbh, weights = self.norm(x_sbh), counted.double() * batch.exits[self._after].weight
         options = self._vocabulary, self._tp, self._cross_entropy
         return linear_cross_entropy(x_sbh, self.weight, labels, weights, *options)
 
@@ -77,12 +86,14 @@ class Stage(nn.Module):
         block = BLOCKS[model.block].load()
         trunk = [index for index in layers if index < model.num_layers]
         self.layers = nn.ModuleDict({str(index): block(context, index) for index in trunk})
+        exits = [index + 1 for index in trunk if index + 1 in model.exits]
+        self.exits = nn.ModuleDict({str(after): Head(context, vocabulary, after) for after in exits})
         self.head = Head(context, vocabulary) if last else None
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
-    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Compute the residual stream after this stage's layers."""
+    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch, losses: list[Loss] | None = None) -> Tensor:
+        """Compute the residual stream after this stage's layers. `losses`: gets those of early exits."""
         if self.embedding is not None:
             if batch.tokens is None:
                 raise ValueError("the first stage needs tokens")
@@ -90,6 +101,11 @@ class Stage(nn.Module):
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
         for index, block in self.layers.items():
             x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
+            after = int(index) + 1
+            if losses is not None and str(after) in self.exits:
+                head, x_sbh = self.exits[str(after)], self._bucket_boundary(exit_name(after), x_sbh)
+                losses.append(Loss(head(x_sbh, batch), reported=False))
+                batch.exits[after].total = losses[-1].total.detach()
         return x_sbh
 
     def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
@@ -103,11 +119,12 @@ class Stage(nn.Module):
         )
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
-        x_sbh = self.hidden_states(x_sbh, batch)
-        if self.head is None:
-            return StageOutput(x_sbh)
+        exits = list[Loss]()
+        x_sbh = self.hidden_states(x_sbh, batch, exits if batch.exits or torch.is_grad_enabled() else None)
+        if self.head is None:  # an evaluation has no weights of exits
+            return StageOutput(x_sbh, tuple(exits))
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
-        losses = [Loss(self.head(x_sbh, batch))]
+        losses = [Loss(self.head(x_sbh, batch)), *exits]
         deeper = zip(batch.depths, self.predictions, strict=torch.is_grad_enabled())  # an evaluation has no targets
         for depth, (targets, index) in enumerate(deeper, start=1):
             x_sbh = self._run_block(self.predictions[index], self._bucket_boundary(f"layers.{index}", x_sbh), batch)

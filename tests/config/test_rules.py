@@ -152,6 +152,24 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "not supported with MTP layers"),
         )
     ),
+    ("NO_EXITS", {"train__exit_loss_weight": 0.3}, {"train.exit_loss_weight": "has no effect with exits = []"}),
+    ("NO_EXITS", {"train__exit_warmup_steps": 3}, {"train.exit_warmup_steps": "has no effect with exits = []"}),
+    *(
+        ("EXITS", {"model__exits": [2]} | changes, {key: message})
+        for changes, key, message in (
+            (HYBRID, "parallel.hybrid_dp", "not supported with exits (model.exits = [2])"),
+            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "with exits"),
+            ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
+            ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "not supported with exits"),
+        )
+    ),
+    ("early_exits", {"model__exits": [2, 4]}, {"model.exits": "[2, 4] are not ascending numbers of layers before"}),
+    ("early_exits", {"model__exits": [2, 2]}, {"model.exits": "[2, 2] are not ascending"}),
+    (
+        "early_exits",
+        {"model__exits": [2, 3], "train__exit_loss_weight": [0.1]},
+        {"train.exit_loss_weight": "1 weights for 2 exits"},
+    ),
     *(
         ("ATTENTION_SINKS", {"model__attention_sinks": True} | changes, {key: message})
         for changes, key, message in (

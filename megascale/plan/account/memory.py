@@ -11,7 +11,16 @@ from functools import cached_property
 from itertools import chain
 
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, shares_embedding, stages_of
+from megascale.layout.chunks import (
+    BucketSize,
+    bucket_sizes,
+    count_heads,
+    exits_of,
+    fp8_layers,
+    shares_embedding,
+    stages_of,
+    token_ranks,
+)
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy, recomputed_chunks
 from megascale.layout.stages import Stages
@@ -112,21 +121,18 @@ class JobMemory:
         """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
-        first, last = self.layout.placement.ends
-        head = 0
-        if self._zero2 and stage == last:
-            buckets = bucket_sizes(config.model, p, config.overlap, config.train, stage)
-            with_embedding = config.model.tie_embeddings and first == last and self.layout.count > 1  # on a V
-            head = buckets[0][0].numel if with_embedding else self._head_elements(buckets[-1])
+        fused = self._fused(stage) if self._zero2 else [0] * self.layout.vpp
         received = sizes.stream if stage else 0  # the input of a dropped chunk
-        saved, transient = peak_of(self._order(stage), [*map(self._chunk, units)], sizes.wide * head, received)
+        pairs = zip(units, fused, strict=True)
+        chunks = [self._chunk(each)._replace(fused=sizes.wide * elements) for each, elements in pairs]
+        saved, transient = peak_of(self._order(stage), chunks, received)
         if config.num_chunks > 1:
             layers = len(self.layout.layers(self.layout.index(stage, 0)))
             saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
         if p.pp > 1 and p.schedule:
             transient += posted_receives(p.schedule, p.pp, p.vpp, m, stage) * sizes.message
-        if stage in (first, last):
-            depths = config.model.mtp_layers if stage == last else 0
+        if stage in token_ranks(config.model, p):
+            depths = config.model.mtp_layers if stage == self.layout.placement.ends[1] else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
         state = state_bytes(config, stage, self.storage)
         if self.storage.shards_weights:
@@ -157,7 +163,7 @@ class JobMemory:
     def _units(self, stage: int) -> list[list[UnitBytes]]:
         """List the units of a rank's chunks. Depths of multi-token prediction share the weight of the head."""
         model, chunks = self.config.model, list[list[UnitBytes]]()
-        head = activations.head_bytes(self.sizes)
+        head = early = activations.head_bytes(self.sizes)
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
         tables = (not model.tie_embeddings) + (model.embeds_last and self.layout.pp > 1)
         head = head._replace(elements=tables * head.elements)
@@ -166,18 +172,34 @@ class JobMemory:
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [activations.embedding_bytes(self.sizes)] if index == 0 else []
             units, layers = begin, self.layout.layers(index)
-            units += [self.layer(layer, recompute) for layer in layers if layer < model.num_layers]
+            for layer in (layer for layer in layers if layer < model.num_layers):
+                units += [self.layer(layer, recompute), *([early] if layer + 1 in model.exits else [])]
             units += [head] if index == self.layout.count - 1 else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
                 units += [self.layer(layer, recompute), further]
             chunks.append(units)
         return chunks
 
-    def _head_elements(self, buckets: Sequence[BucketSize]) -> int:
-        """Count the elements of the bucket with the head, of those of the last chunk."""
+    def _fused(self, stage: int) -> list[int]:
+        """Count the elements of the buckets with heads, by chunk: losses in a forward add to their gradients."""
+        c, (first, last), found = self.config, self.layout.placement.ends, list[int]()
+        indices = [self.layout.index(stage, chunk) for chunk in range(self.layout.vpp)]
+        if not any(count_heads(c.model, self.layout, index) for index in indices):
+            return [0] * len(indices)
+        chunks = bucket_sizes(c.model, c.parallel, c.overlap, c.train, stage)
+        for index, buckets in zip(indices, chunks, strict=True):
+            heads = {_bucket_of_exit(buckets, after) for after in exits_of(c.model, self.layout, index)}
+            if index == self.layout.count - 1:
+                with_embedding = c.model.tie_embeddings and first == last and self.layout.count > 1  # on a V
+                heads.add(chunks[0][0] if with_embedding else self._head_bucket(buckets))
+            found.append(sum(bucket.numel for bucket in heads))
+        return found
+
+    def _head_bucket(self, buckets: Sequence[BucketSize]) -> BucketSize:
+        """Return the bucket with the head, of those of the last chunk."""
         model, parallel = self.config.model, self.config.parallel
         deeper = {f"layers.{layer}" for layer in range(model.num_layers, model.total_layers)}
-        dense = [b.numel for b in buckets if b.reduce_axes == DATA_AXES and b.first_module not in deeper]
+        dense = [b for b in buckets if b.reduce_axes == DATA_AXES and b.first_module not in deeper]
         copied = shares_embedding(model, parallel) and not model.tie_embeddings  # a bucket of its own, the last
         return dense[-2 if copied else -1]
 
@@ -201,3 +223,13 @@ class JobMemory:
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
         chunk = chunk._replace(backward=chunk.backward + unsharded)
         return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)
+
+
+def _bucket_of_exit(buckets: Sequence[BucketSize], after: int) -> BucketSize:
+    """Return the bucket with an early exit `after` as many layers: the last that begins with it or before it."""
+
+    def begins_before(module: str) -> bool:
+        kind, _, number = module.partition(".")
+        return kind != "head" and int(number or 0) < after + (kind == "exits")
+
+    return [b for b in buckets if b.reduce_axes == DATA_AXES and begins_before(b.first_module)][-1]

@@ -47,39 +47,40 @@ def representative_microbatches(p: int, m: int) -> int:
 class ChunkBytes(NamedTuple):
     """Bytes of a model chunk: as a `unit`; transient in a backward that `follows` another chunk's, with the shards of
     its gradients; of gradients still in reduction after the backward (`reducing`); of those that the backward writes
-    `unsharded`, in W if it is split.
+    `unsharded`, in W if it is split; of the heads' buckets, which the losses in the forward write (`fused`).
     """
 
     unit: UnitBytes
     follows: int
     reducing: int = 0
     unsharded: int = 0
+    fused: int = 0
 
 
-def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: int, received: int) -> tuple[int, int]:
+def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) -> tuple[int, int]:
     """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
-    `newest`, from the chunk `before`, and `older`, freed in the next backward. `head`: unsharded gradient of the head,
-    from the loss to the last chunk's backward. `received`: input of a forward that is recomputed.
+    `newest`, from the chunk `before`, and `older`, freed in the next backward. `losses`: unsharded gradients
+    of heads, from the loss to their chunk's backward. `received`: input of a forward that is recomputed.
     """
     dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
     last = chunks[-1].unit
     saved, peak = last.saved, last.saved + last.casting  # in the first forward
-    alive = newest = older = loss = 0
+    alive = newest = older = 0
+    losses = [0] * len(chunks)
     before = -1
     for kind, chunk, microbatch in each_action(order):
-        unit, follows, reducing, unsharded = chunks[chunk]
+        unit, follows, reducing, unsharded, fused = chunks[chunk]
         if kind in (Kind.F, Kind.R):
             again = (chunk, microbatch) in dropped
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
-        if chunk == len(chunks) - 1:
-            loss = head if kind in (Kind.F, Kind.R) else 0
+        losses[chunk] = fused if kind in (Kind.F, Kind.R) else 0
         beside = older + (unit.backward - unsharded if kind is Kind.I else unit.forward)
         if kind is Kind.B:  # reductions of a chunk finish bucket by bucket, before new gradients
             beside = unit.backward if newest and chunk == before else follows
         elif kind is Kind.W:
             beside = unsharded
-        if alive + beside + newest + loss > peak:
-            saved, peak = alive, alive + beside + newest + loss
+        if alive + beside + newest + sum(losses) > peak:
+            saved, peak = alive, alive + beside + newest + sum(losses)
         if kind is Kind.I:
             alive += unit.left - unit.saved
         elif kind in (Kind.B, Kind.W):
