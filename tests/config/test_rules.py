@@ -160,7 +160,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             (HYBRID, "parallel.hybrid_dp", "not supported with exits (model.exits = [2])"),
             ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "with exits"),
             ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
-            ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "not supported with exits"),
         )
     ),
     ("early_exits", {"model__exits": [2, 4]}, {"model.exits": "[2, 4] are not ascending numbers of layers before"}),
@@ -849,7 +848,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "NOT_HYBRID",
         {"data__max_tokens_per_rank": 8},
-        {"data.max_tokens_per_rank": "has no effect without parallel.hybrid_dp"},
+        {"data.max_tokens_per_rank": "has no effect with hybrid_dp = false"},
     ),
     (
         "hybrid_tokens",

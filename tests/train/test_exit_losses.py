@@ -116,6 +116,14 @@ def test_recomputation_is_the_same_run(keys: dict[str, Any], tmp_path: Path) -> 
         assert two.curve == pytest.approx(one.curve, rel=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["dp2 zero2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_chunks_of_sequences_are_the_same_run(layout: str, tmp_path: Path) -> None:
+    keys = {"data__sequence_chunk_tokens": 8}
+    plain, chunks = (run_threads(configure(EXITS, tmp_path, LAYOUTS[layout], **k), train) for k in ({}, keys))
+    for one, two in zip(plain, chunks, strict=True):
+        assert two.curve == pytest.approx(one.curve, rel=1e-10)
+
+
 def test_gradients_are_those_of_the_plain_formula(tmp_path: Path) -> None:
     config = configure(EXITS, tmp_path, {})
 

@@ -26,6 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": (TWO, {"train__recompute": "full"}),
     "pp2": (TWO, {"parallel__pp": 2}),
     "sp pp4 zero2": (TWO, SP | {"parallel__pp": 4, "parallel__dp": 2, "parallel__zero": 2}),
+    "pp2 chunks": (TWO, {"parallel__pp": 2, "data__sequence_chunk_tokens": 1024}),
     "v": (TWO, V),
     "v zero2": (TWO, V | {"parallel__dp": 2, "parallel__zero": 2}),
     "pp2 vpp2 zero2": (TWO, {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2}),
