@@ -20,13 +20,14 @@ from tests.runs import config_of, settings
 TWO = LARGE | {"exits": [1, 3]}
 SP = {"parallel__tp": 2, "parallel__sp": True}
 V = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v"}
+FEW_SAMPLES = {"batch__micro": 1, "batch__global": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one": (TWO, {}),
     "tied sp": (TWO | {"tie_embeddings": True}, SP),
     "full": (TWO, {"train__recompute": "full"}),
     "pp2": (TWO, {"parallel__pp": 2}),
     "sp pp4 zero2": (TWO, SP | {"parallel__pp": 4, "parallel__dp": 2, "parallel__zero": 2}),
-    "pp2 chunks": (TWO, {"parallel__pp": 2, "data__sequence_chunk_tokens": 1024}),
+    "pp2 chunks": (TWO, {"parallel__pp": 2, "data__sequence_chunk_tokens": 2048} | FEW_SAMPLES),
     "v": (TWO, V),
     "v zero2": (TWO, V | {"parallel__dp": 2, "parallel__zero": 2}),
     "pp2 vpp2 zero2": (TWO, {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2}),
