@@ -51,6 +51,7 @@ def domino(
          "a model.block.SteppedBlock, whose card has the fact steps"),
         ("model.experts", model.experts, "experts balance whole micro-batches", "0"),
         ("model.mtp_layers", model.mtp_layers, "MTP layers read whole micro-batches", "0"),
+        ("model.exits", model.exits, "exits read whole micro-batches", "[]"),
         ("train.mlp_tiles", train.mlp_tiles > 1, "tiles run one after another", "1"),
         ("data.sequence_chunk_tokens", data.sequence_chunk_tokens, "a chunk's keys are of whole micro-batches",
          "remove the key"),
@@ -118,6 +119,8 @@ def paired_experts(
     if not model.experts or not parallel.schedule or not SCHEDULES[parallel.schedule].facts.get("pairs"):
         return
     why = f"the exchange of tokens is hidden by another micro-batch (parallel.schedule = {parallel.schedule})"
+    if model.exits:
+        yield Finding("model.exits", f"no losses between layers: {why}", "[], or interleaved_1f1b")
     if moe.token_blocks > 1:
         yield Finding("moe.token_blocks", f"not between blocks: {why}", "1, or interleaved_1f1b")
     if train.recompute == "full":
