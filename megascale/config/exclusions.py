@@ -226,24 +226,14 @@ MOCK_PACKING = Exclusions("data.mock", only(True), (
     ("data.packing", only("concat"), "has no effect on mock data", REMOVE),
 ))  # fmt: skip
 
-NO_DOCUMENTS = _without_effect(
-    "data.attention_mask",
-    unless("document"),
-    {"data.eod_mask_loss": only(True), "data.eod": only(None), "data.document_length": only(None)},
-    "attention_mask = document, or remove the key",
-)
+NO_DOCUMENTS = _without_effect("data.attention_mask", unless("document"), {
+    "data.eod_mask_loss": only(True), "data.eod": only(None), "data.document_length": only(None),
+}, "attention_mask = document, or remove the key")  # fmt: skip
 
-NOT_DECOMPOSED = _without_effect(
-    "data.packing",
-    unless("decompose"),
-    {
-        "data.decompose_min_length": only(None),
-        "data.decompose_bucket_samples": only(None),
-        "data.curriculum": only(None, "mixed"),
-        "data.decompose_cycle": only(None),
-    },
-    "packing = decompose, or remove the key",
-)
+NOT_DECOMPOSED = _without_effect("data.packing", unless("decompose"), {
+    "data.decompose_min_length": only(None), "data.decompose_bucket_samples": only(None),
+    "data.curriculum": only(None, "mixed"), "data.decompose_cycle": only(None),
+}, "packing = decompose, or remove the key")  # fmt: skip
 
 NO_POLICY = Exclusions("data.blend_policy", only(None), (
     ("data.blend_policy_every", only(None), "has no effect without a policy", "data.blend_policy, or remove the key"),

@@ -119,8 +119,6 @@ def paired_experts(
     if not model.experts or not parallel.schedule or not SCHEDULES[parallel.schedule].facts.get("pairs"):
         return
     why = f"the exchange of tokens is hidden by another micro-batch (parallel.schedule = {parallel.schedule})"
-    if model.exits:
-        yield Finding("model.exits", f"no losses between layers: {why}", "[], or interleaved_1f1b")
     if moe.token_blocks > 1:
         yield Finding("moe.token_blocks", f"not between blocks: {why}", "1, or interleaved_1f1b")
     if train.recompute == "full":

@@ -19,7 +19,7 @@ from megascale.parallel.domino import in_halves
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
-from megascale.parallel.segments import Steps
+from megascale.parallel.segments import Steps, beside
 from megascale.parallel.tensor import column_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams
 from megascale.parallel.vocabulary import VocabularyRange
@@ -101,7 +101,7 @@ class Stage(nn.Module):
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
-    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch, losses: list[Loss] | None = None) -> Tensor:
+    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch, losses: list[Tensor] | None = None) -> Tensor:
         """Compute the residual stream after this stage's layers. `losses`: gets those of early exits."""
         x_sbh = self._embed(x_sbh, batch)
         if self._layers_in_halves:
@@ -120,21 +120,21 @@ class Stage(nn.Module):
         return x_sbh
 
     def _layer_steps(
-        self, x_sbh: Tensor, batch: MicroBatch, leads: bool, losses: list[Loss] | None = None
+        self, x_sbh: Tensor, batch: MicroBatch, leads: bool, losses: list[Tensor] | None = None
     ) -> Steps[Tensor]:
         """Run all layers, recomputed ones in a step. Of two halves the leading one is the first in a layer, and in
-        backward the last to leave it. `losses`: gets those of early exits; segments after them pass them on.
+        backward the last to leave it. `losses`: gets those of early exits; a segment passes on those before it.
         """
         for index, block in self.layers.items():
             x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
             if isinstance(block, SteppedBlock) and not self._recompute:
-                x_sbh = yield from block.steps(x_sbh, batch)
+                x_sbh = yield from beside(losses or [], block.steps(x_sbh, batch))
             else:
                 x_sbh = self._run_block(block, x_sbh, batch)
             x_sbh = self._exit(index, x_sbh, batch, losses)
         return x_sbh
 
-    def _exit(self, index: str, x_sbh: Tensor, batch: MicroBatch, losses: list[Loss] | None) -> Tensor:
+    def _exit(self, index: str, x_sbh: Tensor, batch: MicroBatch, losses: list[Tensor] | None) -> Tensor:
         """Add the loss of the early exit after a layer, if there is one, and return the exit's input. An evaluation
         has no weights of exits.
         """
@@ -142,8 +142,8 @@ class Stage(nn.Module):
         if losses is None or str(after) not in self.exits or not (batch.exits or torch.is_grad_enabled()):
             return x_sbh
         x_sbh = self._bucket_boundary(exit_name(after), x_sbh)
-        losses.append(Loss(self.exits[str(after)](x_sbh, batch), reported=False))
-        batch.exits[after].total = losses[-1].total.detach()
+        losses.append(self.exits[str(after)](x_sbh, batch))
+        batch.exits[after].total = losses[-1].detach()
         return x_sbh
 
     def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
@@ -157,7 +157,7 @@ class Stage(nn.Module):
         )
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
-        exits = list[Loss]()
+        exits = list[Tensor]()
         x_sbh = self.hidden_states(x_sbh, batch, exits)
         return self._output(x_sbh, batch, exits)
 
@@ -165,17 +165,18 @@ class Stage(nn.Module):
         """Compute `forward` in segments (`parallel.segments`)."""
         if self._layers_in_halves:
             return self(x_sbh, batch)
-        exits = list[Loss]()
+        exits = list[Tensor]()
         x_sbh = yield from self._layer_steps(self._embed(x_sbh, batch), batch, leads=True, losses=exits)
         return self._output(x_sbh, batch, exits)
 
-    def _output(self, x_sbh: Tensor, batch: MicroBatch, exits: Sequence[Loss]) -> StageOutput:
+    def _output(self, x_sbh: Tensor, batch: MicroBatch, exits: Sequence[Tensor]) -> StageOutput:
+        early = [Loss(total, reported=False) for total in exits]
         if self.head is None:
-            return StageOutput(x_sbh, tuple(exits))
+            return StageOutput(x_sbh, tuple(early))
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
         if not self.ends_in_loss:
             return StageOutput(x_sbh)
-        losses = [Loss(self.head(x_sbh, batch)), *exits]
+        losses = [Loss(self.head(x_sbh, batch)), *early]
         deeper = zip(batch.depths, self.predictions, strict=torch.is_grad_enabled())  # an evaluation has no targets
         for depth, (targets, index) in enumerate(deeper, start=1):
             x_sbh = self._run_block(self.predictions[index], self._bucket_boundary(f"layers.{index}", x_sbh), batch)
