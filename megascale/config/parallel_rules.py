@@ -93,7 +93,7 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
     facts, vpp = SCHEDULES[parallel.schedule].facts, parallel.vpp
     if vpp > 1 and not facts["multi_chunk"]:
         facts_of = {name: card.facts for name, card in SCHEDULES.cards.items()}
-        suited = [name for name, of in facts_of.items() if of["multi_chunk"] and of.get("v", vpp) == vpp]
+        suited = [name for name, of in facts_of.items() if of["multi_chunk"] and (of.get("v") or vpp) == vpp]
         message = f"{parallel.schedule} runs one chunk a stage, but vpp = {vpp}"
         yield Finding("parallel.schedule", message, f"{' or '.join(suited)}, or vpp = 1")
     elif (facts.get("v") or vpp) != vpp:
