@@ -8,7 +8,7 @@ from megascale.cli.check_data import RANKS_OF_HOST, data_summary
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count
 from megascale.data.mix.batch_shape import BatchShape
-from megascale.layout.chunks import stages_of
+from megascale.layout.chunks import token_ranks
 from megascale.layout.parameters import describe_parameters
 from megascale.layout.topology import topology_of
 from megascale.plan.account.attended import describe_documents
@@ -29,7 +29,7 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
         ranks = range(min(config.world_size, RANKS_OF_HOST))
         shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
         splits = 2 if config.train.eval_every else 1
-        ranks_of = topology_of(config.parallel), stages_of(config.model, config.parallel).placement, ranks
+        ranks_of = topology_of(config.parallel), token_ranks(config.model, config.parallel), ranks
         reader = reader_shape(mixture_spec(config, "train"), shape, *ranks_of, splits).bytes
     stages = range(config.parallel.pp if config.train.activation_offload else 0)
     state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}

@@ -96,8 +96,8 @@ def _off(switch: str, when: Test, section: type[Section], *names: str, hint: str
 
 
 def _unsupported(switch: str, *rows: tuple[str, Test, str, str]) -> Exclusions:
-    """Return the exclusions of keys without an implementation for a switch above 0."""
-    return Exclusions(switch, unless(0), tuple((*row[:2], f"{row[2]} ({switch} = {{given}})", row[3]) for row in rows))
+    """Return the exclusions of keys without an implementation for a switch above 0, or a list that is not empty."""
+    return Exclusions(switch, bool, tuple((*row[:2], f"{row[2]} ({switch} = {{given}})", row[3]) for row in rows))
 
 
 def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
@@ -105,6 +105,12 @@ def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
     rows = ((f"optimizer.{name}", only(OptimizerConfig.model_fields[name].default), "has no effect without {name}",
              f"optimizer.{switch}, or no {name}") for name in names)  # fmt: skip
     return Exclusions(f"optimizer.{switch}", when, tuple(rows))
+
+
+def _of_average(when: Test, name: str, averages: str) -> Exclusions:
+    """Return the exclusion of a key of averages of the weights without those that it is for."""
+    return _off("train.weight_average", when, TrainConfig, name,
+                hint=f"train.weight_average = {averages}, or remove the key")  # fmt: skip
 
 
 NO_LEARNED_POSITIONS = _without_effect("model.position", unless("learned"), {"model.positions": only(None)})
@@ -178,6 +184,16 @@ MTP = _unsupported(
     ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
 )  # fmt: skip
 
+NO_EXITS = _without_effect("model.exits", only([]), {
+    "train.exit_loss_weight": only(1.0), "train.exit_warmup_steps": only(0)})  # fmt: skip
+
+EXITS = _unsupported(
+    "model.exits",
+    ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported with exits", "false"),
+    ("train.activation_offload", only(False), "offloading is not supported with exits", "false"),
+    ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
+)  # fmt: skip
+
 ATTENTION_SINKS = Exclusions("model.attention_sinks", only(True), (
     ("model.dropout", only(0), "attention with sinks has no dropout", "0"),
     ("model.attention_softcap", only(None), "attention with sinks has no soft cap", "no soft cap"),
@@ -210,24 +226,14 @@ MOCK_PACKING = Exclusions("data.mock", only(True), (
     ("data.packing", only("concat"), "has no effect on mock data", REMOVE),
 ))  # fmt: skip
 
-NO_DOCUMENTS = _without_effect(
-    "data.attention_mask",
-    unless("document"),
-    {"data.eod_mask_loss": only(True), "data.eod": only(None), "data.document_length": only(None)},
-    "attention_mask = document, or remove the key",
-)
+NO_DOCUMENTS = _without_effect("data.attention_mask", unless("document"), {
+    "data.eod_mask_loss": only(True), "data.eod": only(None), "data.document_length": only(None),
+}, "attention_mask = document, or remove the key")  # fmt: skip
 
-NOT_DECOMPOSED = _without_effect(
-    "data.packing",
-    unless("decompose"),
-    {
-        "data.decompose_min_length": only(None),
-        "data.decompose_bucket_samples": only(None),
-        "data.curriculum": only(None, "mixed"),
-        "data.decompose_cycle": only(None),
-    },
-    "packing = decompose, or remove the key",
-)
+NOT_DECOMPOSED = _without_effect("data.packing", unless("decompose"), {
+    "data.decompose_min_length": only(None), "data.decompose_bucket_samples": only(None),
+    "data.curriculum": only(None, "mixed"), "data.decompose_cycle": only(None),
+}, "packing = decompose, or remove the key")  # fmt: skip
 
 NO_POLICY = Exclusions("data.blend_policy", only(None), (
     ("data.blend_policy_every", only(None), "has no effect without a policy", "data.blend_policy, or remove the key"),
@@ -273,6 +279,7 @@ VOCABULARY = _unsupported(
     "parallel.vocab_pp",
     ("parallel.pp", unless(1), "there are no stages to share the vocabulary", "0, or pp above 1"),
     ("model.mtp_layers", only(0), "MTP layers use whole embeddings and heads", "0, or vocab_pp = 0"),
+    ("model.exits", only([]), "exits use whole heads", "[], or vocab_pp = 0"),
     ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported", "vocab_pp = 0"),
     ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported", "false, or vocab_pp = 0"),
     ("train.noise_scale_every", only(0), "the gradients of a micro-batch end at different times", "0"),
@@ -284,10 +291,8 @@ VOCABULARY = _unsupported(
 
 NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0)})
 
-NOT_HYBRID = Exclusions("parallel.hybrid_dp", only(False), (
-    ("data.max_tokens_per_rank", only(None), "has no effect without parallel.hybrid_dp",
-     "parallel.hybrid_dp = true, or remove the key"),
-))  # fmt: skip
+NOT_HYBRID = _without_effect("parallel.hybrid_dp", only(False), {"data.max_tokens_per_rank": only(None)},
+                             "parallel.hybrid_dp = true, or remove the key")  # fmt: skip
 
 HYBRID_DOCUMENTS = Exclusions("parallel.hybrid_dp", only(True), (
     ("data.attention_mask", only("document"), "hybrid_dp deals documents to ranks, each with its own attention",
@@ -324,7 +329,6 @@ COMPENSATED = Exclusions("optimizer.master_weights", unless("full"), (
 ))  # fmt: skip
 
 ZCLIP = _of_guard("zclip", only(False), "zclip_threshold", "zclip_alpha", "zclip_warmup")
-
 SKIPPED_STEPS = _of_guard("skip_sigma", only(0), "skip_window")
 
 NO_CHECKPOINTS = Exclusions("checkpoint.every", only(0), (
@@ -350,20 +354,9 @@ CONSTANT_RATE = _without_effect(
     "optimizer.decay", only("constant"), {"optimizer.min_lr": only(0.0), "optimizer.schedule_steps": only(None)}
 )
 
-NO_AVERAGE = _off(
-    "train.weight_average", only("none"), TrainConfig, "weight_average_every",
-    hint="train.weight_average = ema or lawa, or remove the key",
-)  # fmt: skip
-
-NO_EMA = _off(
-    "train.weight_average", unless("ema"), TrainConfig, "weight_average_decay",
-    hint="train.weight_average = ema, or remove the key",
-)  # fmt: skip
-
-NO_LAWA = _off(
-    "train.weight_average", unless("lawa"), TrainConfig, "weight_average_count",
-    hint="train.weight_average = lawa, or remove the key",
-)  # fmt: skip
+NO_AVERAGE = _of_average(only("none"), "weight_average_every", "ema or lawa")
+NO_EMA = _of_average(unless("ema"), "weight_average_decay", "ema")
+NO_LAWA = _of_average(unless("lawa"), "weight_average_count", "lawa")
 
 NO_HISTORY = _off(
     "fp8.recipe", lambda recipe: recipe in RECIPES.cards and RECIPES[str(recipe)].facts.get("scaling") != "delayed",
@@ -395,7 +388,6 @@ def without_other_modes(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 # Switches that are off, as by an override of the command line: other keys wait for them, which is worth a warning.
-
 
 OWN_VALIDATION = Exclusions("data.valid", unless(None), (
     ("data.split", only(DataConfig.model_fields["split"].default, [1.0, 0.0]),

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROPE_SCALINGS, ROUTER_SCORES
-from megascale.config.section import AUTO_AS_NONE, Float32, Section, Size, TableChoice, choice, no_choice
+from megascale.config.section import AUTO_AS_NONE, Count, Float32, Section, Size, TableChoice, choice, no_choice
 from megascale.core.registry import closest_name
 
 DERIVED_FROM = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
@@ -168,6 +168,11 @@ class ModelConfig(Section):
         0,
         description="depths of [multi-token prediction](experts.md#6-predict-several-tokens): a block each after the "
         "last layer, which predicts one token further ahead; 0: none",
+    )
+    exits: list[Count] = Field(
+        [],
+        description="early exits: the numbers of layers after which the residual stream has a norm and an output head "
+        "of its own ([exits](experts.md#7-early-exits))",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -327,7 +332,7 @@ LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim")
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
     "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", "attention_sinks",
-    "mtp_layers", *EXPERT_KEYS, *LATENT_KEYS, "value_head_dim",
+    "mtp_layers", "exits", *EXPERT_KEYS, *LATENT_KEYS, "value_head_dim",
 )  # fmt: skip
 """Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
@@ -343,7 +348,8 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
     there["qk_norm"] = there["qk_norm"] or "none"
     there["expert_ffn_size"] = there["expert_ffn_size"] or there["ffn_size"]
     there["value_head_dim"] = there["value_head_dim"] or there["head_dim"]
-    for key in ("attention_sinks", "mtp_layers", *EXPERT_KEYS, *LATENT_KEYS):  # manifests of others may have none
+    later = ("attention_sinks", "mtp_layers", "exits", *EXPERT_KEYS, *LATENT_KEYS)
+    for key in later:  # manifests of others may have none
         there[key] = ModelConfig.model_fields[key].default if there[key] is None else there[key]
     if there["position"] == "learned":
         there["positions"] = there["positions"] or saved.get("seq_length")

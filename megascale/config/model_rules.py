@@ -8,7 +8,7 @@ from megascale.catalog.layers import NORMS
 from megascale.config.exclusions import ONE_EXPERT
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
-from megascale.config.train import CheckpointConfig
+from megascale.config.train import CheckpointConfig, TrainConfig
 
 
 def attention_heads(model: ModelConfig) -> Iterator[Finding]:
@@ -89,6 +89,17 @@ def multi_token_prediction(model: ModelConfig) -> Iterator[Finding]:
     if model.mtp_layers and model.mtp_layers >= model.seq_length:
         message = f"a sequence of {model.seq_length} has no target of depth {model.mtp_layers}"
         yield Finding("model.mtp_layers", message, f"at most {model.seq_length - 1}")
+
+
+def early_exits(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
+    """Check that exits ascend and are before the end, and that a list of their weights has as many."""
+    exits, weights = model.exits, train.exit_loss_weight
+    if exits != sorted(set(exits)) or any(after >= model.num_layers for after in exits):
+        message = f"{exits} are not ascending numbers of layers before the last, {model.num_layers}"
+        yield Finding("model.exits", message, f"numbers from 1 to {model.num_layers - 1}")
+    if exits and isinstance(weights, list) and len(weights) != len(exits):
+        message = f"{len(weights)} weights for {len(exits)} exits"
+        yield Finding("train.exit_loss_weight", message, "a weight for each of model.exits, or one for all")
 
 
 def attention_window(model: ModelConfig) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ def domino(
          "a model.block.SteppedBlock, whose card has the fact steps"),
         ("model.experts", model.experts, "experts balance whole micro-batches", "0"),
         ("model.mtp_layers", model.mtp_layers, "MTP layers read whole micro-batches", "0"),
+        ("model.exits", model.exits, "exits read whole micro-batches", "[]"),
         ("train.mlp_tiles", train.mlp_tiles > 1, "tiles run one after another", "1"),
         ("data.sequence_chunk_tokens", data.sequence_chunk_tokens, "a chunk's keys are of whole micro-batches",
          "remove the key"),

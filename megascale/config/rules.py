@@ -36,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_BALANCED_EXPERTS, exclusions.NO_BALANCE_LOSS, exclusions.NO_BALANCE_GROUP, exclusions.NO_BALANCE_BIAS,
     parallel_rules.balance_group, parallel_rules.token_blocks,
     exclusions.NO_MTP, exclusions.MTP, model_rules.multi_token_prediction,
+    exclusions.NO_EXITS, exclusions.EXITS, model_rules.early_exits,
     parallel_rules.tensor_parallel, parallel_rules.domino,
     parallel_rules.pipeline,
     backend_rules.fp8_shapes,

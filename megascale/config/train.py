@@ -16,6 +16,7 @@ from megascale.core.registry import closest_name
 HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugging Face weights
 
 Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
+PositiveFloat = Annotated[Float32, Field(gt=0)]
 Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]
 
 
@@ -61,6 +62,12 @@ class TrainConfig(Section):
     )
     mtp_loss_weight: Annotated[Float32, Field(gt=0)] = Field(
         0.1, description="weight of the losses of model.mtp_layers together, relative to the loss of the next token"
+    )
+    exit_loss_weight: PositiveFloat | Annotated[list[PositiveFloat], Field(min_length=1)] = Field(
+        1.0, description="weight of the loss of each of model.exits, or a list, relative to the loss of the last layer"
+    )
+    exit_warmup_steps: NonNegativeInt = Field(
+        0, description="steps over which exit_loss_weight rises linearly from 0; 0: none"
     )
     z_loss: Annotated[Float32, Field(ge=0, le=1)] = Field(
         0.0,

@@ -125,7 +125,8 @@ def to_huggingface(
         OSError if `output` cannot be written
     """
     saved = manifest.read(source)
-    model = saved_model(source, saved)
+    with_exits = saved_model(source, saved)
+    model = with_exits.model_copy(update={"exits": []})
     weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
 
     def read(name: str, index: tuple[int, ...]) -> Tensor:
@@ -143,4 +144,6 @@ def to_huggingface(
         export_model(model, read, folder, target, extra_keys)
     if extra_keys.get(QUANTIZED):
         missing.append(f"no {QUANTIZED} included: weights that were quantized are written in {target}")
+    if with_exits.exits:
+        missing.append("no early exits included: transformers has no such models")
     return missing

@@ -16,9 +16,9 @@ from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.buckets import BucketLayout, pack, split_by_reduce_axes
-from megascale.layout.parameters import layer_params, pipeline_vocabulary, stage_params
+from megascale.layout.parameters import exit_params, layer_params, pipeline_vocabulary, stage_params
 from megascale.layout.stages import Place, Stages, placement_of, split_layers
-from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
+from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, exit_name
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
 
 AUTO_BUCKETS = 16  # target number of buckets of a model chunk with `bucket_bytes = "auto"`
@@ -37,10 +37,35 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig) -> Stages:
     return replace(stages, starts=(*stages.starts[:-1], model.total_layers)) if model.mtp_layers else stages
 
 
+def exits_of(model: ModelConfig, stages: Stages, stage: int) -> list[int]:
+    """The early exits of a virtual stage, by the number of layers before them."""
+    return [after for after in model.exits if after - 1 in stages.layers(stage)]
+
+
+def count_heads(model: ModelConfig, stages: Stages, stage: int) -> int:
+    """Count the losses of a virtual stage: of early exits, and on the last of the next token and of those beyond, but
+    none in vocabulary parallelism.
+    """
+    ends = stage == stages.count - 1 and not stages.placement.barriers
+    return len(exits_of(model, stages, stage)) + (1 + model.mtp_layers if ends else 0)
+
+
+def token_ranks(model: ModelConfig, parallel: ParallelConfig) -> set[int]:
+    """The pipeline ranks that need tokens or labels: those of the first and the last stage, and of early exits; all in
+    vocabulary parallelism.
+    """
+    if parallel.vocab_pp:
+        return set(range(parallel.pp))
+    stages = stages_of(model, parallel)
+    places = stages.placement.places
+    exits = (place for stage, place in enumerate(places) if exits_of(model, stages, stage))
+    return {rank for rank, _ in (places[0], places[-1], *exits)}
+
+
 def module_of(name: str) -> str:
-    """The module of a parameter: 'embedding', 'layers.3' or 'head'."""
+    """The module of a parameter: 'embedding', 'layers.3', 'exits.4' or 'head'."""
     first, second = name.split(".")[:2]
-    return {"layers": f"layers.{second}", "embedding": "embedding"}.get(first, "head")
+    return f"{first}.{second}" if first in ("layers", "exits") else "embedding" if first == "embedding" else "head"
 
 
 def chunk_buckets(
@@ -207,9 +232,11 @@ def _modules_of_buckets(
         groups = itertools.groupby((p for p in edges if p not in tied), key=lambda p: module_of(p.name))
         ends = [_module(name, list(params), topology) for name, params in groups]
         begin = [module for module in ends if module.name == "embedding"]
-        layers = [*map(layer, stages.layers(index))]
-        before = len(layers) - (model.mtp_layers if index == stages.count - 1 else 0)
-        modules = [*begin, *layers[:before], *ends[len(begin) :], *layers[before:]]
+        numbers = stages.layers(index)
+        trunk, deeper = range(numbers.start, min(numbers.stop, model.num_layers)), range(model.num_layers, numbers.stop)
+        exits = {n: _module(exit_name(n + 1), exit_params(model, n + 1), topology) for n in trunk}
+        inner = [module for n in trunk for module in (layer(n), exits[n]) if module.params]
+        modules = [*begin, *inner, *ends[len(begin) :], *map(layer, deeper)]
         buckets = _split(modules, *limits(sum(module.numel for module in modules)))
         end = "head" if index else "embedding"
         separate = [[_module(end, tied, topology)]] if tied and (copied or not index) else []

@@ -15,7 +15,15 @@ from megascale.config.model import ModelConfig
 from megascale.core.units import format_count
 from megascale.layout.blocks import block_spec, distinct_blocks
 from megascale.layout.parts.elementwise import norm_params
-from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec, TensorSpec, matrix_param, vocabulary_param
+from megascale.layout.tensors import (
+    HEAD,
+    TOKEN_EMBEDDING,
+    ParamSpec,
+    TensorSpec,
+    exit_name,
+    matrix_param,
+    vocabulary_param,
+)
 
 
 def layer_params(model: ModelConfig, index: int) -> list[ParamSpec]:
@@ -45,6 +53,14 @@ def pipeline_vocabulary(model: ModelConfig) -> list[ParamSpec]:
     return [vocabulary_param(n, model, "pp") for n in (TOKEN_EMBEDDING, *([] if model.tie_embeddings else [HEAD]))]
 
 
+def exit_params(model: ModelConfig, after: int) -> list[ParamSpec]:
+    """The parameters of an early exit `after` as many layers; none where there is no exit."""
+    if after not in model.exits:
+        return []
+    name = exit_name(after)
+    return [*norm_params(f"{name}.norm", model), vocabulary_param(f"{name}.{HEAD}", model)]
+
+
 def stage_params(model: ModelConfig, layers: range, first: bool, last: bool) -> list[ParamSpec]:
     """The parameters of a pipeline stage, without duplicates: a stage with embedding and tied head has them once.
     Layers of multi-token prediction follow the head.
@@ -52,7 +68,7 @@ def stage_params(model: ModelConfig, layers: range, first: bool, last: bool) -> 
     params = embedding_params(model) if first else []
     for index in layers:
         params += head_params(model) if index == model.num_layers else []
-        params += layer_params(model, index)
+        params += [*layer_params(model, index), *exit_params(model, index + 1)]
     params += head_params(model) if last and model.num_layers not in layers else []
     unique = dict[str, ParamSpec]()
     for parameter in params:
@@ -69,6 +85,7 @@ def parameter_count(model: ModelConfig) -> int:
     """Count the elements of the model's parameters, without padding; a tied embedding counts once."""
     numbers = distinct_blocks(model)[1]
     ends = _elements(stage_params(model, range(0), first=True, last=True))
+    ends += sum(_elements(exit_params(model, after)) for after in model.exits)
     layers = (count * _elements(layer_params(model, numbers.index(kind))) for kind, count in Counter(numbers).items())
     return ends + sum(layers)
 

@@ -28,6 +28,11 @@ TOKEN_EMBEDDING = "embedding.token.weight"
 HEAD = "head.weight"  # unless tied to the token embedding
 
 
+def exit_name(after: int) -> str:
+    """The name of the module of an early exit, `after` as many layers; of its head, followed by `.HEAD`."""
+    return f"exits.{after}"
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor as checkpoints store it.
@@ -148,10 +153,10 @@ def padded_vocab(model: ModelConfig, ranks: int) -> int:
 
 
 def vocabulary_param(name: str, model: ModelConfig, *axes: str) -> ParamSpec:
-    """The token embedding or the head, by `name`, with rows sharded over tp and further `axes`."""
-    shape = (model.vocab_size, model.hidden_size)
-    ratio = model.width_ratio if name == HEAD else 1.0
+    """The token embedding, the head, or that of an exit, by `name`, with rows sharded over tp and further `axes`."""
+    shape, is_head = (model.vocab_size, model.hidden_size), name != TOKEN_EMBEDDING
+    ratio = model.width_ratio if is_head else 1.0
     std = model.init_std / ratio
     sharding = dict.fromkeys(("tp", *axes), 0)
     tensor = TensorSpec(name, shape, sharding, std=std, pad_multiple=VOCAB_MULTIPLE, width_ratio=ratio)
-    return matrix_param(name, tensor, kind="head" if name == HEAD else "embedding")
+    return matrix_param(name, tensor, kind="head" if is_head else "embedding")

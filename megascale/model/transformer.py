@@ -1,14 +1,16 @@
-"""A pipeline stage of the transformer: the embedding on the first stage, layers, the head and loss on the last."""
+"""A pipeline stage of the transformer: the embedding on the first stage, layers with early exits, the head and loss on
+the last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
-from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
 from megascale.model.block import SteppedBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
@@ -17,7 +19,7 @@ from megascale.parallel.domino import in_halves
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
-from megascale.parallel.segments import Steps
+from megascale.parallel.segments import Steps, beside
 from megascale.parallel.tensor import column_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams
 from megascale.parallel.vocabulary import VocabularyRange
@@ -25,15 +27,18 @@ from megascale.parallel.vocabulary import VocabularyRange
 
 class Head(nn.Module):
     """The final norm, the projection to the vocabulary, and the loss. The weight may be tied to the token embedding;
-    without it, in vocabulary parallelism over pp, there is only the norm (`parallel.vocabulary_passes`).
+    without it, in vocabulary parallelism over pp, there is only the norm (`parallel.vocabulary_passes`). `after`: the
+    number of layers before an early exit, which has a norm and a weight of its own.
     """
 
-    def __init__(self, context: LayerContext, vocabulary: VocabularyRange) -> None:
+    def __init__(self, context: LayerContext, vocabulary: VocabularyRange, after: int = 0) -> None:
         super().__init__()
-        self.norm = Norm(context, "final_norm")
-        name = TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD
-        if name in context.parameters:
-            self.weight = context.parameters[name]
+        name, tied = exit_name(after), TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD
+        self.norm = Norm(context, f"{name}.norm" if after else "final_norm")
+        weight = f"{name}.{HEAD}" if after else tied
+        if weight in context.parameters:
+            self.weight = context.parameters[weight]
+        self._after = after
         self._vocabulary = vocabulary
         self._tp = context.tp
         self._cross_entropy = context.operators.cross_entropy
@@ -46,15 +51,18 @@ class Head(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, depth: int = 0) -> Tensor:
         """Compute the loss of the normed x, summed over the micro-batch's tokens; of a `depth` of multi-token
-        prediction, from 1, times its constant.
+        prediction, from 1, times its constant. An early exit norms x itself; its loss is times its weight.
         """
         if batch.labels is None:
-            raise ValueError("the last stage needs labels")
+            raise ValueError("a stage with a head needs labels")
         labels, weights = batch.labels, batch.mask
         if depth:
             targets = batch.depths[depth - 1]
             assert targets.constant is not None, "a step counts the targets of each depth"
             labels, weights = targets.labels, targets.weights * targets.constant
+        if self._after:
+            counted = torch.ones_like(labels) if weights is None else weights
+            x_sbh, weights = self.norm(x_sbh), counted.double() * batch.exits[self._after].weight
         options = self._vocabulary, self._tp, self._cross_entropy
         return linear_cross_entropy(x_sbh, self.weight, labels, weights, *options)
 
@@ -86,18 +94,21 @@ class Stage(nn.Module):
         block = BLOCKS[model.block].load()
         trunk = [index for index in layers if index < model.num_layers]
         self.layers = nn.ModuleDict({str(index): block(context, index) for index in trunk})
+        exits = [index + 1 for index in trunk if index + 1 in model.exits]
+        self.exits = nn.ModuleDict({str(after): Head(context, vocabulary, after) for after in exits})
         self.head = Head(context, vocabulary) if last else None
         self.ends_in_loss = self.head is not None and hasattr(self.head, "weight")
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
-    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Compute the residual stream after this stage's layers."""
+    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch, losses: list[Tensor] | None = None) -> Tensor:
+        """Compute the residual stream after this stage's layers. `losses`: gets those of early exits."""
         x_sbh = self._embed(x_sbh, batch)
         if self._layers_in_halves:
             return in_halves(self._layer_steps, x_sbh, batch)
         for index, block in self.layers.items():
             x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
+            x_sbh = self._exit(index, x_sbh, batch, losses)
         return x_sbh
 
     def _embed(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
@@ -108,16 +119,31 @@ class Stage(nn.Module):
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
         return x_sbh
 
-    def _layer_steps(self, x_sbh: Tensor, batch: MicroBatch, leads: bool) -> Steps[Tensor]:
+    def _layer_steps(
+        self, x_sbh: Tensor, batch: MicroBatch, leads: bool, losses: list[Tensor] | None = None
+    ) -> Steps[Tensor]:
         """Run all layers, recomputed ones in a step. Of two halves the leading one is the first in a layer, and in
-        backward the last to leave it.
+        backward the last to leave it. `losses`: gets those of early exits; a segment passes on those before it.
         """
         for index, block in self.layers.items():
             x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
             if isinstance(block, SteppedBlock) and not self._recompute:
-                x_sbh = yield from block.steps(x_sbh, batch)
+                x_sbh = yield from beside(losses or [], block.steps(x_sbh, batch))
             else:
                 x_sbh = self._run_block(block, x_sbh, batch)
+            x_sbh = self._exit(index, x_sbh, batch, losses)
+        return x_sbh
+
+    def _exit(self, index: str, x_sbh: Tensor, batch: MicroBatch, losses: list[Tensor] | None) -> Tensor:
+        """Add the loss of the early exit after a layer, if there is one, and return the exit's input. An evaluation
+        has no weights of exits.
+        """
+        after = int(index) + 1
+        if losses is None or str(after) not in self.exits or not (batch.exits or torch.is_grad_enabled()):
+            return x_sbh
+        x_sbh = self._bucket_boundary(exit_name(after), x_sbh)
+        losses.append(self.exits[str(after)](x_sbh, batch))
+        batch.exits[after].total = losses[-1].detach()
         return x_sbh
 
     def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
@@ -131,22 +157,26 @@ class Stage(nn.Module):
         )
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
-        return self._output(self.hidden_states(x_sbh, batch), batch)
+        exits = list[Tensor]()
+        x_sbh = self.hidden_states(x_sbh, batch, exits)
+        return self._output(x_sbh, batch, exits)
 
     def steps(self, x_sbh: Tensor | None, batch: MicroBatch) -> Steps[StageOutput]:
         """Compute `forward` in segments (`parallel.segments`)."""
         if self._layers_in_halves:
             return self(x_sbh, batch)
-        x_sbh = yield from self._layer_steps(self._embed(x_sbh, batch), batch, leads=True)
-        return self._output(x_sbh, batch)
+        exits = list[Tensor]()
+        x_sbh = yield from self._layer_steps(self._embed(x_sbh, batch), batch, leads=True, losses=exits)
+        return self._output(x_sbh, batch, exits)
 
-    def _output(self, x_sbh: Tensor, batch: MicroBatch) -> StageOutput:
+    def _output(self, x_sbh: Tensor, batch: MicroBatch, exits: Sequence[Tensor]) -> StageOutput:
+        early = [Loss(total, reported=False) for total in exits]
         if self.head is None:
-            return StageOutput(x_sbh)
+            return StageOutput(x_sbh, tuple(early))
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
         if not self.ends_in_loss:
             return StageOutput(x_sbh)
-        losses = [Loss(self.head(x_sbh, batch))]
+        losses = [Loss(self.head(x_sbh, batch)), *early]
         deeper = zip(batch.depths, self.predictions, strict=torch.is_grad_enabled())  # an evaluation has no targets
         for depth, (targets, index) in enumerate(deeper, start=1):
             x_sbh = self._run_block(self.predictions[index], self._bucket_boundary(f"layers.{index}", x_sbh), batch)

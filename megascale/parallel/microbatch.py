@@ -34,6 +34,14 @@ class DepthTargets:
     loss: Tensor | None = None
 
 
+@dataclass
+class ExitLoss:
+    """The `weight` of an early exit's loss in a step, and its weighted sum over a micro-batch, where the exit is."""
+
+    weight: float
+    total: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Tokens and labels [s, b], i64, on the stages that need them; `mask` [s, b] is 1 where a label counts in the loss,
@@ -43,7 +51,8 @@ class MicroBatch:
     sequence. `loss_tokens`: the number of labels that count, or the sum of their weights, and `sequence_loss_tokens`
     those of all ranks that share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of
     tokens, on every stage, if a planner has chosen it for this micro-batch. `expert_choices`: by layer the experts that
-    tokens have chosen. `depths`: of multi-token prediction, on the last stage in training.
+    tokens have chosen. `depths`: of multi-token prediction, on the last stage in training. `exits`: by the number of
+    layers before them the losses of early exits, in training.
     """
 
     tokens: Tensor | None
@@ -58,6 +67,7 @@ class MicroBatch:
     planned_rows: int | None = None
     expert_choices: dict[int, ExpertChoice] = field(default_factory=dict)
     depths: tuple[DepthTargets, ...] = ()
+    exits: dict[int, ExitLoss] = field(default_factory=dict)
 
     @cached_property
     def halves(self) -> tuple[MicroBatch, ...]:

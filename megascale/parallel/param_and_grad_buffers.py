@@ -239,18 +239,19 @@ class ParamAndGradBuffers:
         """Return boundary(module, x) -> x, for the chunk's forward to call with the name and the input of a module.
 
         At the first module of a bucket group the boundary waits for the group's weights, and in a last backward starts
-        its reduction; for the first group of the chunk the executor does so. The first boundary of a forward that ends
-        in the loss acquires the gradient of the head, to which the fused loss adds in forward
+        its reduction; for the first group of the chunk the executor does so. The first boundary of a forward with
+        losses acquires the gradients of their heads, to which the fused loss adds in forward
         (`parallel.linear_cross_entropy`).
         """
         boundaries = dict(list(self._by_first_module[chunk].items())[1:])
         by_name = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
-        ends_in_loss = any(module_of(name) == module_of(HEAD) for name in by_name)
-        head = (by_name.get(HEAD) or by_name.get(TOKEN_EMBEDDING)) if ends_in_loss else None
+        tied = HEAD not in by_name and any(module_of(name) == module_of(HEAD) for name in by_name)
+        heads = [b for name, b in by_name.items() if name.endswith(HEAD) or (tied and name == TOKEN_EMBEDDING)]
 
         def boundary(module: str, x: Tensor) -> Tensor:
-            if head is not None and head.storage.full_grad is None and torch.is_grad_enabled():
-                self._acquire_gradients([head])
+            missing = [head for head in dict.fromkeys(heads) if head.storage.full_grad is None]
+            if missing and torch.is_grad_enabled():
+                self._acquire_gradients(missing)
             return _BucketBoundary.apply(x, self, boundaries[module]) if module in boundaries else x
 
         return boundary

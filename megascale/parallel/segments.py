@@ -88,6 +88,23 @@ def run_through(steps: Callable[P, Steps[T]]) -> Callable[P, T]:
     return wraps(steps)(lambda *args, **kwargs: finish(steps(*args, **kwargs)))
 
 
+def beside(scalars: list[Tensor], steps: Steps[T]) -> Steps[T]:
+    """Run steps whose segments also pass on `scalars`, of graphs before them, and leave in the list what the last has:
+    the gradient of a scalar comes back to its own segment in backward.
+    """
+    try:
+        ends = next(steps)
+        while True:
+            if ends is None:
+                ends = steps.send((yield None))
+                continue
+            passed = yield (*ends, *scalars)
+            scalars[:] = passed[len(ends) :]
+            ends = steps.send(passed[: len(ends)])
+    except StopIteration as end:
+        return end.value
+
+
 def cut_graphs(steps: Steps[T], cuts: list[Cut]) -> Generator[None, None, T]:
     """Run a segment at a time, each in a graph of its own, and append the cuts between them."""
     try:

@@ -57,6 +57,8 @@ class StepMetrics:
     and the share of choices that are `dropped`"""
     mtp: dict[str, dict[str, float]] = field(default_factory=dict)
     """mean `loss` of each depth of multi-token prediction, without its weight"""
+    exits: dict[str, dict[str, float]] = field(default_factory=dict)
+    """mean `loss` of each early exit, by the number of layers before it, without its weight"""
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,10 @@ def build_step_hooks(
         from megascale.train.prediction_steps import PredictionSteps
 
         hooks.add(PredictionSteps())
+    if config.model.exits:
+        from megascale.train.exit_losses import ExitLosses
+
+        hooks.add(ExitLosses())
     return hooks
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +10,10 @@ import torch
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
-from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples, reads_tokens
+from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples
 from megascale.data.mix.loader import Loader
 from megascale.data.mix.mock_mixture import build_mixture
+from megascale.layout.chunks import token_ranks
 from megascale.layout.sequence_shard import sequence_chunks
 from megascale.train.run_splits import mixture_spec
 
@@ -43,7 +44,8 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
         valid_batches = _evaluation_batches(specs["valid"], config.train.eval_steps, config.batch.total, mesh)
     if valid_batches:
         orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
-    sources = _open_sources(specs, mesh, orders)
+    readers = token_ranks(config.model, config.parallel)
+    sources = _open_sources(specs, mesh, orders, readers)
     sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh, device)
     train, *valid = (
         Loader(
@@ -53,7 +55,7 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
             dropout=config.model.dropout if split == "train" else 0.0,
             seed=config.train.seed,
             device=device,
-            reads_tokens=reads_tokens(mesh.placement, mesh.coord.pp),
+            reads_tokens=mesh.coord.pp in readers,
             sharding=sharding,
             chunks=sequence_chunks(config.model.seq_length, config.data.sequence_chunk_tokens),
             pool=pool,
@@ -87,22 +89,22 @@ def _hybrid_pool(config: RunConfig, mesh: Mesh, device: torch.device) -> HybridP
 
     assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
     pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
-    reads = reads_tokens(mesh.placement, mesh.coord.pp)
+    reads = mesh.coord.pp in token_ranks(config.model, config.parallel)
     step = 1 if device.type == "cpu" else row_step(most)
     return HybridPool(*pool, most, sequence_flops(config.model), config.parallel.pp, reads, step)
 
 
 def _open_sources(
-    specs: Mapping[SplitName, MixtureSpec], mesh: Mesh, orders: Mapping[SplitName, StepOrder]
+    specs: Mapping[SplitName, MixtureSpec], mesh: Mesh, orders: Mapping[SplitName, StepOrder], readers: Collection[int]
 ) -> Mapping[SplitName, SampleSource]:
     """Open the samples of each split; none on a rank that needs none."""
     data = specs["train"].data
-    if not reads_samples(data.attention_mask, mesh.placement, mesh.coord.pp):
+    if not reads_samples(data.attention_mask, readers, mesh.coord.pp):
         return {}
     if data.reader == "host":
         from megascale.data.host_reader.host_samples import open_host_samples
 
-        return open_host_samples({split: specs[split] for split in orders}, mesh, orders)
+        return open_host_samples({split: specs[split] for split in orders}, mesh, orders, readers)
     return {split: build_mixture(specs[split], 0 if order.again else order.end) for split, order in orders.items()}
 
 

@@ -89,9 +89,10 @@ class Reporter:
         noise_scale: float | None = None,
         experts: dict[str, dict[str, float]] | None = None,
         mtp: dict[str, dict[str, float]] | None = None,
+        exits: dict[str, dict[str, float]] | None = None,
     ) -> None:
         """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor.
-        `noise_scale`: in tokens, if it is measured. `experts`, `mtp`: as in `StepMetrics`, if there are any.
+        `noise_scale`: in tokens, if it is measured. `experts`, `mtp`, `exits`: as in `StepMetrics`, if there are any.
         """
         if self._scores:
             scores = per_token(self._scores, self._tokens)
@@ -121,6 +122,7 @@ class Reporter:
                 fp8={name: asdict(stats) for name, stats in cast_stats.items()},
                 experts=experts or {},
                 mtp=mtp or {},
+                exits=exits or {},
             )
         )
         for warning in self._cast_monitor.update(cast_stats) if self._cast_monitor is not None else ():

@@ -62,7 +62,12 @@ class StepRecords(Hook):
                 from megascale.train.prediction_steps import prediction_metrics
 
                 mtp = prediction_metrics(run.config.model, run.config.train, result.totals)
-            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, experts, mtp)
+            exits = None
+            if run.config.model.exits:
+                from megascale.train.exit_losses import exit_metrics
+
+                exits = exit_metrics(run.config.model, run.config.train, run.progress.step, result.totals)
+            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, experts, mtp, exits)
 
 
 class WeightAveraging(Hook):

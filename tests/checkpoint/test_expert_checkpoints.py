@@ -219,9 +219,13 @@ def test_a_lost_rank_s_experts_come_from_the_replica_of_its_copy(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_further_depths_go_on_in_any_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [({"model__mtp_layers": 1}, "layers.4.merge"), ({"model__exits": [1, 3]}, "exp_avg.exits.3.head")],
+    ids=["further depths", "exits"],
+)
+def test_further_heads_go_on_in_any_layout(model: dict[str, Any], name: str, tmp_path: Path) -> None:
     """The copy of the embedding on the last stage is saved once, and returns to both ends."""
-    model = {"model__mtp_layers": 1}
     (whole,) = run_world(1, continued, expert_config(tmp_path / "whole", {}, **model), 4)
     parts = []
     for layout in ({"pp": 2, "dp": 2, "ep": 2, "zero": 2}, {"tp": 2, "sp": True}, {"pp": 4}, V):
@@ -230,5 +234,5 @@ def test_further_depths_go_on_in_any_layout(tmp_path: Path) -> None:
         parts += ranks[0][0]
     assert sum(parts, ()) == pytest.approx(sum(whole[0], ()), rel=1e-10)
     found, expected = assembled([state for _, state in ranks]), assembled([whole[1]])
-    assert found.keys() == expected.keys() and any("layers.4.merge" in name for name in found)
+    assert found.keys() == expected.keys() and any(name in tensor for tensor in found)
     assert all(found[name] == pytest.approx(expected[name], rel=1e-8, abs=1e-10) for name in found)

@@ -161,6 +161,23 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "not supported with MTP layers"),
         )
     ),
+    ("NO_EXITS", {"train__exit_loss_weight": 0.3}, {"train.exit_loss_weight": "has no effect with exits = []"}),
+    ("NO_EXITS", {"train__exit_warmup_steps": 3}, {"train.exit_warmup_steps": "has no effect with exits = []"}),
+    *(
+        ("EXITS", {"model__exits": [2]} | changes, {key: message})
+        for changes, key, message in (
+            (HYBRID, "parallel.hybrid_dp", "not supported with exits (model.exits = [2])"),
+            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "with exits"),
+            ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
+        )
+    ),
+    ("early_exits", {"model__exits": [2, 4]}, {"model.exits": "[2, 4] are not ascending numbers of layers before"}),
+    ("early_exits", {"model__exits": [2, 2]}, {"model.exits": "[2, 2] are not ascending"}),
+    (
+        "early_exits",
+        {"model__exits": [2, 3], "train__exit_loss_weight": [0.1]},
+        {"train.exit_loss_weight": "1 weights for 2 exits"},
+    ),
     *(
         ("ATTENTION_SINKS", {"model__attention_sinks": True} | changes, {key: message})
         for changes, key, message in (
@@ -874,7 +891,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "NOT_HYBRID",
         {"data__max_tokens_per_rank": 8},
-        {"data.max_tokens_per_rank": "has no effect without parallel.hybrid_dp"},
+        {"data.max_tokens_per_rank": "has no effect with hybrid_dp = false"},
     ),
     (
         "hybrid_tokens",

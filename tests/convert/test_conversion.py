@@ -232,6 +232,17 @@ def test_mixed_dtypes_are_promoted_to_a_dtype_that_holds_both(tmp_path: Path) ->
         assert torch.equal(again.read_tensor(name), tensor.float())
 
 
+def test_early_exits_are_left_out(tmp_path: Path) -> None:
+    model = LLAMA | {"exits": [1, 3]}
+    weights = drawn(model)
+    assert (
+        "no early exits included" in to_huggingface(written(tmp_path / "ours", weights, model), tmp_path / "theirs")[-1]
+    )
+    again = PretrainedWeights(tmp_path / "theirs")
+    again.check_tensors()
+    assert {tensor.name for tensor in again.tensors} == {name for name in weights if not name.startswith("exits.")}
+
+
 def test_the_tokenizer_is_included_or_its_absence_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     made = Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -128,15 +128,16 @@ class HostSamples(SampleSource):
 
 
 def open_host_samples(
-    specs: Mapping[SplitName, MixtureSpec], mesh: Mesh, orders: Mapping[SplitName, StepOrder]
-) -> dict[SplitName, HostSamples]:
+    specs: Mapping[SplitName, MixtureSpec], mesh: Mesh, orders: Mapping[SplitName, StepOrder],
+    token_ranks: Collection[int],
+) -> dict[SplitName, HostSamples]:  # fmt: skip
     """Open the samples of this host's reader by split; the first rank that reads starts it. A collective of the ranks
-    of a host that read. Requires `comm.init.init_distributed`.
+    of a host that read. Requires `comm.init.init_distributed`. `token_ranks`: the pipeline ranks that need tokens.
 
     Raises: DataError on all of them without memory or process for it
     """
     ranks = ranks_of_host(mesh.rank)
-    found = reader_shape(specs["train"], orders["train"].shape, mesh.topology, mesh.placement, ranks, len(orders))
+    found = reader_shape(specs["train"], orders["train"].shape, mesh.topology, token_ranks, ranks, len(orders))
     readers = found.ranks
     control = ControlChannel("host", readers, readers.index(mesh.rank), mesh.recorder.log)
     close: Callable[[], None] = lambda: None  # noqa: E731

@@ -26,7 +26,7 @@ import contextlib
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,6 @@ from megascale.data.host_reader.sample_record import record_bytes
 from megascale.data.mix.batch_shape import BatchShape, reads_samples
 from megascale.data.mix.data_policy import numbers
 from megascale.data.mix.mixture_spec import MixtureSpec
-from megascale.layout.stages import Placement
 from megascale.layout.topology import Topology
 
 WORD = 8
@@ -140,13 +139,14 @@ class ReaderShape:
 
 
 def reader_shape(
-    spec: MixtureSpec, shape: BatchShape, topology: Topology, placement: Placement, ranks: Sequence[int], splits: int
-) -> ReaderShape:
+    spec: MixtureSpec, shape: BatchShape, topology: Topology, token_ranks: Collection[int], ranks: Sequence[int],
+    splits: int,
+) -> ReaderShape:  # fmt: skip
     """Describe the reader of a host with these `ranks` of a job, for training (`spec`), in steps of `shape`, and
-    perhaps evaluations (`splits`).
+    perhaps evaluations (`splits`). `token_ranks`: the pipeline ranks that need tokens.
     """
     data = spec.data
-    readers = [rank for rank in ranks if reads_samples(data.attention_mask, placement, topology.coord(rank).pp)]
+    readers = [rank for rank in ranks if reads_samples(data.attention_mask, token_ranks, topology.coord(rank).pp)]
     replicas = sorted({topology.coord(rank).dp for rank in readers})
     rows = shape.rows_of(replicas)
     weights = numbers(len(dataset_prefixes(data.train))) if data.blend_policy else 0

@@ -12,11 +12,10 @@ Every rank therefore knows the samples of every other rank, and no layout change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from megascale.config.batch_rampup import BatchSizes
-from megascale.layout.stages import Placement
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,8 @@ class StepOrder:
         return 0 if self.again else None
 
 
-def reads_tokens(placement: Placement, pp_rank: int) -> bool:
-    """Return True if a pipeline rank needs tokens: with the first or the last stage, or with rows for them."""
-    return placement.barriers > 0 or pp_rank in placement.ends
-
-
-def reads_samples(mask: str, placement: Placement, pp_rank: int) -> bool:
-    """Return True if a pipeline rank needs samples: their tokens, or with `mask` = "document" where they begin."""
-    return reads_tokens(placement, pp_rank) or mask == "document"
+def reads_samples(mask: str, token_ranks: Collection[int], pp_rank: int) -> bool:
+    """Return True if a pipeline rank needs samples: as one of the `token_ranks` (`layout.chunks`) their tokens, or with
+    `mask` = "document" where they begin.
+    """
+    return pp_rank in token_ranks or mask == "document"

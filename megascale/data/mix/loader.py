@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Loader:
-    """Loads the batches of a split on data-parallel rank `rank`. Between the first and the last pipeline stage
+    """Loads the batches of a split on data-parallel rank `rank`. On pipeline ranks that need none
     micro-batches carry no tokens (`reads_tokens`): with a document mask they have the boundaries of documents, else
     `samples` is None. `sharding`: of sequences that several ranks share; `chunks`: of sequences, each a micro-batch;
     `pool`: plans the micro-batches from the documents of all samples instead. `sizes`: of batches during a ramp-up.

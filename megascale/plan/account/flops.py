@@ -45,8 +45,10 @@ def sequence_flops(model: ModelConfig) -> SequenceWork:
 
 
 def head_flops(model: ModelConfig) -> float:
-    """Count the head's FLOPs per token, a part of `TokenFlops.linear`, for the next token and those further ahead."""
-    return 6 * model.hidden_size * model.vocab_size * (1 + model.mtp_layers)
+    """Count the FLOPs per token of the heads, a part of `TokenFlops.linear`: for the next token, for those further
+    ahead, and of early exits.
+    """
+    return 6 * model.hidden_size * model.vocab_size * (1 + model.mtp_layers + len(model.exits))
 
 
 def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:

@@ -11,7 +11,16 @@ from functools import cached_property
 from itertools import chain
 
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, shares_embedding, stages_of
+from megascale.layout.chunks import (
+    BucketSize,
+    bucket_sizes,
+    count_heads,
+    exits_of,
+    fp8_layers,
+    shares_embedding,
+    stages_of,
+    token_ranks,
+)
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.recompute_policy import RecomputePolicy, joined_chunks, recompute_policy
 from megascale.layout.stages import Stages
@@ -118,14 +127,12 @@ class JobMemory:
         """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
-        first, last = self.layout.placement.ends
-        head, owner = 0, 0 if self._head_is_embedding else p.vpp - 1
-        if self._zero2 and stage == last and not p.vocab_pp:
-            buckets = bucket_sizes(config.model, p, config.overlap, config.train, stage)[owner]
-            head = buckets[0].numel if self._head_is_embedding else self._head_elements(buckets)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
         chunks = [*map(self._chunk, units)]
-        saved, transient = peak_of(self._order(stage), chunks, (sizes.wide * head, owner), received)
+        if self._zero2:
+            pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
+            chunks[: p.vpp] = [chunk._replace(fused=fused) for chunk, fused in pairs]
+        saved, transient = peak_of(self._order(stage), chunks, received)
         if config.num_chunks > 1:
             layers = len(self.layout.layers(self.layout.index(stage, 0)))
             saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
@@ -135,8 +142,8 @@ class JobMemory:
             transient += 4 * sizes.stream + min(m, 2 * p.pp + p.vocab_pp) * (activations.TOKEN + 1) * sizes.tokens
             shared = bucket_sizes(config.model, p, config.overlap, config.train, stage, [p.vpp])
             transient += sizes.wide * shared[0][0].numel if self._zero2 else 0
-        if stage in (first, last) or p.vocab_pp:
-            depths = config.model.mtp_layers if stage == last else 0
+        if stage in token_ranks(config.model, p):
+            depths = config.model.mtp_layers if stage == self.layout.placement.ends[1] else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
         state = state_bytes(config, stage, self.storage)
         if self.storage.shards_weights:
@@ -167,7 +174,7 @@ class JobMemory:
     def _units(self, stage: int) -> list[list[UnitBytes]]:
         """List the units of a rank's chunks. Depths of multi-token prediction share the weight of the head."""
         model, chunks = self.config.model, list[list[UnitBytes]]()
-        head = activations.head_bytes(self.sizes)
+        head = early = activations.head_bytes(self.sizes)
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
         copied = model.embeds_last and self.layout.pp > 1 and not self._head_is_embedding
         tables = (not model.tie_embeddings) + copied
@@ -180,7 +187,8 @@ class JobMemory:
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [begin_unit] if index == 0 else []
             units, layers = begin, self.layout.layers(index)
-            units += [self.layer(layer, recompute) for layer in layers if layer < model.num_layers]
+            for layer in (layer for layer in layers if layer < model.num_layers):
+                units += [self.layer(layer, recompute), *([early] if layer + 1 in model.exits else [])]
             units += [end_unit] if index == self.layout.count - 1 else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
                 units += [self.layer(layer, recompute), further]
@@ -188,11 +196,26 @@ class JobMemory:
         shared = [[activations.vocabulary_bytes(self.sizes, self.layout.pp, barriers)]] if barriers else []
         return chunks + shared
 
-    def _head_elements(self, buckets: Sequence[BucketSize]) -> int:
-        """Count the elements of the bucket with the head, of those of the last chunk."""
+    def _fused(self, stage: int) -> list[tuple[tuple[int, int], ...]]:
+        """List by chunk the owners and bytes of buckets with heads: losses in a forward add to their gradients."""
+        c, size, found = self.config, self.sizes.wide, list[tuple[tuple[int, int], ...]]()
+        indices = [self.layout.index(stage, chunk) for chunk in range(self.layout.vpp)]
+        if not any(count_heads(c.model, self.layout, index) for index in indices):
+            return [()] * len(indices)
+        held = bucket_sizes(c.model, c.parallel, c.overlap, c.train, stage)
+        for chunk, (index, buckets) in enumerate(zip(indices, held, strict=True)):
+            heads = {(chunk, _bucket_of_exit(buckets, after)) for after in exits_of(c.model, self.layout, index)}
+            if index == self.layout.count - 1:
+                heads.add((0, held[0][0]) if self._head_is_embedding else (chunk, self._head_bucket(buckets)))
+            owners = sorted({owner for owner, _ in heads})
+            found.append(tuple((o, size * sum(b.numel for owner, b in heads if owner == o)) for o in owners))
+        return found
+
+    def _head_bucket(self, buckets: Sequence[BucketSize]) -> BucketSize:
+        """Return the bucket with the head, of those of the last chunk."""
         model, parallel = self.config.model, self.config.parallel
         deeper = {f"layers.{layer}" for layer in range(model.num_layers, model.total_layers)}
-        dense = [b.numel for b in buckets if b.reduce_axes == DATA_AXES and b.first_module not in deeper]
+        dense = [b for b in buckets if b.reduce_axes == DATA_AXES and b.first_module not in deeper]
         copied = shares_embedding(model, parallel) and not model.tie_embeddings  # a bucket of its own, the last
         return dense[-2 if copied else -1]
 
@@ -216,3 +239,13 @@ class JobMemory:
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
         chunk = chunk._replace(backward=chunk.backward + unsharded)
         return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)
+
+
+def _bucket_of_exit(buckets: Sequence[BucketSize], after: int) -> BucketSize:
+    """Return the bucket with an early exit `after` as many layers: the last that begins with it or before it."""
+
+    def begins_before(module: str) -> bool:
+        kind, _, number = module.partition(".")
+        return kind != "head" and int(number or 0) < after + (kind == "exits")
+
+    return [b for b in buckets if b.reduce_axes == DATA_AXES and begins_before(b.first_module)][-1]

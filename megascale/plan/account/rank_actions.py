@@ -58,38 +58,43 @@ def representative_microbatches(p: int, m: int) -> int:
 class ChunkBytes(NamedTuple):
     """Bytes of a model chunk: as a `unit`; transient in a backward that `follows` another chunk's, with the shards of
     its gradients; of gradients still in reduction after the backward (`reducing`); of those that the backward writes
-    `unsharded`, in W if it is split.
+    `unsharded`, in W if it is split; of the heads' buckets, which the losses in the forward write, each with the
+    chunk that owns it (`fused`).
     """
 
     unit: UnitBytes
     follows: int
     reducing: int = 0
     unsharded: int = 0
+    fused: tuple[tuple[int, int], ...] = ()
 
 
-def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: tuple[int, int], received: int) -> tuple[int, int]:
+def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) -> tuple[int, int]:
     """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
-    `newest`, from the chunk `before`, and `older`, freed before further gradients. `head`: unsharded gradient of the
-    head, from the loss to the backward of the chunk that owns it; this chunk. `received`: input of a forward that is
+    `newest`, from the chunk `before`, and `older`, freed before further gradients. `losses`: unsharded gradients of
+    heads, by owner and chunk, from the loss to the backward of the owner. `received`: input of a forward that is
     recomputed.
     """
     dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
-    last, (gradient, owner) = chunks[-1].unit, head
+    last = chunks[-1].unit
     saved, peak = last.saved, last.saved + last.casting  # in the first forward
-    alive = newest = older = loss = 0
+    alive = newest = older = 0
+    losses = dict[tuple[int, int], int]()
     before = -1
     for kind, chunk, microbatch in each_action(order):
         unit, reducing = chunks[chunk].unit, chunks[chunk].reducing
         if kind in FORWARDS:
             again = (chunk, microbatch) in dropped
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
-        if kind in (Kind.B, Kind.W) and chunk == owner:
-            loss = 0
-        elif gradient and kind is not Kind.I and chunk == len(chunks) - 1:
-            older, loss = older if loss else 0, gradient
+        ends = kind in (Kind.B, Kind.W)
+        losses = {key: held for key, held in losses.items() if not (ends and key[0] == chunk)}
+        for owner, held in chunks[chunk].fused if kind is not Kind.I else ():
+            if not (ends and owner == chunk):
+                older = older if (owner, chunk) in losses else 0
+                losses[owner, chunk] = held
         beside = _transient(kind, chunks[chunk], older, again=newest > 0 and chunk == before)
-        if alive + beside + newest + loss > peak:
-            saved, peak = alive, alive + beside + newest + loss
+        if alive + beside + newest + sum(losses.values()) > peak:
+            saved, peak = alive, alive + beside + newest + sum(losses.values())
         if kind is Kind.I:
             alive += unit.left - unit.saved
         elif kind in (Kind.B, Kind.W):

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
-from megascale.layout.chunks import fp8_layers, stages_of
+from megascale.layout.chunks import count_heads, fp8_layers, stages_of
 from megascale.layout.loss import loss_chunks
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
 from megascale.layout.pieces import split_rows
@@ -100,12 +100,12 @@ class StageTraffic:
         yield from () if whole else self._shared_vocabulary()
         for chunk in range(p.vpp if p.tp > 1 else 0):
             index = self.layout.index(self.stage, chunk)
-            first, last = index == 0, index == self.layout.count - 1
-            if first and whole:
+            if index == 0 and whole:
                 yield sizes.reduce("embedding", sizes.rows, width)
                 yield from sizes.gather("embedding gradient", sizes.rows, width)
-            chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns)) if last and whole else []
-            for rows in ((part.stop - part.start) * sizes.parts for part in chunks * (1 + model.mtp_layers)):
+            chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns))
+            heads = count_heads(model, self.layout, index)
+            for rows in ((part.stop - part.start) * sizes.parts for part in chunks * heads):
                 yield from sizes.gather("head", rows, width, overlap=True)
                 yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
                 yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")

@@ -19,6 +19,9 @@ EXPERT_LOAD = "load of experts"
 DEPTH_TARGETS, DEPTH_LOSS = "targets of depth", "loss of depth"
 """Vectors with an element for every depth of multi-token prediction, counted before the step, and in it."""
 
+EXIT_LOSS = "loss of exit"
+"""A vector with an element for every early exit, by the number of layers before it."""
+
 DATASET_LOSSES, DATASET_TOKENS = "loss of dataset", "tokens of dataset"
 """Vectors with an element for every dataset, of policies that use losses."""
 
@@ -38,6 +41,7 @@ def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data
         layers = [vector_name(EXPERT_LOAD, layer) for layer in range(model.total_layers)]
         names += ["routed", *layers, *ROUTER_TOTALS]
     names += [vector_name(DEPTH_LOSS, depth) for depth in range(model.mtp_layers)]
+    names += [vector_name(EXIT_LOSS, after) for after in model.exits]
     if data.blend_policy and DATA_POLICIES[data.blend_policy].facts.get("uses_losses"):
         datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]

@@ -359,6 +359,8 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
                 modules[name] = replayed(block, key, layer, policy.full)
         if stage.embedding is not None and stage.embedding.token is not None:
             stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]
+        for after, head in list(stage.exits.items()):
+            stage.exits[after] = replayed(head, "exit")
         if stage.head is not None and stage.ends_in_loss:
             norm, stage.head = stage.head.norm, replayed(stage.head, "head")  # type: ignore[assignment]
             stage.head.norm = norm  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 
 from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
-from megascale.layout.chunks import fp8_layers, stages_of
+from megascale.layout.chunks import count_heads, fp8_layers, stages_of
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Place
@@ -42,23 +42,23 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     distinct, numbers = distinct_blocks(config.model)
     kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
-    heads, domino, shared = 1 + config.model.mtp_layers, config.overlap.tp == "domino", config.parallel.vocab_pp
+    domino, shared = config.overlap.tp == "domino", config.parallel.vocab_pp
     part, parts = (layers.of_half(), 2) if domino else (layers, 1)
     block = cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
 
     @cache
     def chunk(
-        layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool
+        layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, heads: int
     ) -> PassTimes:
-        first, last = first and not shared, last and not shared
-        ends = (layers.embedding() if first else PassTimes()) + (layers.head() * heads if last else PassTimes())
+        ends = (layers.embedding() if first else PassTimes()) + layers.head() * heads
         return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
 
     times = dict[Place, PassTimes]()
     for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
         stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
         layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))
-        times[place] = chunk(layer_kinds, recompute, stage == 0, stage == stages.count - 1)
+        heads = count_heads(config.model, stages, stage)
+        times[place] = chunk(layer_kinds, recompute, stage == 0 and not shared, heads)
     for rank in range(config.parallel.pp) if shared else ():
         times[rank, config.parallel.vpp] = layers.vocabulary(shared)
     return times

@@ -30,10 +30,10 @@ def rank_flops(config: RunConfig, pp_rank: int, cp_rank: int = 0) -> int:
     for chunk in range(layout.vpp):
         index, recompute = layout.index(pp_rank, chunk), recompute_policy(config.train, chunk)
         total += sum(_layer_flops(config, layer, recompute, cp_rank) for layer in layout.layers(index))
-        if index == layout.count - 1:
-            tokens = 3 * m.seq_length // config.parallel.cp + config.dropped_chunks * config.row_tokens
-            logits = tokens * (1 + m.mtp_layers) * m.hidden_size * padded_vocab(m, tp) // tp
-            total += 2 * config.batch.micro * logits
+        heads = sum(after - 1 in layout.layers(index) for after in m.exits)
+        heads += 1 + m.mtp_layers if index == layout.count - 1 else 0
+        tokens = 3 * m.seq_length // config.parallel.cp + config.dropped_chunks * config.row_tokens
+        total += 2 * config.batch.micro * heads * tokens * m.hidden_size * padded_vocab(m, tp) // tp
     return config.num_microbatches // config.num_chunks * total
 
 
