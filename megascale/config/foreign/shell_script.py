@@ -144,10 +144,11 @@ class ShellScript:
         rest = iter(statements)
         for statement, known in rest:
             named = statement[1:2] if statement[:1] == ["function"] else statement[:1]
-            if named == statement[:1] and statement[1:3] != ["(", ")"]:
+            if named == statement[:1] and (statement[1:3] != ["(", ")"] or not re.fullmatch(r"[\w-]+", named[0])):
                 self._run(statement, known=known)
                 continue
-            body, depth = [(statement[statement.index("{") + 1 :], True)] if "{" in statement else [], "{" in statement
+            body = [(statement[statement.index("{") + 1 :], True)] if "{" in statement else []
+            depth = len(body)
             for inner, sure in rest:
                 depth += (inner[:1] == ["{"]) - (inner[:1] == ["}"])
                 if depth <= 0:

@@ -57,6 +57,9 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
     if (count := len(script.commands)) > 1:
         raise ConfigError([Problem(source, "", f"has {count} training commands", "leave one of them in a copy")])
     command = script.command or ["pretrain_gpt.py", *split_words(text)]
+    if not script.command and any("/pretrain_" in f"/{word}" and word.endswith(".py") for word in command[1:]):
+        why = "names a program that no command known here runs: it is behind an unknown variable, or not called"
+        raise ConfigError([Problem(source, "", why, "write the training command into a copy")])
     if len(command) < 2 or not any(word.startswith("--") for word in command):
         raise ConfigError([Problem(source, "", "has no command of pretrain_gpt.py or torchtitan", "a training script")])
     return replace(_from_command(command, source), unknown=script.unknown)
