@@ -113,7 +113,7 @@ def _is_unset(name: str, values: Values, system: str) -> bool:
 
 def _write(made: Imported, name: str, one: Translation) -> None:
     """Write what an argument means, unless another one means another value of the key."""
-    other = {key: value for key, value in one.settings.items() if made.settings.get(key, value) != value}
+    other = {key: value for key, value in one.settings.items() if key in made.settings and made.settings[key] != value}
     if other:
         key = next(iter(other))
         made.refused[name] = (

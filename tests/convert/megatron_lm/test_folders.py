@@ -382,7 +382,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
 SMALLER = {
     "layers": ("llama", {"num_layers": 3}, False, "linear_fc1.layer_norm_weight[3], "),
     "experts": ("mixture", {"experts": 2}, False, "router.weight has shape [4, 32], the model has [2, 32]"),
-    "vocabulary": ("llama", {"vocab_size": 2}, True, "has shape [128, 32], the model has [2, 32]"),
+    "vocabulary": ("llama", {"vocab_size": 2}, True, "of another model: vocab_size 101 there, 2 here"),
     "vocabulary, no arguments": ("llama", {"vocab_size": 2}, False, "has shape [128, 32], the model has [2, 32]"),
 }  # fmt: skip
 
