@@ -142,7 +142,11 @@ class ShellScript:
     def _follow(self, statements: Iterable[Statement]) -> None:
         """Follow statements, and keep functions for their calls."""
         rest = iter(statements)
-        for statement, known in rest:
+        for words, known in rest:
+            statement = words
+            if statement[2:4] == ["(", ")"] and statement[0] in _KEYWORDS:
+                self._run(words[:1], known=known)
+                statement = words[1:]
             named = statement[1:2] if statement[:1] == ["function"] else statement[:1]
             if named == statement[:1] and (statement[1:3] != ["(", ")"] or not re.fullmatch(r"[\w-]+", named[0])):
                 self._run(statement, known=known)
@@ -181,6 +185,7 @@ class ShellScript:
         followed = [branch for branch, _ in self._branches]
         if False in followed:
             return
+        self._forget(_set_in_sums(re.findall(r"\( ?\((.*?)\) ?\)", " ".join(command))), statement)
         sure, words, before = known and None not in followed, self._declare(command), dict(self._variables)
         at_first = words
         while words and (assigned := _ASSIGNMENT.match(words[0])):
@@ -247,8 +252,7 @@ class ShellScript:
     def _changed(self, statement: list[str], *, sure: bool) -> set[str]:
         """Return the variables that a command may set, but for assignments. `set --` is followed if it is `sure`."""
         first, *words = statement
-        sums = re.findall(r"\( ?\((.*?)\) ?\)", " ".join(statement)) + (words if first == "let" else [])
-        names = {one or other for one, other in _SETS.findall(" ".join(sums))}
+        names = _set_in_sums(words) if first == "let" else set[str]()
         if first in _READERS:
             bare = [word.strip("'\"").partition("[")[0] for word in words]
             names |= {word for word in (bare[:1] if first in ("for", "select") else bare) if word.isidentifier()}
@@ -345,6 +349,11 @@ def _heredoc(found: re.Match[str]) -> str:
         return line
     own = "source heredoc\n" if found["quote"] else ""  # which has none of the variables outside
     return f"{line}{own}{found['body']}" if own else f"{line}while heredoc\n{found['body']}done\n"
+
+
+def _set_in_sums(texts: Iterable[str]) -> set[str]:
+    """Return the variables that arithmetic sets."""
+    return {one or other for text in texts for one, other in _SETS.findall(text)}
 
 
 def _statements(text: str) -> Iterator[Statement]:
