@@ -50,17 +50,7 @@ _READERS = ("read", "mapfile", "readarray", "getopts", "unset", "for", "select")
 _DECLARATIONS = ("export", "local", "readonly", "declare", "typeset")
 _KEYWORDS = ("then", "do", "{", "}", "else", "fi", "done", "esac", "!", "time", "command", "builtin")
 _CONDITIONS = (["if"], ["elif"], ["while"], ["until"])
-_NAMES_ALONE = (
-    "if",
-    "elif",
-    "while",
-    "until",
-    "[",
-    "[[",
-    "test",
-    "echo",
-    "printf",
-)  # begin statements that run no argument
+_NAMES_ALONE = ("[", "[[", "test", "echo", "printf")  # begin statements that run no argument
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda a, b: int(a / b),
     ast.Mod: lambda a, b: int(math.fmod(a, b)),
@@ -310,12 +300,12 @@ class ShellScript:
     def _compare(self, given: list[str], *, double: bool) -> bool | None:
         """Return the value of one comparison, None if it is not known. `double`: in `[[`."""
         values = [" ".join(self.expand(word, quoted=word[:1] == "$")) for word in given]
-        names = {name for text in (*given, *values) for name in _REFERENCE.findall(text)}
-        if any(name in self._variables and self._variables[name] is None for name in names):
+        unknown = {name for name, known in self._variables.items() if known is None}
+        left = set(_REFERENCE.findall(" ".join(values)))
+        values = [text if "{" in text else _REFERENCE.sub("", text) for text in values]
+        if unknown & set(_REFERENCE.findall(" ".join(given))) or left & self._variables.keys():
             return None
-        left = {name for text in values for name in _REFERENCE.findall(text)}
-        values = [_REFERENCE.sub("", text) if "{" not in text else text for text in values]
-        if left & self._variables.keys() or re.search(r"[$`]", "".join(values)):
+        if re.search(r"[$`]", "".join(values)):
             return None
         if len(values) == 2 and values[0] in ("-z", "-n"):
             return (values[1] == "") == (values[0] == "-z")
@@ -327,12 +317,10 @@ class ShellScript:
             return compare(int(first), int(second)) if number.fullmatch(first) and number.fullmatch(second) else None
         if sign not in ("=", "==", "!="):
             return None
-        quoted = re.fullmatch(r"'[^']*'|\"[^\"]*\"", given[2])
-        if not quoted and re.search(r"[][\\()]" if double else r"[][*?\\]", second + given[2]):
-            return None
-        if not quoted and re.search(r"[*?]", second) and re.search(r"['\"]", given[2]):
-            return None
-        same = first == second if quoted else fnmatch.fnmatchcase(first, second)
+        literal = re.fullmatch(r"'[^']*'|\"[^\"]*\"", given[2]) or not re.search(r"[][*?\\()]", second + given[2])
+        if not literal and (not double or re.search(r"[][\\()'\"]", second + given[2])):
+            return None  # files, or a pattern that is not only of * and ?
+        same = first == second if literal else fnmatch.fnmatchcase(first, second)
         return same == (sign != "!=")
 
 
