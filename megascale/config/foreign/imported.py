@@ -64,7 +64,7 @@ def import_arguments(
 ) -> Imported:
     """Translate the arguments of a run by the table of `system`, and write its defaults that differ. `given`: values by
     name; None, and False for a switch, are as no argument. `gpus`: of the job, for what counts by them. `unknown`:
-    what may set a variable of the script.
+    statements by variable of the script.
     """
     given = {name: values for name, values in given.items() if not _is_unset(name, values, system)}
     context = context_of(given) | ({"gpus": [gpus]} if gpus else {})

@@ -3,7 +3,7 @@
 Followed are assignments, arrays, `+=`, `${NAME:-default}`, `:=`, `$((...))` of integers, conditions on text and
 integers, functions, and `set --`. Unknown is what a loop, a `case`, a branch of another condition, an assignment to an
 element, or a command such as `read`, `let`, `eval` or `source` may set: it stays in words as `$NAME`. The text of a
-heredoc runs if a shell or sbatch reads it.
+heredoc runs in a shell or sbatch alone.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 }  # fmt: skip
 
 Statement = tuple[list[str], bool]
-"""Its words, and whether it runs whatever the one before it returns."""
+"""Words, and True for a statement without `&&` or `||` before."""
 
 
 class ShellScript:
-    """A script. `commands`: its training commands, by their words from the program on; `unknown`: what may set a
-    variable, by its name; `environment`: variables before it; `arguments`: the words behind its name, `$1` and on.
+    """A script. `commands`: its training commands, by their words from the program on; `unknown`: the statement of an
+    unknown variable, by name; `environment`: variables before it; `arguments`: the words behind its name, `$1` and on.
     """
 
     def __init__(self, text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> None:
@@ -170,7 +170,7 @@ class ShellScript:
         self._functions[name] = body
 
     def _run(self, statement: list[str], *, known: bool) -> None:
-        """Follow a statement; `known`: it does not depend on the one before."""
+        """Follow a statement; `known`: without `&&` or `||` before."""
         command, condition = self._enter(statement, known=known)
         followed = [branch for branch, _ in self._branches]
         if False in followed:
@@ -197,7 +197,7 @@ class ShellScript:
             self.commands.setdefault(tuple(itertools.dropwhile(_is_no_program, training)), training)
 
     def _enter(self, statement: list[str], *, known: bool) -> tuple[list[str], bool]:
-        """Follow the keywords that a statement begins with. Returns the rest, and whether it is a condition."""
+        """Follow the first keywords of a statement. Returns the rest, and True for a condition."""
         condition = False
         while statement:
             word, end = statement[0], statement.index(")") + 1 if ")" in statement else 0
@@ -217,7 +217,7 @@ class ShellScript:
         return statement, condition
 
     def _declare(self, statement: list[str]) -> list[str]:
-        """Return what a declaration assigns: variables with other attributes than these are unknown."""
+        """Return the assignments of a declaration: variables with attributes such as -i are unknown."""
         while statement and statement[0] in _DECLARATIONS:
             rest = list(itertools.dropwhile(lambda word: word.startswith("-"), statement[1:]))
             if set("".join(statement[1 : len(statement) - len(rest)])) - set("-axrgf"):
@@ -240,7 +240,7 @@ class ShellScript:
             self._branches.pop()
 
     def _changed(self, statement: list[str], *, sure: bool) -> set[str]:
-        """Return the variables that a command may set, but for assignments. `set --` is followed if it is `sure`."""
+        """Return the variables of a command such as `read`. A `sure` `set --` is followed."""
         first, *words = statement
         names = _set_in_sums(words) if first == "let" else set[str]()
         if first in _READERS:
@@ -263,7 +263,7 @@ class ShellScript:
         return names
 
     def _forget(self, names: Iterable[str], statement: list[str]) -> None:
-        """Note what may have set variables, whose values are unknown from here on."""
+        """Make variables unknown, by a statement."""
         text = " ".join(" ".join(statement).split())
         for name in names:
             self._variables[name] = None
@@ -284,7 +284,7 @@ class ShellScript:
         self._assigned = _training(values) or self._assigned
 
     def _test(self, words: list[str]) -> bool | None:
-        """Return the value of a condition, None if it is not known. A variable without a value is empty."""
+        """Return the value of a condition, None if unknown. A variable without a value is empty."""
         results, joints = list[bool | None](), {word for word in words if word in ("&&", "||")}
         plain = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
         for joins, group in itertools.groupby(plain, lambda word: word in ("&&", "||")):
@@ -298,7 +298,7 @@ class ShellScript:
         return any(results) if "||" in joints else all(results)
 
     def _compare(self, given: list[str], *, double: bool) -> bool | None:
-        """Return the value of one comparison, None if it is not known. `double`: in `[[`."""
+        """Return the value of a comparison, None if unknown. `double`: in `[[`."""
         values = [" ".join(self.expand(word, quoted=word[:1] == "$")) for word in given]
         unknown = {name for name, known in self._variables.items() if known is None}
         left = set(_REFERENCE.findall(" ".join(values)))
@@ -331,7 +331,7 @@ def _numbered(arguments: Sequence[str]) -> dict[str, list[str] | None]:
 
 
 def _heredoc(found: re.Match[str]) -> str:
-    """Return the lines of a heredoc without its text, unless a shell reads that: it sets nothing outside."""
+    """Return the lines of a heredoc without its text, or with it for a shell, which sets nothing outside."""
     line = f"{found['line']} {found['rest'].lstrip(chr(39) + chr(34))}\n"
     if not found["first"]:
         return line
@@ -340,7 +340,7 @@ def _heredoc(found: re.Match[str]) -> str:
 
 
 def _set_in_sums(texts: Iterable[str]) -> set[str]:
-    """Return the variables that arithmetic sets."""
+    """Return the variables of assignments in arithmetic."""
     return {one or other for text in texts for one, other in _SETS.findall(text)}
 
 

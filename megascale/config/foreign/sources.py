@@ -27,7 +27,7 @@ _DEFAULTS = {"training.local_batch_size": [8], "training.global_batch_size": [-1
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of a run of `system`: values by name; `gpus`: of the job, None if the source does not say it;
-    `unknown`: what may set a variable of a script.
+    `unknown`: statements by unknown variable of a script.
     """
 
     system: str
