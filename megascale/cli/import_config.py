@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError([Problem("command line", "--without", f"the source has no {min(missing)}")])
     given = {name: values for name, values in arguments.given.items() if plain(name) not in left_out}
     gpus = options.gpus or arguments.gpus
-    made = import_arguments(arguments.system, given, gpus)
+    made = import_arguments(arguments.system, given, gpus, arguments.unknown)
     keys = {name: found[1].key for name in made.refused if (found := find(name, arguments.system))}
     if refused := {name: why for name, why in made.refused.items() if keys.get(name) not in settings}:
         hint = "remove it from the source, or by --without, or add its setting"

@@ -59,15 +59,18 @@ class Imported:
         return "\n".join(lines) + "\n"
 
 
-def import_arguments(system: str, given: Mapping[str, Values], gpus: int | None = None) -> Imported:
+def import_arguments(
+    system: str, given: Mapping[str, Values], gpus: int | None = None, unknown: Mapping[str, str] | None = None
+) -> Imported:
     """Translate the arguments of a run by the table of `system`, and write its defaults that differ. `given`: values by
-    name; None, and False for a switch, are as no argument. `gpus`: of the job, for what counts by them.
+    name; None, and False for a switch, are as no argument. `gpus`: of the job, for what counts by them. `unknown`:
+    statements by variable of the script.
     """
     given = {name: values for name, values in given.items() if not _is_unset(name, values, system)}
     context = context_of(given) | ({"gpus": [gpus]} if gpus else {})
     made = Imported()
     for name, values in given.items():
-        one = _translation(name, values, context, system)
+        one = _translation(name, values, context, system, unknown or {})
         if one.value is not None:
             _write(made, name, one)
         else:
@@ -82,14 +85,17 @@ def import_arguments(system: str, given: Mapping[str, Values], gpus: int | None 
     return made
 
 
-def _translation(name: str, values: Values, context: Context, system: str) -> Translation:
+def _translation(name: str, values: Values, context: Context, system: str, changed: Mapping[str, str]) -> Translation:
     """Return an argument's translation, with a note if it has no value here."""
     found, one = find(name, system), translate(name, values, context, system)
     unknown = next(filter(None, (_UNKNOWN_TEXT.search(str(text)) for text in (name, *values))), None)
     if one is not None and one.needless:
         return one
     if unknown:
-        return Translation(system, "", None, f"{unknown[1] or unknown[0]} has no value in the script")
+        why = f"has no one value: `{changed[unknown[1]]}` may set it" if unknown[1] in changed else "has no value"
+        return Translation(system, "", None, f"{unknown[1] or unknown[0]} {why} in the script")
+    if any(value != value for value in values):
+        return Translation(system, "", None, "nan is no number")
     if found is None or one is None:
         return Translation(system, "", None, UNKNOWN)
     if (only := found[1].only_with) and plain(only) not in context:
@@ -109,7 +115,7 @@ def _is_unset(name: str, values: Values, system: str) -> bool:
 
 def _write(made: Imported, name: str, one: Translation) -> None:
     """Write what an argument means, unless another one means another value of the key."""
-    other = {key: value for key, value in one.settings.items() if made.settings.get(key, value) != value}
+    other = {key: value for key, value in one.settings.items() if key in made.settings and made.settings[key] != value}
     if other:
         key = next(iter(other))
         made.refused[name] = (

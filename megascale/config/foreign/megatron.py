@@ -6,6 +6,7 @@ Read at commit d98e8a64 of 2026-08-22; flags that this commit has no more are th
 from megascale.config.foreign.megatron_experts import EXPERTS
 from megascale.config.foreign.megatron_others import MUON, OTHERS
 from megascale.config.foreign.megatron_values import (
+    activation_func,
     batch_schedule,
     decoupled,
     documents,
@@ -22,6 +23,7 @@ from megascale.config.foreign.megatron_values import (
     value_of,
     whole_batches,
     window,
+    with_quick_geglu,
     wsd_steps,
     zero,
 )
@@ -54,6 +56,7 @@ _WSD = "with decay = wsd; linear, theirs exponential by default"
 _WARMUP = "Megatron-LM's + 1: its step k has the rate after k - 1 steps"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
+_CLAMP = "not supported but for --quick-geglu: 7 and 1"
 _BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
 
 
@@ -80,8 +83,8 @@ MODEL = (
     absent("--squared-relu", "not supported: one of the choices of model.activation", 0),
     computed("--quick-geglu", "model.activation", lambda _, context: "clamped_swiglu" if {
              "activation_func_clamp_value", "glu_linear_offset"} <= set(context) else Advice(_QUICK), _QUICK, takes=0),
-    absent("--activation-func-clamp-value, --glu-linear-offset", "not supported but for --quick-geglu: 7 and 1",
-           harmless={"7": "with --quick-geglu", "1": "with --quick-geglu"}),
+    computed("--activation-func-clamp-value", "model.activation", with_quick_geglu(7), _CLAMP),
+    computed("--glu-linear-offset", "model.activation", with_quick_geglu(1), _CLAMP),
     words("--softmax-type", "model.attention_sinks", {"vanilla": False, "learnable": True},
           "off-by-one: not supported"),
     words("--position-embedding-type", "model.position", {"learned_absolute": "learned", "rope": "rope"}),
@@ -105,7 +108,7 @@ MODEL = (
     switch("share_embeddings_and_output_weights", "model.tie_embeddings", True),
     computed("gated_linear_unit", "model.activation", lambda values, context: {"silu": "swiglu", "gelu": "geglu"}[
              str(value_of(context, "activation_func")).rpartition(".")[2]] if values[0] else Needless("not gated")),
-    needless("activation_func", "nothing to write: gated_linear_unit says it"),
+    computed("activation_func", "model.activation", activation_func, "as gated_linear_unit says, or GELU"),
     computed("--hidden-dropout, --attention-dropout", "model.dropout", lambda values, context: values[0] if all(
              context.get(name, [0.1] if "num_layers" in context else values)[0] == values[0]
              for name in ("hidden_dropout", "attention_dropout")) else
@@ -264,7 +267,8 @@ OPTIMIZER = (
     words("--optimizer", "optimizer.name",
           {"adam": "adamw", "lion": "lion", "soap": "soap"}, "sgd is not supported", muon=MUON, dist_muon=MUON),
     same("--lr", "optimizer.lr"),
-    same("--min-lr", "optimizer.min_lr"),
+    computed("--min-lr", "optimizer.min_lr", lambda values, context: Needless("nothing to write: a constant rate")
+             if value_of(context, "lr_decay_style") == "constant" else values[0]),
     computed("--lr-warmup-iters", "optimizer.warmup_steps", lambda values, _: values[0] + 1, _WARMUP, 1),
     computed("--lr-warmup-fraction", "optimizer.warmup_steps", steps_of_share, "share x --lr-decay-iters, + 1"),
     computed("--lr-warmup-samples", "optimizer.warmup_steps", lambda values, context: whole_batches(

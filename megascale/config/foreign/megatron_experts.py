@@ -88,7 +88,8 @@ _OF_EXPERTS = (
     computed("--expert-tensor-parallel-size", "", lambda values, _: Needless(
              "nothing to write: an expert is whole" if values[0] == 1 else _WHOLE), _WHOLE),
     same("--moe-expert-capacity-factor", "moe.capacity_factor", "of a sequence, theirs is of a rank's tokens"),
-    needless("--moe-token-drop-policy", "nothing to write: the largest weights stay"),
+    absent("--moe-token-drop-policy", "not supported but probs: the largest weights stay",
+           harmless={"probs": "nothing to write: the largest weights stay"}),
     needless("--moe-pad-expert-input-to-capacity", "not supported: rows are as many as chosen", 0),
     words("--moe-token-dispatcher-type", "moe.dispatcher",
           {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"}, "", "all_gather"),

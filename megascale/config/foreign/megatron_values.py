@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from megascale.config.batch_rampup import BatchSizes
-from megascale.config.foreign.setting import Advice, Context, Needless, Several, Values, every
+from megascale.config.foreign.setting import Advice, Context, Conversion, Needless, Several, Values, every
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 LOSSES = {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"}
@@ -34,6 +34,25 @@ def swiglu(values: Values, context: Context) -> str | Several:
         return "swiglu"
     width = int(4 * context["hidden_size"][0] * 2 / 3 / 64) * 64
     return Several({"model.activation": "swiglu", "model.ffn_size": width})
+
+
+def activation_func(values: Values, context: Context) -> str | Advice:
+    """Return the activation without a gate. Fused with a bias, GELU is its approximation."""
+    if value_of(context, "gated_linear_unit"):
+        return Needless("nothing to write: gated_linear_unit says it")
+    if str(values[0]).rpartition(".")[2] != "gelu":
+        return Advice("not supported without gated_linear_unit: one of the choices of model.activation")
+    fused = value_of(context, "add_bias_linear", True) and value_of(context, "bias_activation_fusion", True)
+    return "gelu_tanh" if fused else "gelu"
+
+
+def with_quick_geglu(number: int) -> Conversion:
+    """Return the conversion of a number of a gated activation, of which `--quick-geglu` alone has another than 0."""
+    return lambda values, context: (
+        Needless("with --quick-geglu" if values[0] else "nothing to write: 0")
+        if values[0] == 0 or (values[0] == number and "quick_geglu" in context)
+        else Advice(f"not supported but {number} with --quick-geglu")
+    )
 
 
 def positions(values: Values, context: Context) -> Any:

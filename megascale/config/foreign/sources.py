@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ _DEFAULTS = {"training.local_batch_size": [8], "training.global_batch_size": [-1
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a run of `system`: values by name; `gpus`: of the job, None if the source does not say it."""
+    """The arguments of a run of `system`: values by name; `gpus`: of the job, None if the source does not say it;
+    `unknown`: statements by unknown variable of a script.
+    """
 
     system: str
     given: Mapping[str, Values]
     gpus: int | None = None
+    unknown: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, str]) -> Arguments:
@@ -54,9 +57,12 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
     if (count := len(script.commands)) > 1:
         raise ConfigError([Problem(source, "", f"has {count} training commands", "leave one of them in a copy")])
     command = script.command or ["pretrain_gpt.py", *split_words(text)]
+    if not script.command and any("/pretrain_" in f"/{word}" and word.endswith(".py") for word in command[1:]):
+        why = "names a program that no command known here runs: it is behind an unknown variable, or not called"
+        raise ConfigError([Problem(source, "", why, "write the training command into a copy")])
     if len(command) < 2 or not any(word.startswith("--") for word in command):
         raise ConfigError([Problem(source, "", "has no command of pretrain_gpt.py or torchtitan", "a training script")])
-    return _from_command(command, source)
+    return replace(_from_command(command, source), unknown=script.unknown)
 
 
 def _from_command(command: Sequence[str], source: str) -> Arguments:

@@ -58,9 +58,22 @@ def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> Mod
     there = model_of({**args, **size}, f"{path}: args") if args else None
     if config and there and (different := model_differences(there.model_dump(by_alias=True), config.model)):
         raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
+    if config and there:
+        pairs = {key: (getattr(there, key), getattr(config.model, key)) for key in _computed(there)}
+        pairs["vocab_size"] = args.get("vocab_size") or config.model.vocab_size, config.model.vocab_size
+        for key, (stored, ours) in pairs.items():
+            if stored != ours:
+                what = f"{path} is of another model: {key} {stored} there, {ours} here"
+                raise CheckpointError(what, hint="[model] as there: a run that goes on with it may change it")
     model = config.model if config else there
     assert model is not None, "either tells the model"
     return model
+
+
+def _computed(model: ModelConfig) -> tuple[str, ...]:
+    """The keys of what a model computes, beside those of its tensors."""
+    rotary = ("rope_theta", "rotary_fraction", "rope_scaling") if model.position == "rope" else ()
+    return ("norm_eps", "window", *rotary)
 
 
 def _progress(

@@ -58,6 +58,22 @@ def read_plain(path: Path) -> Any:
     raise CheckpointError(f"{path} names {', '.join(refused)}, which is not opened", hint=CODE_HINT)
 
 
+def read_common(path: Path) -> Mapping[str, Any]:
+    """Read the state of no rank. Raises: CheckpointError if it is unreadable, or an entry that is used is odd"""
+    stored = read_plain(path)
+    entries = stored if isinstance(stored, Mapping) else {}
+    odd = {
+        "the whole": not isinstance(stored, Mapping),
+        "args": "args" in entries and not hasattr(entries["args"], "__dict__"),
+        "iteration": not isinstance(entries.get("iteration", 0), int),
+        "opt_param_scheduler": not isinstance(entries.get("opt_param_scheduler") or {}, Mapping),
+    }
+    if wrong := next((name for name, is_odd in odd.items() if is_odd), None):
+        kind = type(entries.get(wrong, stored)).__name__
+        raise CheckpointError(f"{path} is not what Megatron-LM writes: {wrong} is a {kind}", hint=DAMAGED_HINT)
+    return entries
+
+
 def optimizers_of(stored: Any) -> list[Mapping[str, Any]]:
     """The optimizers of the entry `optimizer`: one, or those that are chained."""
     if isinstance(stored, Mapping) and stored and all(isinstance(key, int) for key in stored):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale.convert.dcp import DAMAGED_HINT
 from megascale.convert.families.megatron_lm import ALIASES, FAMILY
-from megascale.convert.megatron_lm.iteration import MODEL, read_plain
+from megascale.convert.megatron_lm.iteration import MODEL, read_common
 from megascale.convert.megatron_lm.shards import Shards
 from megascale.core.errors import CheckpointError
 from megascale.layout.tensors import HEAD
@@ -34,7 +34,7 @@ class LegacyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.common: Mapping[str, Any] = read_plain(min(path.glob("mp_rank_*")) / FILE)
+        self.common = read_common(min(path.glob("mp_rank_*")) / FILE)
         self._read: set[str] = set()
         try:
             self._args = vars(self.common["args"])
@@ -66,7 +66,12 @@ class LegacyFolder:
             verb = "has" if different[0] in found else "lacks"
             what = f"{self.path} {verb} {different[0]}, and its args say tp {tp}, pp {pp}, ep {ep}"
             raise CheckpointError(what, hint=DAMAGED_HINT)
-        ranks = {rank: _chunks(read_plain(self.path / folder / FILE)) for rank, folder in folders.items()}
+        files = {rank: read_common(self.path / folder / FILE) for rank, folder in folders.items()}
+        for rank, file in files.items():
+            if (step := file.get("iteration")) != (first := self.common.get("iteration")):
+                what = f"{self.path / folders[rank]} is of iteration {step}, the first rank of {first}"
+                raise CheckpointError(what, hint=DAMAGED_HINT)
+        ranks = {rank: _chunks(file) for rank, file in files.items()}
         layers = 0
         for number, p in itertools.product(range(len(ranks[0, 0, 0])), range(pp)):
             for t, e in itertools.product(range(tp), range(ep)):

@@ -16,7 +16,7 @@ from megascale.config.foreign.sources import Arguments
 from megascale.config.foreign.translation import SYSTEMS, find, read_value
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import Record
-from megascale.convert.megatron_lm.iteration import iteration_folder, read_plain
+from megascale.convert.megatron_lm.iteration import iteration_folder, read_common
 from megascale.convert.megatron_lm.legacy import FILE
 from megascale.convert.megatron_lm.torch_dist import COMMON
 from megascale.core.errors import CheckpointError
@@ -27,7 +27,7 @@ FLAGS = {"fp8": "fp8_format", "fp4": "fp4_format", "layernorm_zero_centered_gamm
 """Flags of attributes with another name."""
 
 BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # values of AttnBackend, from 1
-IDLE_ZERO = ("", "optimizer.warmup_steps")  # keys of settings whose 0 is as no argument
+IDLE_ZERO = ("", "model.activation", "optimizer.warmup_steps")  # keys of settings whose 0 is as no argument
 
 BESIDE = {
     "padded_vocab_size": "num_layers", "num_layers_per_virtual_pipeline_stage": "num_layers",
@@ -54,8 +54,8 @@ def stored_arguments(folder: Path) -> Arguments:
     """
     path = iteration_folder(folder)
     file = min(path.glob(f"mp_rank_*/{FILE}"), default=path / COMMON)
-    stored = read_plain(file)
-    if not isinstance(stored, Mapping) or "args" not in stored:
+    stored = read_common(file)
+    if "args" not in stored:
         raise CheckpointError(f"{file} has no args", hint="a checkpoint that Megatron-LM has written in training")
     args = vars(stored["args"])
     return Arguments(SYSTEM, _given(args, f"{file}: args"), args.get("world_size"))

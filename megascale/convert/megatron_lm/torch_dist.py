@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from megascale.convert.config_file import read_json
 from megascale.convert.dcp import DAMAGED_HINT, DcpFolder
 from megascale.convert.families.megatron_lm import ALIASES, FAMILY
 from megascale.convert.megatron_lm.dp_buckets import BUCKETS, read_buckets
@@ -21,7 +21,7 @@ from megascale.convert.megatron_lm.iteration import (
     MOMENTS,
     RESHARDABLE_HINT,
     optimizers_of,
-    read_plain,
+    read_common,
     step_of,
 )
 from megascale.convert.megatron_lm.shards import Shards
@@ -29,7 +29,7 @@ from megascale.core.errors import CheckpointError
 from megascale.core.files import exists
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
-COMMON = "common.pt"
+COMMON, METADATA = "common.pt", "metadata.json"
 LAYER, EXPERT = re.compile(r"decoder\.layers\.(\d+)\.(.+)"), re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 CHAINED = re.compile(r"chained_\d+\.")  # before the names of one of several optimizers
 
@@ -50,8 +50,11 @@ class TorchDist:
         if not exists(path / COMMON):
             what = f"{path} has no {COMMON}: it is of another format than torch_dist, such as fsdp_dtensor"
             raise CheckpointError(what, hint="save it with --ckpt-format torch_dist")
+        if exists(path / METADATA) and (kind := read_json(path / METADATA).get("sharded_backend")) != "torch_dist":
+            what = f"{path / METADATA} says that the format is {kind}"
+            raise CheckpointError(what, hint="save it with --ckpt-format torch_dist")
         self.path, self._folder = path, DcpFolder(path)
-        self.common: Mapping[str, Any] = read_plain(path / COMMON)
+        self.common = read_common(path / COMMON)
         self._stored = {CHAINED.sub("", name, count=1): name for name in self._folder.tensors}
         self._read: set[tuple[str, tuple[int, ...]]] = set()
         optimizers = optimizers_of(self.common.get("optimizer"))

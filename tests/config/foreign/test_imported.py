@@ -118,6 +118,10 @@ def test_arguments_with_others(flags: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("flags", "reason"), [
+    ("--lr nan", "nan is no number"),
+    ("--swiglu --activation-func-clamp-value 7", "not supported but 7 with --quick-geglu"),
+    ("--swiglu --glu-linear-offset 1", "not supported but 1 with --quick-geglu"),
+    ("--num-experts 4 --moe-token-drop-policy position", "not supported but probs: the largest weights stay"),
     ("--squared-relu", "not supported: one of the choices of model.activation"),
     ("--no-such-flag 3", UNKNOWN), ("stray", UNKNOWN),
     ("--data-cache-path $CACHE/x", "CACHE has no value in the script"),
@@ -148,10 +152,37 @@ def test_refused(flags: str, reason: str) -> None:
 @pytest.mark.parametrize("flags", [
     "--num-workers $WORKERS", "--kv-lora-rank 32", "--lr-warmup-init 0.0", "--recompute-modules moe",
     "--cp-comm-type unknown", "--async-strategy nvrx", "--first-last-layers-bf16", "--weight-decay-incr-style constant",
+    "--glu-linear-offset 0",
 ])  # fmt: skip
 def test_dropped(flags: str) -> None:
     made = imported(flags)
     assert list(made.dropped) == [flags.split()[0]] and not changed(flags)
+
+
+def test_a_constant_rate_has_no_least() -> None:
+    assert "--min-lr" in imported("--lr-decay-style constant --min-lr 1e-4").dropped
+
+
+@pytest.mark.parametrize(("function", "gated", "others", "activation"), [
+    ("gelu", False, {"add_bias_linear": [False]}, "gelu"), ("gelu", False, {}, "gelu_tanh"),
+    ("gelu", False, {"bias_activation_fusion": [False]}, "gelu"), ("silu", True, {}, "swiglu"),
+    ("gelu", True, {}, "geglu"), ("silu", False, {}, None), ("squared_relu", False, {}, None),
+])  # fmt: skip
+def test_activations_of_megatron_bridge(function: str, gated: bool, others: Any, activation: str | None) -> None:
+    given = {"activation_func": [f"torch.nn.functional.{function}"], "gated_linear_unit": [gated], **others}
+    made = import_arguments("Megatron-LM", given)
+    assert ("activation_func" in made.refused) == (activation is None)
+    assert activation in (None, made.settings["model.activation"])
+
+
+def test_what_decays_in_torchtitan_is_told() -> None:
+    made = import_arguments("torchtitan", TITAN | {"optimizer.weight_decay": [0.1]})
+    assert made.settings["optimizer.weight_decay"] == 0.1 and "norms" in made.notes["optimizer.weight_decay"]
+
+
+def test_what_may_set_a_variable_is_told() -> None:
+    made = import_arguments("Megatron-LM", {"--lr": ["$LR"]}, unknown={"LR": "source env.sh"})
+    assert made.refused == {"--lr": "LR has no one value: `source env.sh` may set it in the script"}
 
 
 def test_master_weights_of_torchtitan() -> None:

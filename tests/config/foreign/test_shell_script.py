@@ -53,6 +53,11 @@ def test_words(script: str, words: str) -> None:
 @pytest.mark.parametrize(("condition", "value"), [
     ('[ "$D" = fp8 ]', "yes"), ("[[ $D == 'bf16' ]]", "no"), ("[ ! -z $D ]", "yes"), ("[ -n \"$NONE\" ]", "no"),
     ('[[ "$D" == "x" ]] || [[ "$D" == "fp8" ]]', "yes"), ('[ "$D" = fp8 ] && [ -n "$NONE" ]', "no"),
+    ("[[ $D == fp* ]]", "yes"), ("[[ $D != fp* ]]", "no"), ("[[ $D == 'fp*' ]]", "no"), ("[ $D = fp* ]", "$A"),
+    ('[[ $D == "fp"* ]]', "$A"), ("[[ $D == fp[8] ]]", "$A"), ("[[ $D =~ ^fp ]]", "$A"), ('[ "x$NONE" = "x" ]', "yes"),
+    ('[ "a$NONE/$D" != "a/fp8" ]', "no"), ("[ 08 -eq 8 ]", "yes"), ("[[ 08 -eq 8 ]]", "$A"), ("[ $D -eq 8 ]", "$A"),
+    ("[ $N -ge 2 ]", "no"), ("[ $N -lt 2 ]", "yes"), ("[ $N -ne 01 ]", "no"), ("test $D = fp8", "yes"),
+    ("[[ $D == fp8 && $N == 2 ]]", "no"), ('[ "$D" = "a b" ]', "no"), ('[ "$(date)" = x ]', "$A"),
     ("[ $N -eq 1 ]", "yes"), ("[ -f /etc/passwd ]", "$A"), ("command -v nvcc", "$A"), ("[ $N -gt 0 ]", "yes"),
 ])  # fmt: skip
 def test_conditions(condition: str, value: str) -> None:
@@ -74,6 +79,45 @@ def test_what_is_not_followed_is_unknown() -> None:
     )
     assert command(script, D="6") == "$A $B $C 6"
     assert command(f"D=$(pwd)/x\n{TRAIN} --save $D") == "--save $(pwd)/x"
+
+
+@pytest.mark.parametrize("changes", [
+    "((A*=2))", "((A++))", "let A=A*2", 'let "A *= 2"', "B=$((A=2))", "declare -i A=3", "printf -v A 256",
+    "read -r A < x", "while read A; do :; done", "mapfile -t A < x", "for A in 1 2; do :; done", 'eval "A=3"',
+    'eval "$(cat x)"', "source ./env.sh", ". env.sh", "[ -f x ] && source env.sh", "[ -f x ] && { B=1; A=2; }",
+    "f() { A=2; }; [ -f x ] && f", "f() { [ -f x ] && return; A=2; B=1; }\nf", "if read A; then :; fi",
+    "if [ -f x ]; then f() { A=2; }; fi; f", "declare -n A=B", "case $B in (x) A=2;; esac", "[ -f x ] && A+=1",
+    "if [ -f x ]; then if [ 1 = 1 ]; then :; fi; A=2; fi",
+])  # fmt: skip
+def test_a_variable_that_a_command_may_set_is_unknown(changes: str) -> None:
+    script = ShellScript(f"A=1\n{changes}\n{TRAIN} $A --lr ${{A:-3}}", {})
+    assert script.command[2:] == ["$A", "--lr", "$A"] and "A" in script.unknown
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("A=1+1; B=$((A*32))", "1+1 64"), ("A=1+1; B=$(($A*32))", "1+1 33"), ("A=010; B=$((A*8))", "010 $((A*8))"),
+    ("A=1; B=$A\nusage() { echo; A=7; exit 1; }", "1 1"), ("f() { A=$1; B=$#; }\nf 3 4", "3 2"),
+    ("f() {\n local A=$1\n B=$A\n}\nA=1; f 5", "1 5"), ("function f {\n A=2\n}\nf; B=3", "2 3"),
+    ("set -- 3 4; A=$1; B=$#", "3 2"), ("set -e; A=1; B=${1:-4}", "1 4"), ("A=1; A=2 B=3 true", "1 $B"),
+    ("A=1; cat > x <<EOF\nA=2\nEOF\nB=3", "1 3"), ("A=1; cat <<'E' | tee x\nA=2\nE\nB=3", "1 3"),
+    ("A=1; source ~/.bashrc; . venv/bin/activate; B=2", "1 2"), ("source env.sh; A=1; B=${C:-2}", "1 $C"),
+    ("A=1; printf '%s' $A; (( A > 0 )); eval echo; B=2", "1 2"), ("A=1; B=2; echo 'read A' let B=2", "1 2"),
+    ("A=1; B=''; if [ $A = 2 ]; then f() { A=3; }; fi; f", "1"), ("typeset A=1; declare -a B=(2)", "1 2"),
+])  # fmt: skip
+def test_what_is_followed(text: str, words: str) -> None:
+    assert command(f"{text}\n{TRAIN} $A $B") == words
+
+
+@pytest.mark.parametrize(("begins", "words"), [
+    ("sbatch <<EOF", "--a 1 --b $B"), ("bash -s <<'EOF'", "--a $A --b 3"), ("cat <<EOF", ""),
+])  # fmt: skip
+def test_a_training_command_in_a_heredoc(begins: str, words: str) -> None:
+    assert command(f"A=1; B=2\n{begins}\nB=3\n{TRAIN} --a $A --b $B\nEOF\n") == words
+
+
+def test_a_function_that_trains() -> None:
+    assert command(f"run() {{ {TRAIN} --lr $1 --bf16; }}\nrun 3e-4", "7") == "--lr 3e-4 --bf16"
+    assert command(f"run() {{ {TRAIN} --lr $1; }}\n", "7") == ""
 
 
 def test_options_of_a_script_that_are_not_given() -> None:

@@ -153,8 +153,10 @@ class Backend(enum.Enum):
 Backend.__module__ = "megatron.core.transformer.enums"
 
 
-def write_legacy(folder: Path, source: Path, tp: int, pp: int, **arguments: Any) -> Path:
-    """Write the weights of a folder as ranks of tensor and pipeline parallelism do, in two model chunks each."""
+def write_legacy(folder: Path, source: Path, tp: int, pp: int, behind: int = 0, **arguments: Any) -> Path:
+    """Write the weights of a folder as ranks of tensor and pipeline parallelism do, in two model chunks each. `behind`:
+    steps of later ranks.
+    """
     import sys
     import types
 
@@ -184,7 +186,7 @@ def write_legacy(folder: Path, source: Path, tp: int, pp: int, **arguments: Any)
                     chunks[stage // pp]["decoder.layers.0.mlp.linear_fc1._extra_state"] = None
             path = folder / "iter_0000003" / f"mp_rank_{t:02d}_{p:03d}"
             path.mkdir(parents=True)
-            state = {"args": args, "iteration": 3, "optimizer": {"param_groups": []}}
+            state = {"args": args, "iteration": 3 - behind * t, "optimizer": {"param_groups": []}}
             torch.save(state | {"model0": chunks[0], "model1": chunks[1]}, path / "model_optim_rng.pt")
     if before is not None:
         sys.modules[Backend.__module__] = before
@@ -268,6 +270,29 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no common state": (lambda folder: (folder / "iter_0000003/common.pt").unlink(), "has no common.pt: it is of"),
     "half a common state": (lambda folder: os.truncate(folder / "iter_0000003/common.pt", 100), "common.pt is damaged"),
     "code": (change_common(lambda state: state.update(x=Code())), "common.pt names posix.mkdir, which is not opened"),
+    "a list": (
+        lambda folder: torch.save([1], folder / "iter_0000003/common.pt"),
+        "common.pt is not what Megatron-LM writes: the whole is a list",
+    ),
+    "no step": (change_common(lambda state: state.update(iteration=None)), "writes: iteration is a NoneType"),
+    "a word as step": (change_common(lambda state: state.update(iteration="x")), "writes: iteration is a str"),
+    "arguments in a dict": (change_common(lambda state: state.update(args={})), "writes: args is a dict"),
+    "a list as schedule": (
+        change_common(lambda state: state.update(opt_param_scheduler=[1])),
+        "writes: opt_param_scheduler is a list",
+    ),
+    "another format": (
+        lambda folder: (folder / "iter_0000003/metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        "metadata.json says that the format is zarr",
+    ),
+    "half a format": (
+        lambda folder: (folder / "iter_0000003/metadata.json").write_text("{"),
+        "metadata.json is not JSON",
+    ),
+    "a clamp": (
+        change_common(lambda state: vars(state["args"]).update(activation_func_clamp_value=7.0)),
+        "args: activation_func_clamp_value is 7.0: not supported but 7 with --quick-geglu",
+    ),
     "no arguments": (
         change_common(lambda state: state.pop("args")),
         "has no args, which would tell its model  -> give",
@@ -379,10 +404,27 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
         from_megatron(theirs(tmp_path, LLAMA), tmp_path / "again", config)
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("rope_theta", 5e5), ("norm_eps", 1e-3), ("rotary_fraction", 0.5), ("window", 4), ("vocab_size", 120),
+    ("rope_scaling", {"type": "linear", "factor": 2.0}),
+])  # fmt: skip
+def test_a_configuration_that_computes_otherwise_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    config = config_of(settings(LLAMA | {key: value}, tmp_path), tmp_path)
+    with pytest.raises(CheckpointError, match=f"another model: {key} .* there, .* here"):
+        from_megatron(theirs(tmp_path, LLAMA), tmp_path / "again", config)
+    assert not (tmp_path / "again").exists()
+
+
+def test_ranks_of_several_iterations_are_refused(tmp_path: Path) -> None:
+    folder = write_legacy(tmp_path / "legacy", theirs(tmp_path, LLAMA), tp=2, pp=2, behind=1)
+    with pytest.raises(CheckpointError, match="mp_rank_01_000 is of iteration 2, the first rank of"):
+        from_megatron(folder, tmp_path / "again")
+
+
 SMALLER = {
     "layers": ("llama", {"num_layers": 3}, False, "linear_fc1.layer_norm_weight[3], "),
     "experts": ("mixture", {"experts": 2}, False, "router.weight has shape [4, 32], the model has [2, 32]"),
-    "vocabulary": ("llama", {"vocab_size": 2}, True, "has shape [128, 32], the model has [2, 32]"),
+    "vocabulary": ("llama", {"vocab_size": 2}, True, "of another model: vocab_size 101 there, 2 here"),
     "vocabulary, no arguments": ("llama", {"vocab_size": 2}, False, "has shape [128, 32], the model has [2, 32]"),
 }  # fmt: skip
 
