@@ -69,6 +69,8 @@ def jobs(
         tree["model"] |= draw(mixtures(parallel["tp"], tree["model"]["num_layers"], inner))
         most = math.gcd(tree["model"]["experts"], parallel["tp"] * parallel["dp"])
         parallel |= {"sp": parallel["tp"] > 1, "ep": draw(st.sampled_from(divisors(most)))}
+        if SCHEDULES[parallel["schedule"]].facts["pairs"]:  # which hide one exchange, not recomputed
+            parallel["schedule"] = "interleaved_1f1b" if parallel["vpp"] > 1 else "1f1b"
         tokens = tree["batch"]["micro"] * tree["model"]["seq_length"] // parallel["tp"]
         tree["moe"] = {
             "dispatcher": draw(st.sampled_from(["all_to_all", "all_gather"])),

@@ -48,7 +48,14 @@ COMMANDS = tuple(
 KERNELS = dict.fromkeys(
     [
         f"megascale.ops.{name}"
-        for name in ("cast_transpose", "merge_parts", "scaled_wgrad", "triton_adamw", "triton_cross_entropy")
+        for name in (
+            "cast_transpose",
+            "merge_parts",
+            "scaled_wgrad",
+            "triton_adamw",
+            "triton_cross_entropy",
+            "triton_swiglu",
+        )
     ],
     "triton",
 )

@@ -210,7 +210,7 @@ def test_values_of_flags_together(words: str, settings: dict[str, Any]) -> None:
     ("--moe-layer-recompute", "write train.recompute=full (of whole blocks, with attention)"),
     ("--moe-upcycling-granularity 2",
      "not in training: `megascale ckpt convert --experts N K` makes a checkpoint of experts"),
-    ("--delay-wgrad-compute", "not supported: no schedule splits backward into dgrad and wgrad"),
+    ("--delay-wgrad-compute", "write parallel.schedule = interleaved_zb or dualpipev: both split backward"),
 ])  # fmt: skip
 def test_flags_of_experts(words: str, hint: str) -> None:
     ((_, found),) = translate_all(read_flags(words.split()))

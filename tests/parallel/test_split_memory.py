@@ -14,6 +14,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
 from megascale.layout.recompute_policy import NO_RECOMPUTE
+from megascale.parallel.grad_accumulation import WeightGradients
 from megascale.parallel.recompute import run_backward
 from megascale.plan.account.activations import head_bytes
 from megascale.plan.account.memory import JobMemory
@@ -93,7 +94,8 @@ def left_by_i(run: Any) -> list[int]:
         edge, grad = get_gradient_edge(out), torch.ones_like(out.detach())
         del out
         found.append(live())
-        with run.buffers.input_gradient(0) as left:
+        left = WeightGradients()
+        with run.buffers.input_gradient(0, left):
             run_backward([edge], [grad])
         del edge, grad
         found.append(live())
