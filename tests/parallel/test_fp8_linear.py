@@ -166,6 +166,7 @@ def casts_of_shared_tokens(rank: Rank, configs: list[RunConfig], reduces: bool =
         scaling = state_of(config, mesh)
         gemms = build_linear_gemms("layers.1.attention.out", scaling, TensorParallel(mesh.tp, False))
         assert isinstance(gemms, Fp8Gemms)
+        x, grad = x.clone(), grad.clone()  # without the amaxes that another recipe has kept
         found: dict[str, Any] = {"X": gemms.input_operand(x), "dY": gemms.grad_operand(grad)}
         found["X^T"] = gemms.operand_for_wgrad("input", gemms.wgrad_source(x, found["X"]))
         found["dY^T"] = gemms.operand_for_wgrad("gradient", gemms.wgrad_source(grad, found["dY"]))
