@@ -81,7 +81,7 @@ def test_recomputed_chunks_wait_for_no_w(schedule: str, tmp_path: Path) -> None:
     assert long == pytest.approx(short, rel=0.03)  # but for messages under way
     whole = JobMemory(configure(tmp_path, schedule, 16, batch__global=4, train__precision="bf16"))
     for rank, peak in enumerate(short):
-        assert peak <= 1.15 * (job.rank(rank).activations + job.rank(rank).transient)  # on a V planned 12% too low
+        assert peak <= job.rank(rank).activations + job.rank(rank).transient
         assert peak < whole.rank(rank).activations
 
 

@@ -42,7 +42,7 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     left = released if sizes.split else 0
     if recompute.full:  # the recomputed forward's saved tensors exist in this block's backward only
         kept = sizes.stream + sum(part.kept(of_block) for part in block)
-        released, backward = kept, released + max(forward, backward)
+        released, backward = kept, left + released + max(forward, backward)
     if recompute.offload:  # on the device: the input, in forward the one before it, in backward two on their way
         released, forward, backward = 0, forward + 2 * sizes.stream, backward + 3 * sizes.stream
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
