@@ -80,7 +80,7 @@ def test_a_stage_names_its_missing_input(model: dict[str, Any]) -> None:
     stage = stage_of(model)
     with pytest.raises(ValueError, match="the first stage needs tokens"):
         stage(None, micro_batch(None))
-    with pytest.raises(ValueError, match="the last stage needs labels"):
+    with pytest.raises(ValueError, match="a stage with a head needs labels"):
         stage(None, micro_batch(tokens_of(0)))
 
 

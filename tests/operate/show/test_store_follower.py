@@ -34,7 +34,8 @@ def test_a_bug_in_an_analysis_is_told_and_the_next_is_made(tmp_path: Path, monke
     monkeypatch.setattr(store_follower, "read_store_view", fail_at_first)
     monkeypatch.setattr(store_follower, "LEAST_PAUSE_S", 0.01)
     run, _ = make_stored_run(tmp_path, FleetFault(), steps=2)
-    follower = StoreFollower(run).start()
+    follower = StoreFollower(run)
+    follower.start()
     assert again.wait(60), follower.error
     follower.stop()
     assert "an analysis has failed: ValueError('a bug')" in told[0]
