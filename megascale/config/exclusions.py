@@ -96,15 +96,9 @@ def _off(switch: str, when: Test, section: type[Section], *names: str, hint: str
 
 
 def _unsupported(switch: str, *rows: tuple[str, Test, str, str]) -> Exclusions:
-    """Return the exclusions of keys without an implementation for a switch above 0, or a list that is not empty."""
-    return Exclusions(switch, bool, tuple((*row[:2], f"{row[2]} ({switch} = {{given}})", row[3]) for row in rows))
-
-
-def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
-    """Return the exclusions of a guard's keys without the guard, such as zclip, against spikes."""
-    rows = ((f"optimizer.{name}", only(OptimizerConfig.model_fields[name].default), "has no effect without {name}",
-             f"optimizer.{switch}, or no {name}") for name in names)  # fmt: skip
-    return Exclusions(f"optimizer.{switch}", when, tuple(rows))
+    """Return the exclusions of keys without an implementation for a switch that is on: true, above 0, not empty."""
+    end, off = f" ({switch} = {{given}})", f", or no {switch.rpartition('.')[2]}"
+    return Exclusions(switch, bool, tuple((key, passes, what + end, hint + off) for key, passes, what, hint in rows))
 
 
 def _of_average(when: Test, name: str, averages: str) -> Exclusions:
@@ -222,9 +216,7 @@ NOT_FULL = Exclusions("train.recompute", unless("full"), (
      "train.recompute = full, or false"),
 ))  # fmt: skip
 
-MOCK_PACKING = Exclusions("data.mock", only(True), (
-    ("data.packing", only("concat"), "has no effect on mock data", REMOVE),
-))  # fmt: skip
+MOCK_DATA = _off("data.mock", only(True), DataConfig, "packing", "sample_weight", hint="data.train, or remove the key")
 
 NO_DOCUMENTS = _without_effect("data.attention_mask", unless("document"), {
     "data.eod_mask_loss": only(True), "data.eod": only(None), "data.document_length": only(None),
@@ -239,15 +231,10 @@ NO_POLICY = Exclusions("data.blend_policy", only(None), (
     ("data.blend_policy_every", only(None), "has no effect without a policy", "data.blend_policy, or remove the key"),
 ))  # fmt: skip
 
-MOCK_WEIGHTS = Exclusions("data.mock", only(True), (
-    ("data.sample_weight", only(None), "has no effect on mock data", "data.train, or remove the key"),
-))  # fmt: skip
-
-SAMPLE_WEIGHTS = Exclusions("data.sample_weight", unless(None), (
-    ("train.noise_scale_every", only(0),
-     "the noise scale is in tokens, and data.sample_weight gives them unequal weights",
-     "0, or remove data.sample_weight"),
-))  # fmt: skip
+SAMPLE_WEIGHTS = _unsupported(
+    "data.sample_weight",
+    ("train.noise_scale_every", only(0), "the noise scale is in tokens, which have unequal weights", "0"),
+)  # fmt: skip
 
 EXPERT_PARALLEL = Exclusions("parallel.ep", unless(1), (
     ("train.noise_scale_every", only(0),
@@ -259,34 +246,32 @@ WHOLE_SEQUENCES = Exclusions("data.sequence_chunk_tokens", only(None), (
     ("data.sequence_chunks_saved", only(1), "has no effect without data.sequence_chunk_tokens", REMOVE),
 ))  # fmt: skip
 
-CHUNKS = Exclusions("data.sequence_chunk_tokens", unless(None), tuple(
-    (key, passes, f"{message} (data.sequence_chunk_tokens = {{given}})", f"{hint}, or no sequence_chunk_tokens")
-    for key, passes, message, hint in (
-        ("parallel.cp", only(1), "a rank has all chunks of a sequence, and cp = {value} splits it", "1"),
-        ("parallel.hybrid_dp", only(False), "hybrid_dp deals whole documents to ranks", "false"),
-        ("model.dropout", only(0), "chunks have no dropout", "0"),
-        ("model.attention_softcap", only(None), "needs all keys at once", "whole sequences"),
-        ("moe.balance", only("none", "step"), "a chunk is not all of a sequence, whose loads are balanced", "step"),
-        ("moe.capacity_factor", only(None), "a chunk is not all of a sequence, which has the capacity", "none"),
-        ("train.precision", is_full_precision, "chunks have no scales of fp8 that recomputation repeats", "bf16"),
-        ("train.noise_scale_every", only(0), "the gradient of a sequence is a sum over chunks", "0"),
-        ("data.blend_policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),
-    )
-))  # fmt: skip
+CHUNKS = _unsupported(
+    "data.sequence_chunk_tokens",
+    ("parallel.cp", only(1), "a rank has all chunks of a sequence, and cp = {value} splits it", "1"),
+    ("parallel.hybrid_dp", only(False), "hybrid_dp deals whole documents to ranks", "false"),
+    ("model.dropout", only(0), "chunks have no dropout", "0"),
+    ("model.attention_softcap", only(None), "needs all keys at once", "whole sequences"),
+    ("moe.balance", only("none", "step"), "a chunk is not all of a sequence, whose loads are balanced", "step"),
+    ("moe.capacity_factor", only(None), "a chunk is not all of a sequence, which has the capacity", "none"),
+    ("train.precision", is_full_precision, "chunks have no scales of fp8 that recomputation repeats", "bf16"),
+    ("train.noise_scale_every", only(0), "the gradient of a sequence is a sum over chunks", "0"),
+    ("data.blend_policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),
+)  # fmt: skip
 """Keys without an implementation for chunks of sequences."""
 
 VOCABULARY = _unsupported(
     "parallel.vocab_pp",
-    ("parallel.pp", unless(1), "there are no stages to share the vocabulary", "0, or pp above 1"),
-    ("model.mtp_layers", only(0), "MTP layers use whole embeddings and heads", "0, or vocab_pp = 0"),
-    ("model.exits", only([]), "exits use whole heads", "[], or vocab_pp = 0"),
-    ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported", "vocab_pp = 0"),
-    ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported", "false, or vocab_pp = 0"),
+    ("parallel.pp", unless(1), "there are no stages to share the vocabulary", "above 1"),
+    ("model.mtp_layers", only(0), "MTP layers use whole embeddings and heads", "0"),
+    ("model.exits", only([]), "exits use whole heads", "[]"),
+    ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported", REMOVE),
+    ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported", "false"),
     ("train.noise_scale_every", only(0), "the gradients of a micro-batch end at different times", "0"),
     ("parallel.schedule", can_wait,
-     "no room for passes between its forwards and backwards", "another schedule, or vocab_pp = 0"),
+     "no room for passes between its forwards and backwards", "another schedule"),
     ("data.blend_policy", only(None), "the loss of a micro-batch is not the last stage's", "no policy"),
-    ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw, or vocab_pp = 0"),
+    ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw"),
 )  # fmt: skip
 
 NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0)})
@@ -299,25 +284,23 @@ HYBRID_DOCUMENTS = Exclusions("parallel.hybrid_dp", only(True), (
      "document"),
 ))  # fmt: skip
 
-HYBRID = Exclusions("parallel.hybrid_dp", only(True), tuple(
-    (key, passes, f"{message} (parallel.hybrid_dp = true)", hint)
-    for key, passes, message, hint in (
-        ("parallel.cp_mode", only("ring"), "has no effect", REMOVE),
-        ("parallel.vpp", only(1), "pipelines have any number of micro-batches", "1"),
-        ("parallel.schedule", only(None, "1f1b"), "rings meet on all stages in 1F1B", "1f1b"),
-        ("parallel.sp", only(False), "tokens of a rank need not divide over tp", "false"),
-        ("parallel.zero", only(0, 1), "ranks have different numbers of reductions of gradients", "0 or 1"),
-        ("batch.micro", only(1), "the planner packs documents", "1"),
-        ("batch.rampup", only(None), "steps have no fixed number of micro-batches", "no ramp-up"),
-        ("model.dropout", only(0), "has no dropout", "0"),
-        ("model.attention_softcap", only(None), "needs all keys at once", "no soft cap"),
-        ("train.precision", is_full_precision, "has no scales of fp8 that ranks agree on", "bf16"),
-        ("train.compile", only(False), "micro-batches have any number of tokens", "false"),
-        ("train.noise_scale_every", only(0), "micro-batches are no samples", "0"),
-        ("data.blend_policy", only(None), "micro-batches have documents of many datasets", "no policy"),
-        ("data.reader", unless("host"), "every rank reads the boundaries of all samples of a step", "rank"),
-    )
-))  # fmt: skip
+HYBRID = _unsupported(
+    "parallel.hybrid_dp",
+    ("parallel.cp_mode", only("ring"), "has no effect", REMOVE),
+    ("parallel.vpp", only(1), "pipelines have any number of micro-batches", "1"),
+    ("parallel.schedule", only(None, "1f1b"), "rings meet on all stages in 1F1B", "1f1b"),
+    ("parallel.sp", only(False), "tokens of a rank need not divide over tp", "false"),
+    ("parallel.zero", only(0, 1), "ranks have different numbers of reductions of gradients", "0 or 1"),
+    ("batch.micro", only(1), "the planner packs documents", "1"),
+    ("batch.rampup", only(None), "steps have no fixed number of micro-batches", "no ramp-up"),
+    ("model.dropout", only(0), "has no dropout", "0"),
+    ("model.attention_softcap", only(None), "needs all keys at once", "no soft cap"),
+    ("train.precision", is_full_precision, "has no scales of fp8 that ranks agree on", "bf16"),
+    ("train.compile", only(False), "micro-batches have any number of tokens", "false"),
+    ("train.noise_scale_every", only(0), "micro-batches are no samples", "0"),
+    ("data.blend_policy", only(None), "micro-batches have documents of many datasets", "no policy"),
+    ("data.reader", unless("host"), "every rank reads the boundaries of all samples of a step", "rank"),
+)  # fmt: skip
 """Keys without an implementation for planned micro-batches."""
 
 LAMB = Exclusions("optimizer.name", only("lamb"), (
@@ -328,20 +311,21 @@ COMPENSATED = Exclusions("optimizer.master_weights", unless("full"), (
     ("backends.optimizer", only(AUTO), "is for master weights in fp32", "auto, or optimizer.master_weights = full"),
 ))  # fmt: skip
 
-ZCLIP = _of_guard("zclip", only(False), "zclip_threshold", "zclip_alpha", "zclip_warmup")
-SKIPPED_STEPS = _of_guard("skip_sigma", only(0), "skip_window")
+ZCLIP = _off(
+    "optimizer.zclip", only(False), OptimizerConfig, "zclip_threshold", "zclip_alpha", "zclip_warmup",
+    hint="optimizer.zclip = true, or remove the key",
+)  # fmt: skip
 
-NO_CHECKPOINTS = Exclusions("checkpoint.every", only(0), (
-    ("checkpoint.in_memory_every", only(0), "checkpoint.every is 0", "checkpoint.every above 0"),
-))  # fmt: skip
+SKIPPED_STEPS = _off(
+    "optimizer.skip_sigma", only(0), OptimizerConfig, "skip_window",
+    hint="optimizer.skip_sigma above 0, or remove the key",
+)  # fmt: skip
 
-NO_COPIES = Exclusions("checkpoint.in_memory_every", only(0), (
-    ("checkpoint.replicate", only(False), "checkpoint.in_memory_every is 0", "checkpoint.in_memory_every above 0"),
-))  # fmt: skip
-
-NO_PRUNING = Exclusions("checkpoint.keep", only(0), (
-    ("checkpoint.keep_every", only(0), "checkpoint.keep is 0: all checkpoints are kept", "checkpoint.keep above 0"),
-))  # fmt: skip
+NO_CHECKPOINTS = _off("checkpoint.every", only(0), CheckpointConfig, "in_memory_every", hint="checkpoint.every above 0")
+NO_COPIES = _off(
+    "checkpoint.in_memory_every", only(0), CheckpointConfig, "replicate", hint="checkpoint.in_memory_every above 0"
+)
+NO_PRUNING = _off("checkpoint.keep", only(0), CheckpointConfig, "keep_every", hint="checkpoint.keep above 0")
 
 # Modes: the keys of another mode are mistakes.
 
