@@ -31,10 +31,22 @@ class Feature:
 
 FEATURES = (
     Feature("tp, sp, pp, vpp, dp, ZeRO 0 to 2, mixed", ("parallel", "schedule", "layout"), ("layouts", "pipeline")),
-    Feature("overlap on tp, pp, dp", ("parallel/test_tp_overlap.py", "tools/lab/test_overlap.py"), ("overlap",)),
+    Feature(
+        "schedules with split backwards, on a V, in pairs",
+        ("schedule", "parallel/test_split_backward.py", "parallel/test_segments.py", "parallel/experts"),
+    ),
+    Feature(
+        "vocabulary over pipeline stages", ("schedule/test_shared_vocabulary.py", "parallel/test_vocabulary_passes.py")
+    ),
+    Feature(
+        "overlap on tp, pp, dp",
+        ("parallel/test_tp_overlap.py", "parallel/test_domino.py", "tools/lab/test_overlap.py"),
+        ("overlap",),
+    ),
     Feature("context and hybrid data parallelism", ("parallel", "layout"), ("layouts",)),
     Feature("experts, ep", ("parallel/experts",), ("experts",)),
     Feature("latent attention, sinks, multi-token prediction", ("model", "convert", "train"), ("experts",)),
+    Feature("early exits", ("train/test_exit_losses.py", "plan/account/test_exits.py")),
     Feature("fp64, fp32, bf16, FP8; masks; backends", ("train", "ops", "model"), ("exactness", "fp8")),
     Feature("attention by fused kernels", ("ops",), ("attention",)),
     Feature("wgrad GEMMs that add to fp32", ("ops",), ("accumulation",)),
