@@ -400,7 +400,7 @@ def test_a_search_says_on_a_terminal_how_far_it_is(
     assert main(job) == 0
     assert "\r" in terminal.getvalue() and terminal.getvalue().endswith("\x1b[1A\x1b[2K"), "and is removed"
     assert terminal.getvalue().count("\n") == 1
-    assert re.search(r"bounds of 0 of [\d,]+ layouts", terminal.getvalue())
+    assert re.search(r"[\d,]+ of [\d,]+ layouts, by their bounds: \S+ s", terminal.getvalue()), "the last line"
     assert capsys.readouterr().out == piped.out
 
 

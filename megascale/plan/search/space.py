@@ -70,7 +70,7 @@ class Space:
         with the smallest micro-batch and the most recomputation. All have one block of tokens (`token_blocks`).
         """
         total, pipelines = batch_sizes(self.config.batch).common, self._pipelines
-        fits = cache(lambda tensors, **keys: self.free.is_legal(Layout(*tensors, **keys, token_blocks=self._blocks)))
+        fits = cache(lambda tensors, **keys: self.free.is_legal(Layout(*tensors, **keys)))
         if lean:  # for every pp, vpp and schedule the last pipeline, with the most recomputation
             pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
         for tensors, (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
@@ -80,7 +80,8 @@ class Space:
                 continue
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
             most = self.config.batch.total // dp // _least_microbatches(schedule, pp)
-            micros = [micro for micro in micros if micro <= most and fits(tensors, dp=dp, micro=micro)]
+            keys = {"dp": dp, "token_blocks": self._blocks}
+            micros = [micro for micro in micros if micro <= most and fits(tensors, micro=micro, **keys)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
                 experts = [e for e in self._experts(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=e[0])]
