@@ -12,12 +12,11 @@ from typing import Any
 from megascale.cli import plan_options
 from megascale.cli.plan_options import LEAVE_OUT_EXACT, check_options, check_stack, failure_cost, machine_of
 from megascale.cli.plan_output import print_tables, write_files
-from megascale.cli.plan_search import advice, find_layouts, fixed_keys, planned_config, report_no_fit, swept_configs
+from megascale.cli.plan_search import advice, find_layouts, planned_config, report_no_fit, search_layouts, swept_configs
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.process import without_gc
 from megascale.plan.search import report
 from megascale.plan.search.plan import Plan
-from megascale.plan.search.search import search
 
 add_arguments = plan_options.add_arguments
 
@@ -49,9 +48,7 @@ def _run(options: argparse.Namespace) -> int:
         planned = replace(planned, exact=exact_costs(config, planned.memory_by_stage))
     sweep = [Plan(config, hardware, stack) for config in swept]
     if not planned.fits:
-        alternative = advice(
-            options, search(config, config.world_size, hardware, stack, fixed_keys(options), results=1)
-        )
+        alternative = advice(options, search_layouts(options, config, config.world_size, hardware, stack, results=1))
     write_files(options, planned, sweep)
     cost = failure_cost(options, config.world_size)
     if options.json:

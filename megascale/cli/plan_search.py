@@ -8,6 +8,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from rich.console import Console
+
 from megascale.cli.plan_options import failure_cost
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
@@ -53,7 +55,15 @@ def find_layouts(options: argparse.Namespace, hardware: Hardware, stack: Stack) 
     if config.parallel.hybrid_dp:
         what = "the time of hybrid_dp depends on the lengths of documents, and --search plans with one length"
         raise ConfigError([Problem(options.config, "parallel.hybrid_dp", what, "megascale plan lengths plans both")])
-    return search(config, options.gpus, hardware, stack, fixed_keys(options))
+    return search_layouts(options, config, options.gpus, hardware, stack)
+
+
+def search_layouts(
+    options: argparse.Namespace, config: RunConfig, devices: int, hardware: Hardware, stack: Stack, results: int = 10
+) -> SearchResult:
+    """Search, and say in a line that is rewritten how far the search is, if stderr is a terminal."""
+    with Console(stderr=True).status("layouts") as status:
+        return search(config, devices, hardware, stack, fixed_keys(options), results=results, tell=status.update)
 
 
 def report_no_fit(options: argparse.Namespace, search_result: SearchResult) -> int:

@@ -10,6 +10,8 @@ from pydantic import Field
 
 from megascale.config.section import Count, Float32, Section
 
+MOST_BLOCKS = 64  # of a rank's tokens
+
 
 class MoeConfig(Section):
     """`[moe]`: losses and a bias that balance experts, and the exchange of tokens."""
@@ -39,7 +41,7 @@ class MoeConfig(Section):
         description="all_to_all sends a token's row to the ranks of its experts; all_gather gives every rank of ep all "
         "tokens, less traffic if experts_per_token > ep",
     )
-    token_blocks: Annotated[int, Field(gt=0, le=64)] = Field(
+    token_blocks: Annotated[int, Field(gt=0, le=MOST_BLOCKS)] = Field(
         1, description="blocks of a rank's tokens: the exchange of one overlaps with the GEMMs of another"
     )
 

@@ -13,7 +13,7 @@ from megascale.config.data import DataConfig
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.launch import NcclConfig
 from megascale.config.model import ModelConfig
-from megascale.config.moe import MoeConfig
+from megascale.config.moe import MOST_BLOCKS, MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import BatchConfig, TrainConfig
 
@@ -266,7 +266,7 @@ def token_blocks(
     blocks, length = moe.token_blocks, data.sequence_chunk_tokens or model.seq_length
     if (tokens := batch.micro * length // (parallel.cp * parallel.tp)) % blocks:
         message = f"the {tokens} tokens of a rank cannot be cut into {blocks} blocks"
-        yield Finding("moe.token_blocks", message, f"one of {join_values(divisors(tokens, 64))}")
+        yield Finding("moe.token_blocks", message, f"one of {join_values(divisors(tokens, MOST_BLOCKS))}")
 
 
 def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -374,6 +376,39 @@ def test_a_search_keeps_the_keys_of_the_command_line(capsys: pytest.CaptureFixtu
     report = answer(capsys, "--search", "parallel.tp=2", "train.recompute=full", job=LLAMA)
     for each in report["search"]["best"]:
         assert (each["layout"]["tp"], each["layout"]["recompute"]) == (2, "full")
+
+
+class Terminal(io.StringIO):
+    """A terminal in place of stderr."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_search_says_on_a_terminal_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a line that is rewritten, and nowhere else."""
+    job = ["plan", "configs/quickstart.toml", "--gpus", "2", "--hardware", "a100-80g", "--search", "parallel.tp=1",
+           "parallel.pp=1", "parallel.cp=1", "parallel.zero=1"]  # fmt: skip
+    assert main(job) == 0
+    piped = capsys.readouterr()
+    assert piped.err == "" and "legal layouts" in piped.out
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert main(job) == 0
+    assert "\r" in terminal.getvalue() and terminal.getvalue().endswith("\x1b[1A\x1b[2K"), "and is removed"
+    assert terminal.getvalue().count("\n") == 1
+    assert re.search(r"[\d,]+ of [\d,]+ layouts, by their bounds: \S+ s", terminal.getvalue()), "the last line"
+    assert capsys.readouterr().out == piped.out
+
+
+def test_blocks_of_tokens_are_shown_where_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/qwen3-235b-a22b.toml", "--gpus", "256", "--hardware", "h100"]
+    for keys, words in (([], "dp 8 (ep 8) ="), (["moe.token_blocks=4"], "dp 8 (ep 8 in 4 blocks) =")):
+        assert main([*job, *keys]) == 0
+        assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("more", [["--output", "best.toml"], ["--search", "--gpus"]])

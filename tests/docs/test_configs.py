@@ -44,7 +44,7 @@ GPUS = {
     "gpu/megascale-530b.toml": (11_200, (8, 35, 3, 40)),
     "gpu/mixtral-8x22b.toml": (128, (4, 8, 7, 4)),
     "gpu/qwen3-235b-a22b.toml": (256, (4, 8, 4, 8)),
-    "gpu/deepseek-v3.toml": (1024, (4, 8, 4, 32)),
+    "gpu/deepseek-v3.toml": (1024, (1, 16, 2, 64)),
 }
 SIZES = {"family/1m.toml": 1.0e6, "family/10m.toml": 10.0e6, "family/50m.toml": 52.0e6, "family/124m.toml": 88.0e6}
 # models on one GPU: layers, and those of the whole model

@@ -140,7 +140,7 @@ class ExpertLayer(Part):
         arrive on the fullest.
         """
         slots, result = sizes.local * self.chosen, branch_gradient(sizes, at.after)
-        rows = slots if sizes.ep == 1 else math.ceil(slots * sizes.imbalance)
+        rows = slots if sizes.ep == 1 else math.ceil(slots * max(1.0, sizes.imbalance))
         arrived = rows * self.hidden * sizes.compute
         inputs, outputs = (rows * width * sizes.compute for width in (self.inputs, self.width))
         exchange = self._gathered if sizes.gathers_tokens else self._exchanged
@@ -228,13 +228,15 @@ class ExpertLayer(Part):
         write sums for them, and read sums of all ranks: (2 k + 3 ep + 1) T h.
         """
         sizes, local = times.sizes, self.experts // times.sizes.ep
-        rows = times.stream // self.hidden * self.chosen * (sizes.imbalance if sizes.ep > 1 else 1)
+        uneven = sizes.imbalance if sizes.ep > 1 else min(1.0, sizes.imbalance)
+        rows = times.stream // self.hidden * self.chosen * uneven
         total = times.local_linear(self.experts, self.hidden) + times.host_wait()
         moved = 2 * self.chosen + (3 * sizes.ep + 1 if sizes.gathers_tokens else 2)
         total += times.passes(moved * times.stream, backward=1)
         total += times.passes(rows * (self.inputs + self.width))
         shapes = (self.inputs, self.hidden), (self.hidden, self.width)
-        gemms = times.grouped_linears(shapes, local, rows / local, fp8)
+        blocks = sizes.token_blocks  # each reads the weights
+        gemms = times.grouped_linears(shapes, local, rows / local / blocks, fp8) * blocks
         total += gemms
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)), gemms)
         return sum((part.seconds(times, fp8) for part in self._dense), start=total)

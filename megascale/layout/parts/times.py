@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Protocol, Self
 
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
@@ -13,7 +14,7 @@ class _Sum:
     """Field-wise addition and scaling."""
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return type(self)(*map(add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, factor: float) -> Self:
         return type(self)(*(value * factor for value in vars(self).values()))

@@ -43,8 +43,10 @@ class StageOptimizer:
     def _owned(self) -> Mapping[Owner, list[OwnedMatrix]]:
         """The matrices of all buckets that are updated as a whole, by owner."""
         found = defaultdict[Owner, list[OwnedMatrix]](list)
+        if not is_mixed(self.config.optimizer):
+            return found
         for layout, places in zip(self._matrices.layouts, self._matrices.places, strict=True):
-            for place in places if is_mixed(self.config.optimizer) else ():
+            for place in places:
                 found[layout.reduce_axes, place.tp_owner, place.dp_owner].append(place)
         return found
 
@@ -113,6 +115,8 @@ class StageOptimizer:
 
     def fullest_owner(self) -> list[tuple[ParamGroup, tuple[int, ...]]]:
         """List the matrices of the owner with most work, by group and shape."""
+        if not self._owned:
+            return []
         work = {
             owner: sum(update_cost(place.group, place.shape) for place in places)
             for owner, places in self._owned.items()

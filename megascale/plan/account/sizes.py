@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
@@ -19,8 +21,11 @@ def data_ranks(parallel: ParallelConfig) -> int:
 
 def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSizes:
     """Return the sizes of a micro-batch of a resolved configuration, outside FP8. `imbalance`: of the loads of experts,
-    as in `MicroBatchSizes`.
+    as in `MicroBatchSizes`; at most that of their capacity.
     """
+    if (factor := config.moe.capacity_factor) is not None:
+        even = config.model.experts_per_token * config.model.seq_length / config.model.experts  # slots of a sequence
+        imbalance = min(imbalance, math.ceil(factor * even) / even)
     p, recipe, within = config.parallel, RECIPES[config.fp8.recipe].facts, config.data.attention_mask == "document"
     return MicroBatchSizes(
         config.model, config.batch.micro, config.row_tokens, p.tp, p.sp and p.tp > 1,

@@ -18,6 +18,7 @@ from __future__ import annotations
 from functools import cache
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
 from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import recompute_policy
@@ -26,10 +27,12 @@ from megascale.plan.account.rank_actions import most_inputs, rank_order
 from megascale.plan.account.state_bytes import state_bytes
 from megascale.plan.search.layer_split import balanced
 from megascale.plan.search.space import Layout, Space
-from megascale.plan.simulate.chunk_time import chunk_times
+from megascale.plan.simulate.chunk_time import block_times, chunk_times
+from megascale.plan.simulate.layer_time import LayerTimes
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.step_time import StepParts, scale
 
+SPLIT = "zb_h1"  # stands for all schedules with split backwards
 PADDING = 1e-3  # upper bound on the share of bucket padding in a rank's state
 
 
@@ -39,7 +42,7 @@ class Bounds:
     def __init__(self, space: Space, hardware: Hardware, stack: Stack) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._cut, self._seconds, self._link = cache(self._cut_of), cache(self._seconds_of), cache(self._link_of)
-        self._passes = cache(self._passes_of)
+        self._passes, self._blocks = cache(self._passes_of), cache(self._blocks_of)
         self._most = cache(self._most_of)
         self._state = cache(lambda layout: state_bytes(space.with_layout(layout), 0, stack.storage).total)
         self._saved = cache(self._saved_of)
@@ -47,7 +50,7 @@ class Bounds:
     def step_s(self, layout: Layout) -> float:
         """Lower bound of step time in seconds."""
         m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp, layout.schedule)
-        block, flat = self._reset(layout)
+        block, flat = self._reset(self.in_blocks(layout))
         (network, layer, head, *apart), (reduce, gather) = self._seconds(block), self._link(flat)
         path, direct, fill = apart if SCHEDULES[layout.schedule].facts.get("split") else (network, layer, layer)
         busiest = max(before * fill + m * held * layer + (m * head if last else 0.0) for before, held, last in ranks)
@@ -68,9 +71,15 @@ class Bounds:
         most = self._most(layout.pp, layout.vpp, layout.schedule, self._micro_batches(layout))
         return (1 - PADDING) * self._state(flat) + most * self._saved(block)
 
+    def in_blocks(self, layout: Layout) -> Layout:
+        """Return a layout with the blocks of tokens in which a layer takes least (FSMoE, Pan et al. 2025)."""
+        if len(self._space.token_blocks(layout)) == 1:
+            return layout
+        return layout._replace(token_blocks=self._blocks(self._reset(layout)[0]))
+
     def balanced(self, layout: Layout) -> list[int]:
         """Split the layers over a layout's stages by time."""
-        first, *layers, last = (pair.total for pair in self._passes(self._reset(layout)[0]))
+        first, *layers, last = (pair.total for pair in self._passes(self._reset(self.in_blocks(layout))[0]))
         return balanced(layers, first, last, layout.pp * layout.vpp)
 
     def _micro_batches(self, layout: Layout) -> int:
@@ -110,13 +119,29 @@ class Bounds:
 
     def _passes_of(self, layout: Layout) -> list[PassTimes]:
         """Time the embedding, each layer, and the head with the layers after it."""
+        pairs = list(chunk_times(self._layers(layout)).values())
+        shared = self._space.config.parallel.vocab_pp  # all stages share the head
+        return [*pairs[:-1], PassTimes()] if shared else pairs
+
+    def _layers(self, layout: Layout) -> LayerTimes:
+        """Time layers on one pipeline stage, with a chunk for each, and for the embedding and the head."""
         config = self._space.config
         recompute = "none" if config.train.recompute_model_chunks else layout.recompute
-        vpp = config.model.num_layers + 2  # a chunk per layer, embedding, head
         dp = self._space.devices // (layout.tp * layout.cp)
-        layerwise = self._space.free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
-        pairs = list(chunk_times(StepParts(layerwise, self._hardware, self._stack).layers).values())
-        return [*pairs[:-1], PassTimes()] if config.parallel.vocab_pp else pairs  # all stages share the head
+        layerwise = layout._replace(vpp=config.model.num_layers + 2, dp=dp, recompute=recompute)
+        return LayerTimes.from_config(self._space.free.with_layout(layerwise), self._hardware, self._stack)
+
+    def _blocks_of(self, layout: Layout) -> int:
+        """Choose the blocks of tokens of the last layer's experts, the fewest of those that are equally fast."""
+        model = self._space.config.model
+        block = block_spec(model, model.num_layers - 1)
+
+        def seconds(blocks: int) -> float:
+            layers = self._layers(layout._replace(token_blocks=blocks))
+            train = layers.config.train
+            return block_times(layers, block, train.quantizes, recompute_policy(train, 0)).total
+
+        return min(self._space.token_blocks(layout), key=seconds)
 
     def _link_of(self, layout: Layout) -> tuple[float, float]:
         """Seconds of a rank's gradient reduction and weight all-gather: of the first rank, active first and last; with
@@ -139,6 +164,7 @@ class Bounds:
         collectives over dp, except for padding.
         """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
-        block = layout._replace(pp=1, vpp=1, schedule="1f1b", dp=1, zero=1)
+        schedule = SPLIT if SCHEDULES[layout.schedule].facts.get("split") else "1f1b"
+        block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1)
         flat = layout._replace(sp=False, cp_mode="ring", cp_a2a_size=1, vpp=vpp, schedule="1f1b", micro=1)
-        return block, flat._replace(recompute="none")
+        return block, flat._replace(recompute="none", token_blocks=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from megascale.config.parallel import ParallelConfig
+from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.layout.parameters import active_parameter_count, describe_parameters, parameter_count
 from megascale.plan.account.attended import describe_documents
@@ -48,7 +48,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
     """Report a plan: summary, memory by kind, time by cause, notes, dry runs, the job, and the sweep."""
     config, e, error = plan.config, plan.estimate, plan.expected_error
     yield (
-        f"{config.name}: {describe_parameters(config.model)}, {format_layout(config.parallel)} = "
+        f"{config.name}: {describe_parameters(config.model)}, {format_layout(config)} = "
         f"{config.world_size} x {plan.hardware.name}, "
         f"{config.num_microbatches} micro-batch{'es' * (config.num_microbatches != 1)} of {config.batch.micro}, "
         f"with {plan.stack.name}"
@@ -77,12 +77,13 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
         yield _sweep_table(sweep)
 
 
-def format_layout(p: ParallelConfig) -> str:
-    """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16 (ep 8)'."""
+def format_layout(config: RunConfig) -> str:
+    """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16 (ep 8 in 4 blocks)'."""
+    p, blocks = config.parallel, config.moe.token_blocks
     sp, vpp = " sp" if p.sp and p.tp > 1 else "", f" (vpp {p.vpp})" if p.vpp > 1 else ""
     heads = f" {p.cp_a2a_size} x {p.cp_keys}" if p.cp_mode == "usp" else ""
     cp = f" x cp {p.cp} {p.cp_mode}{heads}" if p.cp > 1 else ""
-    ep = f" (ep {p.ep})" if p.ep > 1 else ""
+    ep = f" (ep {p.ep}{f' in {blocks} blocks' if blocks > 1 else ''})" if max(p.ep, blocks) > 1 else ""
     return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}{ep}"
 
 
@@ -124,7 +125,7 @@ def _settings(space: Space, plan: Plan, count: str | None) -> str:
     implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
     unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
-    unused |= set() if config.model.experts else {"parallel.ep", "moe.dispatcher"}
+    unused |= set() if config.model.experts else {"parallel.ep", "moe.dispatcher", "moe.token_blocks"}
     keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}
@@ -147,12 +148,12 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
         schedule = keys.schedule if keys.pp > 1 else ""
         cells = [schedule, str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
         cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
-        rows.append([format_layout(plan.config.parallel), *cells])
+        rows.append([format_layout(plan.config), *cells])
     headings = ("layout", "schedule", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by")
     yield plain_table(headings, rows)
-    for parallel in (plan.config.parallel for plan in result.best):
-        if parallel.layers_per_chunk:
-            yield f"{format_layout(parallel)}: parallel.layers_per_chunk={parallel.layers_per_chunk}"
+    for config in (plan.config for plan in result.best):
+        if sizes := config.parallel.layers_per_chunk:
+            yield f"{format_layout(config)}: parallel.layers_per_chunk={sizes}"
     error = first.expected_error or 0.0
     near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in result.best)
     if error and near > 1:
@@ -188,7 +189,7 @@ def _sweep_table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         e, size = plan.estimate, format_bytes(plan.memory.total) + ("" if plan.fits else ": does not fit")
         speed = f"{e.step_s:.4g}", format_count(e.tokens_per_s), f"{e.mfu_full:.1%}"
-        rows.append((str(plan.config.world_size), format_layout(plan.config.parallel), *speed, size))
+        rows.append((str(plan.config.world_size), format_layout(plan.config), *speed, size))
     return plain_table(("devices", "layout", "step s", "tokens/s", "MFU full", "memory"), rows)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megascale.config.finding import divisors
@@ -19,10 +19,10 @@ from megascale.plan.search.bounds import Bounds
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.space import RECOMPUTE, Layout, Space
 from megascale.plan.simulate.profiles import Hardware, Stack
-from megascale.plan.simulate.step_time import StepParts
 
 MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
 MIN_GAIN = 0.01  # smallest share of a step that an uneven split of layers must save
+TOLD = 1000  # layouts from one line on the state of their bounds to the next
 MAX_DOUBLINGS = 6  # most doublings of the devices in the search for a job that fits
 
 
@@ -48,8 +48,10 @@ def search(
     *,
     memory_fraction: float = MEMORY_FRACTION,
     results: int = 10,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> SearchResult:
-    """Find the fastest layouts within `memory_fraction` of a device's memory, with distinct `row`s.
+    """Find the fastest layouts within `memory_fraction` of a device's memory, with distinct `row`s. `tell`: is told in
+    a line how far the search is.
 
     `config` is resolved; only its keys in `fixed`, such as `parallel.tp`, constrain the layouts. Groups of tp stay
     inside a node if any such layout fits.
@@ -60,7 +62,7 @@ def search(
     counts = Counter[str]()
     solver = _BranchAndBound(space, hardware, stack, memory_fraction)
     for tps in (solver.tps_in_node, solver.tps_across_nodes):
-        if best := solver.fastest(tps, results, counts):
+        if best := solver.fastest(tps, results, counts, tell):
             return SearchResult(space, counts, best)
     smallest = solver.smallest([*solver.tps_in_node, *solver.tps_across_nodes])
     for doubled in range(1, MAX_DOUBLINGS + 1) if smallest else ():
@@ -88,17 +90,26 @@ class _BranchAndBound:
         self.tps_in_node = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
         self.tps_across_nodes = [] if "parallel.tp" in space.fixed else [tp for tp in tps if tp not in self.tps_in_node]
 
-    def fastest(self, tps: Collection[int], results: int, counts: Counter[str]) -> list[Plan]:
+    def fastest(
+        self, tps: Collection[int], results: int, counts: Counter[str], tell: Callable[[str], None]
+    ) -> list[Plan]:
         """Simulate layouts with these tp in the order of their bounds, and add to `counts`. Layouts with more
         recomputation than a fitting one are skipped: they are slower.
         """
         sizes = {layout: self._bounds.memory(layout) for layout in self._space.layouts(tps)}
-        small = [(self._bounds.step_s(layout), layout) for layout, size in sizes.items() if size <= self.memory_limit]
+        small = list[tuple[float, Layout]]()
+        for number, (layout, size) in enumerate(sizes.items()):
+            if number % TOLD == 0:
+                tell(f"bounds of {number:,} of {len(sizes):,} layouts")
+            if size <= self.memory_limit:
+                small.append((self._bounds.step_s(layout), layout))
         best, fitting = dict[Layout, tuple[float, int, Layout]](), set[Layout]()
         too_large, limit = len(sizes) - len(small), math.inf
-        for bound, layout in sorted(small):
+        for number, (bound, layout) in enumerate(sorted(small)):
             if bound > limit:
                 break
+            end = f" of {limit:.4g} s" if limit < math.inf else ""
+            tell(f"{number:,} of {len(small):,} layouts, by their bounds: {bound:.4g} s{end}")
             in_row = best.get(row(layout))
             less = RECOMPUTE[: RECOMPUTE.index(layout.recompute)]
             if (in_row and bound > in_row[0]) or any(layout._replace(recompute=ops) in fitting for ops in less):
@@ -108,7 +119,7 @@ class _BranchAndBound:
                 too_large += 1
                 continue
             fitting.add(layout)
-            timed = StepParts(self._space.with_layout(layout), self._hardware, self._stack).step_s, size, layout
+            timed = self._plan(layout).parts.step_s, size, layout
             best[row(layout)] = min(in_row or timed, timed)
             limit = sorted(best.values())[results - 1][0] if len(best) >= results else math.inf
         pruned = len(sizes) - too_large - len(fitting)
@@ -145,4 +156,4 @@ class _BranchAndBound:
         return JobMemory(config, stack.storage, stack.imbalance).fullest(limit).total
 
     def _plan(self, layout: Layout) -> Plan:
-        return Plan(self._space.with_layout(layout), self._hardware, self._stack)
+        return Plan(self._space.with_layout(self._bounds.in_blocks(layout)), self._hardware, self._stack)

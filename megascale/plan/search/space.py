@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.finding import divisors
+from megascale.config.moe import MOST_BLOCKS
 from megascale.config.rules import RULES, run_rules, sections_of
 from megascale.config.run import RunConfig
 
@@ -38,9 +39,10 @@ class Layout(NamedTuple):
     zero: int = 1
     ep: int = 1
     dispatcher: str = "all_to_all"
+    token_blocks: int = 1
 
 
-SECTIONS = {"micro": "batch", "recompute": "train", "dispatcher": "moe"}
+SECTIONS = {"micro": "batch", "recompute": "train", "dispatcher": "moe", "token_blocks": "moe"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
@@ -65,7 +67,7 @@ class Space:
 
     def layouts(self, tps: Collection[int], *, lean: bool = False) -> Iterator[Layout]:
         """Generate the legal layouts with these tp, in a fixed order. `lean`: only candidates for the lowest memory,
-        with the smallest micro-batch and the most recomputation.
+        with the smallest micro-batch and the most recomputation. All have one block of tokens (`token_blocks`).
         """
         total, pipelines = batch_sizes(self.config.batch).common, self._pipelines
         fits = cache(lambda tensors, **keys: self.free.is_legal(Layout(*tensors, **keys)))
@@ -78,12 +80,23 @@ class Space:
                 continue
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
             most = self.config.batch.total // dp // _least_microbatches(schedule, pp)
-            micros = [micro for micro in micros if micro <= most and fits(tensors, dp=dp, micro=micro)]
+            keys = {"dp": dp, "token_blocks": self._blocks}
+            micros = [micro for micro in micros if micro <= most and fits(tensors, micro=micro, **keys)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
                 experts = [e for e in self._experts(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=e[0])]
                 for zero, spread in itertools.product(self._values("parallel.zero", zeros), experts):
-                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, *spread)
+                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, *spread, self._blocks)
+
+    def token_blocks(self, layout: Layout) -> list[int]:
+        """List the legal blocks of a layout's tokens, whatever its own: one where no GEMMs of other blocks can hide the
+        exchange.
+        """
+        pairs = SCHEDULES[layout.schedule].facts.get("pairs")
+        if layout.ep == 1 or pairs or "moe.token_blocks" in self.fixed:
+            return [self._blocks]
+        length = self.config.data.sequence_chunk_tokens or self.config.model.seq_length
+        return divisors(layout.micro * length // (layout.cp * layout.tp), MOST_BLOCKS)
 
     def with_layout(self, layout: Layout) -> RunConfig:
         """Return the resolved configuration with this layout."""
@@ -136,7 +149,12 @@ class Space:
     def _in_one(self, micro: int, *tensors: Any, **keys: Any) -> Layout:
         """Build a layout with these keys and one micro-batch a step, to check the rules of an axis alone."""
         dp = max(1, batch_sizes(self.config.batch).common // micro)
-        return Layout(*tensors, **{"micro": micro, "dp": dp, **keys})
+        return Layout(*tensors, **{"micro": micro, "dp": dp, "token_blocks": self._blocks, **keys})
+
+    @cached_property
+    def _blocks(self) -> int:
+        (blocks,) = self._values("moe.token_blocks", [1])
+        return int(blocks)
 
     @cached_property
     def _micros(self) -> list[int]:

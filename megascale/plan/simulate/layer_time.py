@@ -168,14 +168,15 @@ class LayerTimes:
         return total
 
     def exchanges(self, sent: Sequence[Iterable[CommOp]], beside: PassTimes) -> PassTimes:
-        """Time the exchanges, which with an all-to-all wait for the rank with most rows. Of r blocks of tokens, one's
-        exchange is exposed, and what the others' take longer than as many blocks' GEMMs.
+        """Time the exchanges, which with an all-to-all wait for the rank with most rows. A split backward has no wgrad
+        beside them.
         """
-        blocks, uneven = self.sizes.token_blocks, 1 if self.sizes.gathers_tokens else self.sizes.imbalance
-        times = (sum(map(self.experts.seconds, passed)) * uneven for passed in sent)
-        gemms = beside.forward.gemm, beside.backward.gemm
+        if self.sizes.ep == 1:
+            return PassTimes()
+        uneven = 1 if self.sizes.gathers_tokens else self.sizes.imbalance
+        gemms = beside.forward.gemm, beside.backward.gemm - (beside.weights.gemm if self.sizes.split else 0.0)
         exposed = (
-            (each + (blocks - 1) * max(0.0, each - gemm)) / blocks for each, gemm in zip(times, gemms, strict=True)
+            self.experts.exposed(passed, gemm / uneven) * uneven for passed, gemm in zip(sent, gemms, strict=True)
         )
         return PassTimes(*(Seconds(ep=each) for each in exposed))
 

@@ -236,3 +236,14 @@ class ExpertRoute:
         within, across = (self.inside - 1) / (self.ranks - 1), (self.ranks - self.inside) / (self.ranks - 1)
         nbytes = sent.bytes * (self.ranks - 1) / self.ranks if sent.operation == "all_gather" else sent.bytes
         return nbytes * max(within / self.node, across / self.network) + sent.calls * self.latency
+
+    def exposed(self, exchanges: Iterable[CommOp], gemms: float) -> float:
+        """Exposed seconds of the exchanges of a pass: of counts, and of r blocks of tokens, whose `gemms` overlap with
+        dispatches D and combines C of other blocks. These have one link in turn: D1 D2 C1 D3 C2 .. Dr Cr-1 Cr.
+        """
+        *before, dispatch, combine = exchanges
+        blocks, alone = dispatch.calls, sum(map(self.seconds, before))
+        d, c, g = self.seconds(dispatch) / blocks, self.seconds(combine) / blocks, gemms / blocks
+        if blocks == 1:
+            return alone + d + c
+        return alone + d + c + max(0.0, d - g) + max(0.0, c - g) + (blocks - 2) * max(0.0, d + c - g)

@@ -117,6 +117,12 @@ def test_every_exchange_is_the_same_run(name: str, exchange: str, alone: Any, tm
     check(name, alone, tmp_path, **EXCHANGES[exchange])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [2, 8, 16])
+def test_any_blocks_of_tokens_are_the_same_run(blocks: int, alone: Any, tmp_path: Path) -> None:
+    check("dp2 ep2", alone, tmp_path, moe__token_blocks=blocks)
+
+
 MUON = {"optimizer__name": "muon"}
 
 

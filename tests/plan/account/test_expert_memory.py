@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,18 @@ def test_imbalance_adds_the_rows_that_arrive(tmp_path: Path) -> None:
     )
     rows, m = sizes.local * config.model.experts_per_token // 2, config.model
     assert uneven - even == rows * (2 * (m.hidden_size + 4 * m.expert_ffn_size) + 2)
+
+
+def test_a_capacity_bounds_the_rows_that_arrive(tmp_path: Path) -> None:
+    config = of_case("few ep4", tmp_path)
+    even = config.model.experts_per_token * config.model.seq_length / config.model.experts
+    moe = config.moe.model_copy(update={"capacity_factor": 1.25})
+    bounded = micro_batch_sizes(config.model_copy(update={"moe": moe}), 3.0)
+    assert bounded.imbalance == math.ceil(1.25 * even) / even
+    below = replace(bounded, imbalance=0.5)  # what is dropped is on its way
+    one, other = (block_bytes(each, block_spec(config.model, 0), False, NO_RECOMPUTE)
+                  for each in (below, replace(bounded, imbalance=1.0)))  # fmt: skip
+    assert one == other
 
 
 def test_the_unsharded_gradient_of_the_head_is_the_dense_buckets(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -39,6 +41,33 @@ def check_bounds(config: RunConfig, name: str) -> None:
 @given(jobs(experts=True), st.sampled_from(STACKS))
 def test_bounds_of_experts_are_lower_bounds(config: RunConfig, name: str) -> None:
     check_bounds(config, name)
+
+
+BLOCKS = [1, 2, 4, 8, 16, 32, 64]
+"""The blocks of 4,096 tokens."""
+
+
+def test_blocks_of_tokens_are_the_fastest_of_all() -> None:
+    """On hardware of any latency, bandwidth and rate of GEMMs, with recomputation and split backwards."""
+    keys = ["model.num_layers=4", "parallel.ep=16", "parallel.tp=1", "parallel.sp=false", "batch.global=32",
+            "parallel.pp=2", "parallel.vpp=1"]  # fmt: skip
+    stack, config = profiles.stack("megascale"), load_config("configs/gpu/qwen3-235b-a22b.toml", keys, world_size=64)
+    space, chosen, device = Space(config, 64), set[int](), H100.device
+    for latency, faster, rate in itertools.product((1e-6, 1e-4), (1, 4), (1, 10)):
+        network = {"latency": latency, "bandwidth": faster * H100.network.bandwidth}
+        peak = {kind: rate * flops for kind, flops in device.peak.items()}
+        parts = {"network": H100.network.model_copy(update=network), "device": device.model_copy(update={"peak": peak})}
+        hardware = H100.model_copy(update=parts)
+        bounds = Bounds(space, hardware, stack)
+        for schedule, recompute in (("1f1b", "full"), ("zb_h1", "none")):
+            layout = layout_of(config)._replace(schedule=schedule, recompute=recompute)
+            every = [layout._replace(token_blocks=blocks) for blocks in BLOCKS]
+            times = {each: StepParts(space.with_layout(each), hardware, stack).step_s for each in every}
+            assert space.token_blocks(layout) == BLOCKS and bounds.in_blocks(layout) == min(
+                times, key=times.__getitem__
+            )
+            chosen.add(bounds.in_blocks(layout).token_blocks)
+    assert len(chosen) > 2
 
 
 @pytest.mark.parametrize(

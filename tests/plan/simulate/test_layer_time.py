@@ -194,6 +194,17 @@ def test_an_uneven_load_takes_longer_in_gemms_and_exchanges() -> None:
     assert 1.3 * even.forward.gemm < uneven.forward.gemm < 1.6 * even.forward.gemm
 
 
+def test_a_capacity_bounds_an_uneven_load() -> None:
+    """An expert has 256 of a sequence's slots on average."""
+    even, uneven = (experts_of("parallel.ep=8", imbalance=load) for load in (1.25, 1.5))
+    bounded, wide = (experts_of("parallel.ep=8", f"moe.capacity_factor={f}", imbalance=1.5) for f in (1.247, 2))
+    assert bounded == even and wide == uneven
+    small, alone = (experts_of(f"parallel.ep={ep}", "moe.capacity_factor=0.5") for ep in (8, 1))
+    assert small.forward.gemm < 0.6 * even.forward.gemm
+    assert alone.forward.elementwise < experts_of("parallel.ep=1").forward.elementwise
+    assert small.forward.ep == pytest.approx(0.4 * even.forward.ep)
+
+
 GATHERED = "moe.dispatcher=all_gather"
 
 
@@ -206,10 +217,17 @@ def test_gathered_tokens_wait_for_no_fullest_rank() -> None:
 
 
 def test_blocks_of_tokens_expose_the_exchange_of_one() -> None:
-    """And what the others take longer than as many blocks' GEMMs: here nothing."""
+    """And what the others take longer than as many blocks' GEMMs: here nothing. These read the weights again."""
     whole, blocks = experts_of("parallel.ep=2"), experts_of("parallel.ep=2", "moe.token_blocks=4")
-    assert whole.backward.ep < whole.backward.gemm and blocks.backward.gemm == whole.backward.gemm
+    assert whole.backward.ep < whole.backward.gemm < blocks.backward.gemm < 4 * whole.backward.gemm
     assert whole.backward.ep / 4 < blocks.backward.ep < 0.3 * whole.backward.ep  # with a latency for each message
+
+
+def test_a_split_backward_hides_less_behind_dgrad() -> None:
+    keys = "parallel.ep=8", "moe.token_blocks=4", "model.expert_ffn_size=512"
+    one, split = (experts_of(*keys, f"parallel.schedule={name}") for name in ("1f1b", "zb_h1"))
+    assert one.backward.gemm == split.backward.gemm and one.forward == split.forward
+    assert one.backward.ep < split.backward.ep
 
 
 def test_a_grouped_gemm_has_whole_tiles_of_rows() -> None:

@@ -134,6 +134,41 @@ def test_groups_that_cross_nodes_have_fewer_ranks_in_one() -> None:
     assert experts_of(12, 24).inside == 4
 
 
+def simulated(dispatch: float, gemm: float, combine: float, blocks: int) -> float:
+    """Seconds of blocks of tokens on a link and a device, each in the order of `model.experts`, from event to event."""
+    link = device = 0.0
+    sent, ready, back = list[float](), list[float](), list[float]()
+
+    def send(seconds: float) -> float:  # what is sent lies on the device
+        nonlocal link
+        link = max(link, device) + seconds
+        return link
+
+    sent.append(send(dispatch))
+    for block in range(blocks):
+        device = max(device, back[block - 2]) if block > 1 else device
+        if block + 1 < blocks:
+            sent.append(send(dispatch))
+        ready.append(device := max(device, sent[block]) + gemm)
+        back.append(send(combine))
+    return max(back)
+
+
+SECONDS = st.sampled_from([0.0, 1.0, 2.0, 3.0]) | st.floats(0, 10)
+
+
+@given(SECONDS, SECONDS, SECONDS, st.integers(1, 64))
+def test_blocks_of_tokens_take_as_long_as_their_events(
+    dispatch: float, gemm: float, combine: float, blocks: int
+) -> None:
+    """Behind an exchange of counts, which is exposed."""
+    route, counts = ExpertRoute(2, 2, 1e6, 1e6, 0.0), CommOp("ep", "all_to_all", 500_000, "counts")
+    ways = [CommOp("ep", "all_to_all", round(seconds * 1e6) * blocks, "", blocks) for seconds in (dispatch, combine)]
+    sent = [route.seconds(way) / blocks for way in ways]
+    exposed = route.exposed([counts, *ways], gemm * blocks)
+    assert exposed + gemm * blocks == pytest.approx(0.5 + simulated(sent[0], gemm, sent[1], blocks))
+
+
 @given(st.sampled_from([2, 4, 8, 16, 32]), st.floats(1e3, 1e9))
 def test_more_ranks_take_longer_for_a_token(ep: int, rows: float) -> None:
     """A rank keeps its own share of the rows."""
