@@ -181,8 +181,8 @@ def test_what_decays_in_torchtitan_is_told() -> None:
 
 
 def test_what_may_set_a_variable_is_told() -> None:
-    made = import_arguments("Megatron-LM", {"--lr": ["$LR"]}, unknown={"LR": "source env.sh"})
-    assert made.refused == {"--lr": "LR has no one value: `source env.sh` may set it in the script"}
+    made = import_arguments("Megatron-LM", {"--lr": ["$LR"]}, unknown={"LR": "`source env.sh` of line 3"})
+    assert made.refused == {"--lr": "LR has no one value: `source env.sh` of line 3 may set it in the script"}
 
 
 def test_master_weights_of_torchtitan() -> None:
