@@ -20,7 +20,7 @@ from megascale.convert.families.llama import (
     read_head_dim,
     write_head_dim,
 )
-from megascale.convert.families.qwen import QWEN3_LAYER, QWEN_KEYS, write_windows
+from megascale.convert.families.qwen import QWEN_KEYS, write_windows
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_one_window, read_windows, write_one_window
 
@@ -138,7 +138,7 @@ QWEN3_MOE = Family(
     QWEN_KEYS | _expert_keys(128, 8) | {
         "num_kv_heads": kv_heads(4), "expert_ffn_size": Key("moe_intermediate_size", 768, size=True)
     },
-    OUTER, "model.layers", QWEN3_LAYER | ROUTER,
+    OUTER, "model.layers", LAYER | ROUTER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "decoder_sparse_step": (1,)},
     (read_rope, read_head_dim, _read_window, _read_dense_layers),
     (write_rope, write_head_dim, _write_window, _write_dense_layers), ROTARY_BUFFERS, EXPERTS,
@@ -151,7 +151,7 @@ OLMOE = Family(
         "seq_length": Key("max_position_embeddings", 4096, size=True),
         "num_kv_heads": kv_heads(Same("num_attention_heads")),
     },
-    OUTER, "model.layers", QWEN3_LAYER | ROUTER,
+    OUTER, "model.layers", LAYER | ROUTER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "clip_qkv": (None,)},
     (read_rope, check_heads), (write_rope, _write_expert_size), ROTARY_BUFFERS, EXPERTS,
 )  # fmt: skip
@@ -173,7 +173,7 @@ GLM4_MOE = Family(
         "router_top_groups": Key("topk_group", 1, size=True),
     } | prediction_layers.KEYS,
     OUTER, "model.layers",
-    QWEN3_LAYER | ROUTER | prediction_layers.LAYER | {
+    LAYER | ROUTER | prediction_layers.LAYER | {
         "mlp.shared_experts.gate_proj": "shared.gate",
         "mlp.shared_experts.up_proj": "shared.up",
         "mlp.shared_experts.down_proj": "shared.down",
