@@ -122,17 +122,20 @@ class ShellScript:
         return words if words != [""] or quoted or "'" in text or ('"' in text and "@" not in text) else []
 
     def _values(self, part: re.Match[str]) -> list[str]:
-        """Return the values of an expansion; what is unknown stays."""
+        """Return the values of an expansion; what is unknown stays, and in a function all that its caller may set."""
+        given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
+        if any(block.keyword == "function" for block in self._blocks):
+            if given:
+                self.unknown.setdefault(given["name"], "the caller of a function")
+            return [f"${given['name']}" if given else part[0]]
         if part["sum"]:
             numbers = re.sub(r"\$?(\{)?([A-Za-z_]\w*)(?(1)\})", self._number, part["sum"])
             with contextlib.suppress(*_NO_INTEGER):
                 return [str(_integer(ast.parse(numbers.strip(), mode="eval").body))]
-        given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
         if not given:
             return [part[0]]
         name, values, kind = given["name"], self._variables.get(given["name"]), given["operator"]
-        own = not name.isidentifier() and any(block.keyword == "function" for block in self._blocks)
-        if own or (values is None and (kind in (None, "?") or name in self._variables)):
+        if values is None and (kind in (None, "?") or name in self._variables):
             return [f"${name}"]
         if kind in (None, "?") or (kind == "+") != bool(values and any(values)):
             return values or []
@@ -236,7 +239,11 @@ class ShellScript:
             self._forget([name], statement)
 
     def _test(self, words: list[str]) -> bool | None:
-        """Return the value of a condition, None if unknown. A variable without a value is empty."""
+        """Return the value of a condition, None if unknown, as in a block that may run later, or again. A variable
+        without a value is empty.
+        """
+        if any(block.followed is None for block in self._blocks):
+            return None
         results, joints = list[bool | None](), {word for word in words if word in ("&&", "||")}
         plain = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
         for joins, group in itertools.groupby(plain, lambda word: word in ("&&", "||")):

@@ -124,8 +124,10 @@ def test_a_training_command_in_a_heredoc(begins: str, words: str) -> None:
 
 
 def test_a_function_that_trains() -> None:
-    """Its own arguments are unknown."""
-    assert command(f"run() {{ {TRAIN} --lr $1 --x $A; }}\nA=2; run 3e-4", "7", A="1") == "--lr $1 --x 1"
+    """What its caller may set is unknown."""
+    script = ShellScript(f"A=1; run() {{ {TRAIN} --lr $1 --x $A $((A+1)) --bf16; }}\nA=2; run 3e-4", {}, ["7"])
+    assert script.command[2:] == ["--lr", "$1", "--x", "$A", "$((A+1))", "--bf16"]
+    assert script.unknown["1"] == "the caller of a function"
 
 
 def test_options_of_a_script_that_are_not_given() -> None:
@@ -192,6 +194,8 @@ STATEMENTS = st.sampled_from([
     "if [ $A = 1 ]; then if [ $B = 1 ]; then C=2; fi; A=4; else if [ $C = 3 ]; then B=3; fi; fi", "A=a#b # A=3",
     "B='$A'", "B=\"$A x\"", "echo \\\nA=7", "for ((A=0;A<2;A++)); do B=$A; done", "time A=2",
     "until true; do A=1; done",
+    "for i in 1 2; do if [ $A = 2 ]; then B=3; elif [ $A = 1 ]; then C=9; fi; A=2; done", "C=1; f",
+    "f() { if [ -n \"$C\" ]; then A=2; fi; }", "g() {\nif true; then\nwhile [ $A = 1 ]; do A=2; done\nfi; B=2\n}",
     "f() {\nif [ $1 = 2 ]; then\nB=5\nreturn\nfi\nC=6\n}", "f 2", "while read B; do A=1; done <<< 2", "a=1; A=${a:+4}",
 ])  # fmt: skip
 
