@@ -64,11 +64,6 @@ def _write_dense_layers(model: ModelConfig) -> ConfigKeys:
     return {"mlp_only_layers": list(range(model.dense_layers))}
 
 
-def _read_window(config: ConfigKeys) -> ConfigKeys:
-    """One window for all layers, if `use_sliding_window` is true."""
-    return read_one_window(config, 4096) if config.get("use_sliding_window", False) else {}
-
-
 def _write_window(model: ModelConfig) -> ConfigKeys:
     keys = write_one_window(model)
     return keys | {"use_sliding_window": keys["sliding_window"] is not None}
@@ -88,14 +83,6 @@ def _read_glm(config: ConfigKeys) -> ConfigKeys:
         "qk_norm": "head" if config.get("use_qk_norm", False) else "none",
         "shared_ffn_size": shared * width,
         "router_group_value": "top2" if config.get("n_group", 1) > 1 else "max",
-    }
-
-
-def _write_glm(model: ModelConfig) -> ConfigKeys:
-    return {
-        "partial_rotary_factor": model.rotary_fraction,
-        "use_qk_norm": model.qk_norm == "head",
-        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
     }
 
 
@@ -140,7 +127,8 @@ QWEN3_MOE = Family(
     },
     OUTER, "model.layers", LAYER | ROUTER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "decoder_sparse_step": (1,)},
-    (read_rope, read_head_dim, _read_window, _read_dense_layers),
+    (read_rope, read_head_dim, _read_dense_layers,
+     lambda config: read_one_window(config, 4096) if config.get("use_sliding_window", False) else {}),
     (write_rope, write_head_dim, _write_window, _write_dense_layers), ROTARY_BUFFERS, EXPERTS,
 )  # fmt: skip
 
@@ -179,6 +167,9 @@ GLM4_MOE = Family(
         "mlp.shared_experts.down_proj": "shared.down",
     },
     {"hidden_act": ("silu",)},
-    (_read_glm, read_head_dim), (write_rope, write_head_dim, _write_glm), ROTARY_BUFFERS, EXPERTS,
+    (_read_glm, read_head_dim),
+    (write_rope, write_head_dim, lambda model: {
+        "partial_rotary_factor": model.rotary_fraction, "use_qk_norm": model.qk_norm == "head",
+        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size}), ROTARY_BUFFERS, EXPERTS,
     "mlp.gate.e_score_correction_bias",
 )  # fmt: skip
