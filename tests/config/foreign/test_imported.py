@@ -185,6 +185,12 @@ def test_what_may_set_a_variable_is_told() -> None:
     assert made.refused == {"--lr": "LR has no one value: `source env.sh` of line 3 may set it in the script"}
 
 
+def test_an_unknown_batch_of_many_samples() -> None:
+    given = read_flags(SMALL.replace("--global-batch-size 8 --train-iters 20", "--train-samples 1953125000").split())
+    made = import_arguments("Megatron-LM", {**given, "--global-batch-size": ["$B"]})
+    assert list(made.refused) == ["--train-samples", "--global-batch-size"]
+
+
 def test_master_weights_of_torchtitan() -> None:
     for dtype, count in (("float32", 0), ("bfloat16", 1)):
         assert len(import_arguments("torchtitan", TITAN | {"training.dtype": [dtype]}).refused) == count
