@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     keys = {name: found[1].key for name in made.refused if (found := find(name, arguments.system))}
     if refused := {name: why for name, why in made.refused.items() if keys.get(name) not in settings}:
         hint = "remove it from the source, or by --without, or add its setting"
-        raise ConfigError([Problem(options.source, name, why, hint) for name, why in refused.items()])
+        lines = {name: f":{line}" if (line := arguments.line_of(name)) else "" for name in refused}
+        raise ConfigError([Problem(options.source + lines[name], name, why, hint) for name, why in refused.items()])
     made.defaults -= set(settings)
     made.settings |= settings
     name = re.sub(r"[^A-Za-z0-9._-]", "-", (options.output or Path(options.source)).stem).lstrip("._-") or "imported"

@@ -162,22 +162,26 @@ class DcpFolder:
         with open(path, "rb") as file:
             file.seek(span.start)
             data = io.BytesIO(file.read(span.length))
-        try:
-            return torch.load(data, map_location="cpu", weights_only=True)
-        except Exception as error:  # the bytes may be any
-            if isinstance(error, pickle.UnpicklingError) and (classes := _refused(data)):
-                what = f"{path}: {name} has objects of {', '.join(classes)}, which are not opened"
-                raise CheckpointError(what, hint=CODE_HINT) from None
-            raise CheckpointError(f"{path}: {name} is damaged", hint=DAMAGED_HINT) from None
+        return load_plain(data, f"{path}: {name}")
 
 
-def _refused(data: io.BytesIO) -> list[str]:
-    """The classes that keep torch.load from reading; none if the bytes are no file of torch.save."""
-    data.seek(0)
+def load_plain(file: Path | io.BytesIO, where: str, inert: re.Pattern[str] | None = None) -> Any:
+    """Read what torch.save has written, with tensors mapped from a path, and without running code: a `Record` stands
+    for each class and function of `inert`.
+
+    Raises: CheckpointError on `where` if it is damaged, or names others
+    """
     try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
-    except Exception:  # the bytes may be any
-        return []
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        refused = sorted(name for name in names if not (inert and inert.fullmatch(name)))
+        if not refused:
+            with torch.serialization.safe_globals([(Record, name) for name in names]):
+                if isinstance(file, io.BytesIO):
+                    file.seek(0)
+                return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
+    except Exception as error:  # of many classes, as the bytes may be any
+        raise CheckpointError(f"{where} is damaged: {str(error).partition(chr(10))[0]}", hint=DAMAGED_HINT) from None
+    raise CheckpointError(f"{where} names {', '.join(refused)}, which is not opened", hint=CODE_HINT)
 
 
 def _read_metadata(path: Path) -> Any:

@@ -6,7 +6,7 @@ Versions 0.2 and 0.3 are read, and 0.3 is written, which has the moments of q, k
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,20 +111,18 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
 
     load = lru_cache(maxsize=1)(found.read)  # parts of a fused tensor are read one after the other
 
+    def read(form: str, name: str, box: tuple[slice | int, ...]) -> Tensor:
+        return load(form.format(name))[box]
+
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for (kind, form, places), spec in itertools.product(states, model_tensors(model)):
-            read = partial(_read, load, form)
-            yield kind + spec.name, read_region(places[spec.name], spec, read, None)
+            yield kind + spec.name, read_region(places[spec.name], spec, partial(read, form), None)
 
     with atomic_folder(output) as folder:
         offline.write_state(folder, tensors(), facts, progress=progress)
     if any(name.startswith("dataloader.") for name in found.objects):
         remarks.append("the place in torchtitan's data is left out: the run goes on after step x batch.global samples")
     return remarks
-
-
-def _read(load: Callable[[str], Tensor], form: str, name: str, box: tuple[slice | int, ...]) -> Tensor:
-    return load(form.format(name))[box]
 
 
 def _check_tensors(found: DcpFolder, model: ModelConfig, states: list[State], head: str) -> None:

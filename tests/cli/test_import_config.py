@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -309,7 +310,7 @@ def refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], *word
     source.write_text(text)
     assert main(["import-config", str(source), *words, "--output", str(output)]) == 2
     assert not output.exists()
-    return capsys.readouterr().err.replace(f"{source}  ", "")
+    return re.sub(rf"{re.escape(str(source))}(:\d+)?  ", "", capsys.readouterr().err)
 
 
 def test_everything_refused_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,6 +324,17 @@ def test_everything_refused_is_listed(tmp_path: Path, capsys: pytest.CaptureFixt
 3 problems
 """
     )
+
+
+def test_a_refusal_names_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless the name stands in several lines, or in a comment alone."""
+    (source := tmp_path / "run.sh").write_text(
+        "# --squared-relu\nread LR\npretrain_gpt.py --num-layers 4 \\\n --lr $LR \\\n --spec x \\\n --spec a\n"
+    )
+    assert main(["import-config", str(source)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"{source}:4  --lr: LR has no one value: `read LR` of line 2 may set it in the script")
+    assert lines[1].startswith(f"{source}  --spec: not supported")
 
 
 SMALL = (

@@ -141,9 +141,9 @@ def test_a_damaged_folder_is_refused_in_one_line(damage: str, folder: Path) -> N
 def test_an_object_with_code_is_refused_by_its_class(tmp_path: Path) -> None:
     write_dcp(tmp_path, [("run.step", Code()), ("share", [Fraction(1, 2)])])
     found = DcpFolder(tmp_path)
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp: run.step has objects of posix.mkdir, which are not"):
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: run.step names posix.mkdir, which is not"):
         found.read_value("run.step")
-    with pytest.raises(CheckpointError, match=r"share has objects of fractions.Fraction"):
+    with pytest.raises(CheckpointError, match=r"share names fractions.Fraction"):
         found.read_value("share")
 
 

@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another family": (GPT, {}, "torchtitan's Llama 3 and Qwen 3 do not compute the model: gpt2"),
     "biases": (LLAMA | {"bias": True}, {}, "do not compute the model: llama, with layers.0.attention.q.bias"),
     "another step": (LLAMA, {"lr_scheduler": {"last_epoch": 4}}, "lr_scheduler.last_epoch is 4, train_state.step is 5"),
-    "an object with code": (LLAMA, {"train_state": {"step": [Code()]}}, "train_state.step has objects of posix.mkdir"),
+    "an object with code": (LLAMA, {"train_state": {"step": [Code()]}}, "train_state.step names posix.mkdir"),
 }
 
 

@@ -92,7 +92,7 @@ def _translation(name: str, values: Values, context: Context, system: str, chang
     if one is not None and one.needless:
         return one
     if unknown:
-        why = f"has no one value: `{changed[unknown[1]]}` may set it" if unknown[1] in changed else "has no value"
+        why = f"has no one value: {changed[unknown[1]]} may set it" if unknown[1] in changed else "has no value"
         return Translation(system, "", None, f"{unknown[1] or unknown[0]} {why} in the script")
     if any(value != value for value in values):
         return Translation(system, "", None, "nan is no number")

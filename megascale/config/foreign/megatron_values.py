@@ -148,8 +148,8 @@ def _sizes(context: Context) -> BatchSizes:
     if schedule := context.get("step_batch_size_schedule"):
         made: Any = batch_schedule(schedule, context)
         return BatchSizes(made["batch.global"], *made["batch.rampup"])
-    batch = context["global_batch_size"][0]
-    return BatchSizes(batch, *context.get("rampup_batch_size", (batch, batch, 0)))
+    batch = int(context["global_batch_size"][0])  # an unknown one is a text, which a product would repeat
+    return BatchSizes(batch, *map(int, context.get("rampup_batch_size", (batch, batch, 0))))
 
 
 def whole_batches(values: Values, context: Context) -> int:

@@ -55,12 +55,9 @@ class Setting:
     notes: Mapping[str, str] = field(default_factory=dict)
     only_with: str = ""
 
-    def note_of(self, values: Values) -> str:
-        """Return the note on a single word, if it has one."""
-        return self.notes.get(_word(values[0]), "") if len(values) == 1 else ""
 
-
-def _word(value: Any) -> str:
+def as_word(value: Any) -> str:
+    """Return a value as a key of `Setting.notes`."""
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value).lower()
 
 
@@ -114,7 +111,7 @@ def absent(names: str, note: str, takes: int = 1, harmless: Mapping[str, str] | 
     same_run = harmless or {}
 
     def convert(values: Values, context: Context) -> Advice:
-        reason = same_run.get(_word(values[0])) if values else None
+        reason = same_run.get(as_word(values[0])) if values else None
         return Advice(note) if reason is None else Needless(reason)
 
     return Setting(tuple(names.split(", ")), "", convert, takes, note, notes=same_run)

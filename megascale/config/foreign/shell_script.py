@@ -1,23 +1,21 @@
 """The training command of a shell script, read without a shell.
 
-Followed are assignments, arrays, `+=`, `${NAME:-default}`, `:=`, `$((...))` of integers, conditions on text and
-integers, functions, and `set --`. Unknown is what a loop, a `case`, a branch of another condition, an assignment to an
-element, or a command such as `read`, `let`, `eval` or `source` may set: it stays in words as `$NAME`. The text of a
-heredoc runs in a shell or sbatch alone.
+Followed are assignments, arrays, `+=`, `${NAME:-default}`, `:=`, `$((...))` of integers, and conditions on text and
+integers. What any other statement may set is unknown, and so is what is set in a block that may not run: a loop, a
+`case`, a function, or a branch of a condition that is not followed. It stays in words as `$NAME`.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import fnmatch
 import itertools
 import math
 import operator
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 PROGRAM = re.compile(r"(.*/)?(pretrain_\w+\.py|torchtitan[./]train(\.py)?)")
 
@@ -26,7 +24,7 @@ _COMMAND = rf"\$\((?:[^()]|\({_NESTED}\))*+\)|`[^`]*`"
 _BRACED = r"\$\{(?:\"[^\"]*\"|[^}\"])*+\}"
 _DOUBLE = rf"\"(?:\\.|{_COMMAND}|{_BRACED}|[^\"\\])*+\""
 _TOKEN = re.compile(
-    rf"(?P<word>(?:\\.|'[^']*'|{_DOUBLE}|{_COMMAND}|{_BRACED}|[^\s;&|()'\"`\\#]|(?<=[^\s;&|()])#)++)"
+    rf"\\\n|(?P<word>(?:\\[^\n]|'[^']*'|{_DOUBLE}|{_COMMAND}|{_BRACED}|[^\s;&|()'\"`\\#]|(?<=[^\s;&|()])#)++)"
     r"|(?P<end>\n|;|&&|\|\||&|\|)|(?P<bracket>[()])|(?:#[^\n]*)|.",
     re.DOTALL,
 )
@@ -36,34 +34,52 @@ _PART = re.compile(
     re.DOTALL,
 )
 _PARAMETER = re.compile(r"(?P<name>\w+|[@*#])(\[[@*]\])?(:?(?P<operator>[-=+?])(?P<word>.*))?", re.DOTALL)
-_ASSIGNMENT = re.compile(r"(\w+)(?:\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
-_COMMENT_OR_JOINT = re.compile(r"((?<![^\s;&|()])#[^\n]*)|\\\n")  # a backslash at a comment's end joins nothing
+_ASSIGNMENT = re.compile(r"(\w+)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _HEREDOC = re.compile(
-    r"^(?P<line>(?P<first>[^\n]*?(?<!\S)(?:bash|sh|sbatch|srun|qsub)\b|)[^\n]*)(?<!<)<<-?[ \t]*(?P<quote>['\"\\]?)"
-    r"(?P<end>\w+)(?P<rest>[^\n]*)\n(?P<body>(?:[^\n]*\n)*?)[ \t]*(?P=end)[ \t]*$",
+    r"^(?P<line>[^\n]*?)(?<!<)<<-?[ \t]*(?P<quote>['\"\\]?)(?P<end>\w+)['\"]?(?P<rest>[^\n]*)\n"
+    r"(?P<body>(?:[^\n]*\n)*?)[ \t]*(?P=end)[ \t]*$",
     re.MULTILINE,
 )
-_REFERENCE = re.compile(r"\$\{?(\w+|[@*#])")
-_SETS = re.compile(r"(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))")
+_NAME = re.compile(r"(?<![$\w{])[A-Za-z_]\w*")  # that stands alone
+_SUM = re.compile(r"\( ?\((.*?)\) ?\)", re.DOTALL)
+_SETS = re.compile(r"\+\+|--|(?<![=<>!])=(?!=)|<<=|>>=")
+_FUNCTION = re.compile(r"function [\w-]+( \( \))?|[\w-]+ \( \)")
 _NO_SETTINGS = re.compile(r"(^|[/. ])(activate|bashrc|bash_profile|profile|conda|micromamba|module|modules|spack)\b")
-_READERS = ("read", "mapfile", "readarray", "getopts", "unset", "for", "select")  # of names as they are
+_SETTERS = ("read", "mapfile", "readarray", "getopts", "unset", "for", "select", "let")
 _DECLARATIONS = ("export", "local", "readonly", "declare", "typeset")
-_KEYWORDS = ("then", "do", "{", "}", "else", "fi", "done", "esac", "!", "time", "command", "builtin")
+_PREFIXES = ("then", "do", "!", "time", "command", "builtin")
 _CONDITIONS = (["if"], ["elif"], ["while"], ["until"])
-_NAMES_ALONE = ("[", "[[", "test", "echo", "printf")  # begin statements that run no argument
+_OPENS, _ALONE = ("if", "for", "while", "until", "case", "select", "{", "function"), ("else", "fi", "done", "esac", "}")
+_NAMES_ALONE = ("[", "[[", "test", "echo", "printf", *_OPENS)  # begin statements that run no argument
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda a, b: int(a / b),
     ast.Mod: lambda a, b: int(math.fmod(a, b)),
 }  # fmt: skip
-_NO_INTEGER = (SyntaxError, LookupError, ArithmeticError, ValueError, AttributeError, RecursionError)
-_OPENS, _CLOSES = ("if", "for", "while", "until", "case", "select", "{"), ("fi", "done", "esac", "}")
+_NO_INTEGER = (SyntaxError, LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RecursionError)
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
     "-le": operator.le,
 }  # fmt: skip
 
-Statement = tuple[list[str], bool]
-"""Words, and True for a statement without `&&` or `||` before."""
+
+class _Statement(NamedTuple):
+    """The `words` of a statement that begins in a `line`. `sure`: without `&&` or `||` before."""
+
+    words: list[str]
+    line: int
+    sure: bool
+
+    def __str__(self) -> str:
+        text = " ".join(" ".join(self.words).split())
+        return f"`{text if len(text) <= 60 else f'{text[:57]}...'}` of line {self.line}"
+
+
+class _Block(NamedTuple):
+    """An open block. `followed`: None if unknown; `done`: a branch before it, or it, is followed."""
+
+    keyword: str
+    followed: bool | None
+    done: bool | None
 
 
 class ShellScript:
@@ -72,21 +88,21 @@ class ShellScript:
     """
 
     def __init__(self, text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> None:
+        numbered = {str(number): [word] for number, word in enumerate(arguments, 1)}
         self._variables: dict[str, list[str] | None] = {name: [one] for name, one in environment.items()}
-        self._variables |= _numbered(arguments)
-        self._mentioned = {name for name in _REFERENCE.findall(text) if name.isidentifier()}
-        self._branches: list[tuple[bool | None, bool | None]] = []  # of open blocks: followed; one was followed before
-        self._functions: dict[str, list[Statement]] = {}
-        self._computed: set[str] = set()  # integers, and others that are not what is assigned
+        self._variables |= {**numbered, "@": list(arguments), "*": list(arguments), "#": [str(len(arguments))]}
+        self._mentioned = set(re.findall(r"\$\{?([A-Za-z_]\w*)", text))
+        self._blocks: list[_Block] = []
+        self._never: set[str] = set()  # variables that are not what is assigned: integers, and those of functions
         self.unknown: dict[str, str] = {}
         self.commands: dict[tuple[str, ...], list[str]] = {}
-        self._assigned: list[str] = []  # a command in a variable
-        self._follow(_statements(_COMMENT_OR_JOINT.sub(r"\1 ", _HEREDOC.sub(_heredoc, text))))
+        for statement in _statements(_HEREDOC.sub(_heredoc, text)):
+            self._follow(statement)
 
     @property
     def command(self) -> list[str]:
-        """The last training command, which may be in a variable alone."""
-        return [self._assigned, *self.commands.values()][-1]
+        """The last training command."""
+        return [[], *self.commands.values()][-1]
 
     def expand(self, text: str, *, quoted: bool = False) -> list[str]:
         """Return what a word becomes: several words for an array, or for text with spaces that is not `quoted`."""
@@ -95,7 +111,7 @@ class ShellScript:
             words[-1] += text[at : part.start()]
             at = part.end()
             if part["escaped"] or (part["single"] is not None and not quoted):
-                words[-1] += part["escaped"] or part["single"]
+                words[-1] += (part["escaped"] or "").replace("\n", " ") + (part["single"] or "")
                 continue
             values = self.expand(part["double"][1:-1], quoted=True) if part["double"] else self._values(part)
             if not (quoted or part["double"]):
@@ -106,12 +122,16 @@ class ShellScript:
         return words if words != [""] or quoted or "'" in text or ('"' in text and "@" not in text) else []
 
     def _values(self, part: re.Match[str]) -> list[str]:
-        """Return the values of an expansion; what is unknown stays."""
-        if part["sum"]:
-            names = re.sub(r"(\$\{?)?([A-Za-z_]\w*)\}?", self._term, part["sum"])
-            with contextlib.suppress(*_NO_INTEGER):
-                return [str(_integer(ast.parse(names.strip(), mode="eval").body))]
+        """Return the values of an expansion; what is unknown stays, and in a function all that its caller may set."""
         given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
+        if any(block.keyword == "function" for block in self._blocks):
+            if given:
+                self.unknown.setdefault(given["name"], "the caller of a function")
+            return [f"${given['name']}" if given else part[0]]
+        if part["sum"]:
+            numbers = re.sub(r"\$?(\{)?([A-Za-z_]\w*)(?(1)\})", self._number, part["sum"])
+            with contextlib.suppress(*_NO_INTEGER):
+                return [str(_integer(ast.parse(numbers.strip(), mode="eval").body))]
         if not given:
             return [part[0]]
         name, values, kind = given["name"], self._variables.get(given["name"]), given["operator"]
@@ -121,190 +141,129 @@ class ShellScript:
             return values or []
         words = self.expand(given["word"])
         if kind == "=":
-            self._variables[name] = None if self._branches else words
+            self._variables[name] = None if self._blocks else words
         return words
 
-    def _term(self, name: re.Match[str]) -> str:
-        """Return a variable of a sum: with `$` its text, without it its value."""
+    def _number(self, name: re.Match[str]) -> str:
+        """Return the integer of a variable in a sum, or what is no integer."""
         text = "".join((self._variables.get(name[2]) or [])[:1])
-        return text if name[1] else f"({text})"
+        return text if text.isdecimal() else name[0]
 
-    def _follow(self, statements: Iterable[Statement]) -> None:
-        """Follow statements, and keep functions for their calls."""
-        rest = iter(statements)
-        for words, known in rest:
-            statement = words
-            if statement[2:4] == ["(", ")"] and statement[0] in _KEYWORDS:
-                self._run(words[:1], known=known)
-                statement = words[1:]
-            named = statement[1:2] if statement[:1] == ["function"] else statement[:1]
-            if named == statement[:1] and (statement[1:3] != ["(", ")"] or not re.fullmatch(r"[\w-]+", named[0])):
-                self._run(statement, known=known)
-                continue
-            body = [(statement[statement.index("{") + 1 :], True)] if "{" in statement else []
-            depth = len(body)
-            for inner, sure in rest:
-                depth += (inner[:1] == ["{"]) - (inner[:1] == ["}"])
-                if depth <= 0:
-                    break
-                body.append((inner, sure))
-            followed = {branch for branch, _ in self._branches}
-            if None in followed or any("return" in inner for inner, _ in body[:-1]):
-                body.insert(0, (["while"], True))  # may not run, or end before
-            if False not in followed:
-                self._functions |= dict.fromkeys(named, body)
-
-    def _call(self, name: str, arguments: list[str], *, known: bool) -> None:
-        """Follow a function, which has its own arguments and local variables."""
-        body, before, blocks = self._functions.pop(name), dict(self._variables), len(self._branches)
-        declared = [words[1:] for words, _ in body if words[:1] in (["local"], ["declare"], ["typeset"])]
-        own = {word.partition("=")[0].rstrip("+") for words in declared for word in words}
-        self._branches.append((known or None, known or None))
-        self._variables |= dict.fromkeys(one for one in self._variables if not one.isidentifier())
-        self._variables |= _numbered(arguments)
-        self._follow(body)
-        del self._branches[blocks:]
-        own |= {one for one in (*before, *self._variables) if not one.isidentifier()}
-        self._variables = {one: values for one, values in self._variables.items() if one not in own}
-        self._variables |= {one: before[one] for one in own if one in before}
-        self._functions[name] = body
-
-    def _run(self, statement: list[str], *, known: bool) -> None:
-        """Follow a statement; `known`: without `&&` or `||` before."""
-        command, condition = self._enter(statement, known=known)
-        followed = [branch for branch, _ in self._branches]
+    def _follow(self, statement: _Statement) -> None:
+        """Follow a statement."""
+        words, _, sure = statement
+        if words[0] in (*_OPENS, *_ALONE, "elif"):
+            self._block(words[0], words[1:], sure=sure)
+        followed = {block.followed for block in self._blocks}
         if False in followed:
             return
-        self._forget(_set_in_sums(re.findall(r"\( ?\((.*?)\) ?\)", " ".join(command))), statement)
-        sure, words, before = known and None not in followed, self._declare(command), dict(self._variables)
-        at_first = words
-        while words and (assigned := _ASSIGNMENT.match(words[0])):
-            array = not assigned[3] and words[1:2] == ["("] and ")" in words
-            end = words.index(")") + 1 if array else 1
-            element = "[" in assigned[0].partition("=")[0]
-            self._assign(assigned, words[2 : end - 1] if array else None, sure and not element, statement)
-            words = words[end:]
-        if not words:
-            return
-        if at_first is command and words is not command:
-            self._variables = before  # assignments are of the command alone
-        self._forget(self._changed(words, sure=sure), statement)
-        expanded = [word for text in words for word in self.expand(text)]
-        if words[0] in self._functions:
-            self._call(words[0], expanded[1:], known=sure)
-        training = [] if condition else _training(expanded)
+        sure = sure and None not in followed
+        assignments, command = self._assignments(words)
+        self._forget(self._may_set(" ".join(words), command), statement)
+        for assigned, array in [] if command else assignments:
+            self._assign(assigned, array, statement, sure=sure and not assigned[2])
+        training = _training([word for text in command for word in self.expand(text)])
         if training and training[0] not in _NAMES_ALONE:
-            self.commands.setdefault(tuple(itertools.dropwhile(_is_no_program, training)), training)
+            program = itertools.dropwhile(lambda word: not PROGRAM.fullmatch(word), training)
+            self.commands.setdefault(tuple(program), training)
 
-    def _enter(self, statement: list[str], *, known: bool) -> tuple[list[str], bool]:
-        """Follow the first keywords of a statement. Returns the rest, and True for a condition."""
-        condition = False
-        while statement:
-            word, end = statement[0], statement.index(")") + 1 if ")" in statement else 0
-            if word in _KEYWORDS or [word] in _CONDITIONS:
-                self._block(word, statement[1:], known=known)
-                condition, statement = [word] in _CONDITIONS or (condition and word == "!"), statement[1:]
-            elif word in ("for", "select"):
-                self._block(word, [], known=known)
-                break
-            elif word == "case":
-                self._block(word, [], known=known)
-                statement = statement[end or len(statement) :]
-            elif end and ("(" not in statement[:end] or (word == "(" and any(map(_ASSIGNMENT.match, statement[end:])))):
-                statement = statement[end:]  # a pattern of a case
+    def _block(self, keyword: str, condition: list[str], *, sure: bool) -> None:
+        """Open, change or close a block."""
+        if keyword in _OPENS:
+            holds = self._test(condition) if keyword in ("if", "while") else (sure or None) if keyword == "{" else None
+            holds = None if holds and keyword == "while" else holds
+            self._blocks.append(_Block(keyword, holds, holds))
+        elif self._blocks:
+            block = self._blocks.pop()
+            if keyword in ("elif", "else"):
+                holds = True if keyword == "else" else self._test(condition)
+                unknown = block.done is None or holds is None
+                followed, done = (None, None) if unknown else (holds and not block.done, holds or block.done)
+                self._blocks.append(_Block(keyword, followed, done))
+
+    def _assignments(self, words: list[str]) -> tuple[list[tuple[re.Match[str], list[str] | None]], list[str]]:
+        """Return the assignments of a statement with the words of arrays, and the command behind them. Variables with
+        attributes such as -i are not what is assigned.
+        """
+        found = list[tuple[re.Match[str], list[str] | None]]()
+        declares, unusual = words[0] in _DECLARATIONS, False
+        words = words[1:] if declares or words[:1] in _CONDITIONS else words
+        while words:
+            if assigned := _ASSIGNMENT.match(words[0]):
+                array = not assigned[4] and words[1:2] == ["("] and ")" in words
+                end = words.index(")") + 1 if array else 1
+                found.append((assigned, words[2 : end - 1] if array else None))
+                words = words[end:]
+            elif declares or words[0] in _PREFIXES:
+                unusual |= words[0].startswith("-") and not set(words[0]) <= set("-axrgf")
+                self._never |= {words[0]} if unusual else set()
+                words = words[1:]
             else:
                 break
-        return statement, condition
+        self._never |= {assigned[1] for assigned, _ in found} if unusual else set()
+        return found, words
 
-    def _declare(self, statement: list[str]) -> list[str]:
-        """Return the assignments of a declaration: variables with attributes such as -i are unknown."""
-        while statement and statement[0] in _DECLARATIONS:
-            rest = list(itertools.dropwhile(lambda word: word.startswith("-"), statement[1:]))
-            if set("".join(statement[1 : len(statement) - len(rest)])) - set("-axrgf"):
-                self._computed |= {word.partition("=")[0] for word in rest}
-            statement = rest
-        return statement
-
-    def _block(self, word: str, condition: list[str], *, known: bool) -> None:
-        """Open, change or close a block by its keyword."""
-        if word in _OPENS:
-            holds = self._test(condition) if word in ("if", "while") else known or None if word == "{" else None
-            holds = None if holds and word == "while" else holds
-            self._branches.append((holds, holds))
-        elif word in ("elif", "else") and self._branches:
-            done = self._branches.pop()[1]
-            holds = True if word == "else" else self._test(condition)
-            unknown = done is None or holds is None
-            self._branches.append((None, None) if unknown else (holds and not done, holds or done))
-        elif word in _CLOSES and self._branches:
-            self._branches.pop()
-
-    def _changed(self, statement: list[str], *, sure: bool) -> set[str]:
-        """Return the variables of a command such as `read`. A `sure` `set --` is followed."""
-        first, *words = statement
-        names = _set_in_sums(words) if first == "let" else set[str]()
-        if first in _READERS:
-            bare = [word.strip("'\"").partition("[")[0] for word in words]
-            names |= {word for word in (bare[:1] if first in ("for", "select") else bare) if word.isidentifier()}
-        if first == "printf" and words[:1] == ["-v"]:
-            names |= set(words[1:2])
-        if first == "shift" or statement[:2] == ["set", "--"]:
+    def _may_set(self, text: str, command: list[str]) -> set[str]:
+        """Return the variables that a statement may set otherwise than by assignment."""
+        names = {name for one in _SUM.findall(text) if _SETS.search(one) for name in _NAME.findall(one)}
+        first = command[0] if command else ""
+        if first in _SETTERS or command[:2] == ["printf", "-v"]:
+            names |= set(_NAME.findall(text))
+        if first == "shift" or command[:2] == ["set", "--"]:
             names |= {name for name in self._variables if not name.isidentifier()}
-        text = " ".join(one for word in words for one in self.expand(word))
-        anything = first in ("source", ".") or (first == "eval" and not _training([text]) and re.search(r"[$`]", text))
-        if first == "eval":
-            names |= set(re.findall(r"([A-Za-z_]\w*)\+?=", text))
-        if anything and not _NO_SETTINGS.search(text):
-            names |= self._mentioned | {name for name in self._variables if name.isidentifier()}
-        if statement[:2] == ["set", "--"] and sure:
-            self._forget(names, statement)
-            self._variables |= _numbered([one for word in words[1:] for one in self.expand(word)])
-            return set()
+        if first in ("source", ".", "eval"):
+            words = [one for word in command[1:] for one in self.expand(word)]
+            if not _training(words) and not _NO_SETTINGS.search(" ".join(words)):
+                names |= self._mentioned | {name for name in self._variables if name.isidentifier()}
         return names
 
-    def _forget(self, names: Iterable[str], statement: list[str]) -> None:
+    def _forget(self, names: Iterable[str], statement: _Statement) -> None:
         """Make variables unknown, by a statement."""
-        text = " ".join(" ".join(statement).split())
         for name in names:
             self._variables[name] = None
-            self.unknown[name] = text if len(text) <= 60 else f"{text[:57]}..."
+            self.unknown[name] = str(statement)
+        if any(block.keyword == "function" for block in self._blocks):
+            self._never |= set(names)
 
-    def _assign(self, assigned: re.Match[str], array: list[str] | None, known: bool, statement: list[str]) -> None:
-        name, adds, text = assigned.groups()
+    def _assign(self, assigned: re.Match[str], array: list[str] | None, statement: _Statement, *, sure: bool) -> None:
+        name, _, adds, text = assigned.groups()
         values = self._variables.get(name, [])
         before = ([f"${name}"] if values is None else values) if adds else []
         if array is None:
             values = ["".join([*before, " ".join(self.expand(text, quoted=text[:1] not in ("'", '"')))])]
         else:
             values = [*before, *(word for one in array for word in self.expand(one))]
-        if known and name not in self._computed:
+        if sure and name not in self._never:
             self._variables[name] = values
         else:
             self._forget([name], statement)
-        self._assigned = _training(values) or self._assigned
 
     def _test(self, words: list[str]) -> bool | None:
-        """Return the value of a condition, None if unknown. A variable without a value is empty."""
+        """Return the value of a condition, None if unknown, as in a block that may run later, or again. A variable
+        without a value is empty.
+        """
+        if any(block.followed is None for block in self._blocks):
+            return None
         results, joints = list[bool | None](), {word for word in words if word in ("&&", "||")}
         plain = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
         for joins, group in itertools.groupby(plain, lambda word: word in ("&&", "||")):
             if not joins:
                 given = list(group)
                 negated = given[:1] == ["!"]
-                holds = self._compare(given[negated:], double="[[" in words)
+                holds = self._compare(given[negated:])
                 results.append(None if holds is None else holds != negated)
         if None in results or not results or len(joints) > 1:
             return None
         return any(results) if "||" in joints else all(results)
 
-    def _compare(self, given: list[str], *, double: bool) -> bool | None:
-        """Return the value of a comparison, None if unknown. `double`: in `[[`."""
-        values = [" ".join(self.expand(word, quoted=word[:1] == "$")) for word in given]
-        unknown = {name for name, known in self._variables.items() if known is None}
-        left = set(_REFERENCE.findall(" ".join(values)))
-        values = [text if "{" in text else _REFERENCE.sub("", text) for text in values]
-        if unknown & set(_REFERENCE.findall(" ".join(given))) or left & self._variables.keys():
-            return None
+    def _compare(self, given: list[str]) -> bool | None:
+        """Return the value of a comparison, None if unknown, or if it is of files or patterns."""
+
+        def or_empty(name: re.Match[str]) -> str:
+            return name[0] if name[2] in self._variables else ""
+
+        words = [word if "'" in word else re.sub(r"\$(\{)?(\w+)(?(1)\})", or_empty, word) for word in given]
+        values = [" ".join(self.expand(word, quoted=word[:1] == "$")) for word in words]
         if re.search(r"[$`]", "".join(values)):
             return None
         if len(values) == 2 and values[0] in ("-z", "-n"):
@@ -313,48 +272,41 @@ class ShellScript:
             return None
         first, sign, second = values
         if compare := _COMPARISONS.get(sign):
-            number = re.compile(r"-?(0|[1-9]\d*)" if double else r"-?\d+", re.ASCII)
-            return compare(int(first), int(second)) if number.fullmatch(first) and number.fullmatch(second) else None
-        if sign not in ("=", "==", "!="):
+            integers = all(re.fullmatch(r"-?(0|[1-9][0-9]*)", one) for one in (first, second))
+            return compare(int(first), int(second)) if integers else None
+        if sign not in ("=", "==", "!=") or re.search(r"[][*?\\()]", second + given[2]):
             return None
-        literal = re.fullmatch(r"'[^']*'|\"[^\"]*\"", given[2]) or not re.search(r"[][*?\\()]", second + given[2])
-        if not literal and (not double or re.search(r"[][\\()'\"]", second + given[2])):
-            return None  # files, or a pattern that is not only of * and ?
-        same = first == second if literal else fnmatch.fnmatchcase(first, second)
-        return same == (sign != "!=")
-
-
-def _numbered(arguments: Sequence[str]) -> dict[str, list[str] | None]:
-    """Return the variables of arguments: `$1` and on, `$@`, `$*` and `$#`."""
-    numbered: dict[str, list[str] | None] = {str(number): [word] for number, word in enumerate(arguments, 1)}
-    return numbered | {"@": list(arguments), "*": list(arguments), "#": [str(len(arguments))]}
+        return (first == second) == (sign != "!=")
 
 
 def _heredoc(found: re.Match[str]) -> str:
-    """Return the lines of a heredoc without its text, or with it for a shell, which sets nothing outside."""
-    line = f"{found['line']} {found['rest'].lstrip(chr(39) + chr(34))}\n"
-    if not found["first"]:
-        return line
-    own = "source heredoc\n" if found["quote"] else ""  # which has none of the variables outside
-    return f"{line}{own}{found['body']}" if own else f"{line}while heredoc\n{found['body']}done\n"
+    """Return the lines of a heredoc without its text, or with it as a block if a shell runs it with our variables."""
+    line, body = f"{found['line']} {found['rest']}", found["body"]
+    if found["quote"] or not re.search(r"(?<!\S)(bash|sh|sbatch|srun|qsub)\b", found["line"]):
+        return line + "\n" * (body.count("\n") + 1)
+    return f"{line}; while heredoc\n{body}done"
 
 
-def _set_in_sums(texts: Iterable[str]) -> set[str]:
-    """Return the variables of assignments in arithmetic."""
-    return {one or other for text in texts for one, other in _SETS.findall(text)}
-
-
-def _statements(text: str) -> Iterator[Statement]:
-    """Yield the statements of a script."""
-    statement, before, depth = list[str](), "\n", 0
+def _statements(text: str) -> Iterator[_Statement]:
+    """Yield the statements of a script; a keyword of a block, and a pattern of a `case`, is one of its own."""
+    words, sure, depth, line, first = list[str](), True, 0, 1, 1
     for token in _TOKEN.finditer(text + "\n"):
-        word, kind = token[0], token.lastgroup
-        depth = max(0, depth + {"(": 1, ")": -1}.get(word, 0))
-        if kind == "end" and depth == 0 and not (word in ("&&", "||") and statement[:1] in _CONDITIONS):
-            yield statement, before not in ("&&", "||")
-            statement, before, depth = [], word, 0
-        elif kind and word != "\n":
-            statement.append(word)
+        word, kind, defines = token[0], token.lastgroup, bool(_FUNCTION.fullmatch(" ".join(words[:5])))
+        alone = depth == 0 and (word == "{" or (not words and word in _ALONE and text[token.end() :][:1] != ")"))
+        ends = kind == "end" and depth == 0 and not (word in ("&&", "||") and words[:1] in _CONDITIONS)
+        bracket = word == ")" and (depth == 0 or (depth == 1 and words[:1] in (["("], ["case"])))
+        words += [word] * bracket
+        if alone or bracket or (ends and not (word == "\n" and (defines or not words))):
+            if words and not (alone and defines):
+                yield _Statement(words, first, sure)
+            if alone:
+                yield _Statement(["function" if defines else word], line, sure)
+            words, sure, depth = [], word not in ("&&", "||"), 0
+        elif kind and word != "\n" and (words or word not in _PREFIXES):
+            first = first if words else line
+            depth = max(0, depth + {"(": 1, ")": -1}.get(word, 0))
+            words.append(word)
+        line += word.count("\n")
 
 
 def _training(words: list[str]) -> list[str]:
@@ -362,10 +314,6 @@ def _training(words: list[str]) -> list[str]:
     split = [one for word in words for one in (split_words(word) if "train" in word and " " in word else [word])]
     ends = next((number for number, word in enumerate(split) if re.match(r"\d*[<>]", word)), len(split))
     return split[:ends] if any(map(PROGRAM.fullmatch, split[: ends - 1])) else []
-
-
-def _is_no_program(word: str) -> bool:
-    return not PROGRAM.fullmatch(word)
 
 
 def _integer(node: Any) -> int:
@@ -377,7 +325,7 @@ def _integer(node: Any) -> int:
 
 def split_words(text: str) -> list[str]:
     """Return the words of a command line, by spaces alone if its quotes do not match."""
-    try:
-        return shlex.split(_COMMENT_OR_JOINT.sub(r"\1 ", text), comments=True)
+    try:  # a backslash at a comment's end joins nothing
+        return shlex.split(re.sub(r"((?<![^\s;&|()])#[^\n]*)|\\\n", r"\1 ", text), comments=True)
     except ValueError:
         return text.split()

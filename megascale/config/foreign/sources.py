@@ -27,13 +27,20 @@ _DEFAULTS = {"training.local_batch_size": [8], "training.global_batch_size": [-1
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of a run of `system`: values by name; `gpus`: of the job, None if the source does not say it;
-    `unknown`: statements by unknown variable of a script.
+    `unknown`: statements by unknown variable of a script; `text`: the source.
     """
 
     system: str
     given: Mapping[str, Values]
     gpus: int | None = None
     unknown: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""
+
+    def line_of(self, name: str) -> int | None:
+        """Return the line of a name in the source, None unless it stands in one alone."""
+        word = re.compile(rf"(?<![\w-]){re.escape(name.lstrip('$'))}(?![\w-])")
+        lines = [number for number, line in enumerate(self.text.splitlines(), 1) if word.search(line.partition("#")[0])]
+        return lines[0] if len(lines) == 1 else None
 
 
 def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, str]) -> Arguments:
@@ -62,7 +69,7 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
         raise ConfigError([Problem(source, "", why, "write the training command into a copy")])
     if len(command) < 2 or not any(word.startswith("--") for word in command):
         raise ConfigError([Problem(source, "", "has no command of pretrain_gpt.py or torchtitan", "a training script")])
-    return replace(_from_command(command, source), unknown=script.unknown)
+    return replace(_from_command(command, source), unknown=script.unknown, text=text)
 
 
 def _from_command(command: Sequence[str], source: str) -> Arguments:

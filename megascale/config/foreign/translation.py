@@ -21,6 +21,7 @@ from megascale.config.foreign.setting import (
     Several,
     Values,
     absent,
+    as_word,
     needless,
     plain,
 )
@@ -105,7 +106,7 @@ def translate(name: str, values: Values = (), context: Context | None = None, of
     if (found := find(name, of)) is None:
         return None
     system, setting = found
-    value, own = None, setting.note_of(values)
+    value, own = None, setting.notes.get(as_word(values[0]), "") if len(values) == 1 else ""
     if values or not setting.takes or not setting.key:
         try:
             value = setting.convert(values, {plain(name).rpartition(".")[2]: values} | dict(context or {}))

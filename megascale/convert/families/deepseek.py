@@ -81,11 +81,6 @@ def _read_groups(config: ConfigKeys) -> ConfigKeys:
     return {"router_groups": config["n_group"], "router_top_groups": config["topk_group"]}
 
 
-def _write_groups(model: ModelConfig) -> ConfigKeys:
-    groups, top = model.router_groups, model.router_top_groups
-    return {"topk_method": BEST_GROUPS if groups > 1 else GREEDY, "n_group": groups, "topk_group": top}
-
-
 V2 = Family(
     "deepseek_v2", "DeepseekV2ForCausalLM", FIXED | {"router_normalize": False},
     SIZES | COMMON_KEYS | {
@@ -97,7 +92,10 @@ V2 = Family(
     },
     OUTER, "model.layers", DEEPSEEK_LAYER,
     REQUIRED | {"mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
-    (partial(_read, shared=2, width=1407), _read_groups), (write_rope, _write, _write_groups), ROTARY_BUFFERS, EXPERTS,
+    (partial(_read, shared=2, width=1407), _read_groups),
+    (write_rope, _write, lambda model: {
+        "topk_method": BEST_GROUPS if model.router_groups > 1 else GREEDY, "n_group": model.router_groups,
+        "topk_group": model.router_top_groups}), ROTARY_BUFFERS, EXPERTS,
 )  # fmt: skip
 
 V3 = Family(

@@ -25,7 +25,6 @@ GEMMA_LAYER = LAYER | {
     "post_feedforward_layernorm": "mlp_post_norm",
 }
 GEMMA3_KEYS = GEMMA_KEYS | {"seq_length": Key("max_position_embeddings", 131_072, size=True)}
-GEMMA3_LAYER = GEMMA_LAYER | {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 HEAD_DIM = 256  # the head_dim, and query_pre_attn_scalar, of a config.json without the key
 
 REQUIRED = {
@@ -33,7 +32,8 @@ REQUIRED = {
     "attention_bias": (False,),
     "use_bidirectional_attention": (None, False),
 }
-CAPS = {"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
+CAPS = {"logit_softcap": ("final_logit_softcapping", 30.0), "attention_softcap": ("attn_logit_softcapping", 50.0)}
+"""Key of `[model]` -> key of config.json, and its default; null stands for none."""
 
 
 def _read_attention(config: ConfigKeys, pattern: int) -> ConfigKeys:
@@ -53,11 +53,6 @@ def _write_attention(model: ModelConfig) -> ConfigKeys:
     return write_head_dim(model) | write_layer_types(model) | {"query_pre_attn_scalar": scalar}
 
 
-def _read_caps(config: ConfigKeys) -> ConfigKeys:
-    defaults = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
-    return {ours: cap for ours, theirs in CAPS.items() if (cap := (defaults | config)[theirs]) is not None}
-
-
 def _read_gemma3(config: ConfigKeys) -> ConfigKeys:
     nested = config.get("rope_parameters") or {}
     full, sliding = nested.get(FULL) or {}, nested.get(SLIDING) or {}
@@ -70,18 +65,17 @@ def _read_gemma3(config: ConfigKeys) -> ConfigKeys:
     return keys | {"rope_theta": float(full.get("rope_theta") or config.get("rope_theta") or 1e6)}
 
 
-def _write_local_rope(model: ModelConfig) -> ConfigKeys:
-    return {} if model.local_rope_theta is None else {"rope_local_base_freq": model.local_rope_theta}
-
-
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", GEMMA, GEMMA_KEYS, OUTER, "model.layers", GEMMA_LAYER, REQUIRED,
-    (read_rope, partial(_read_attention, pattern=2), _read_caps),
-    (write_rope, _write_attention, lambda model: {theirs: getattr(model, ours) for ours, theirs in CAPS.items()}),
+    (read_rope, partial(_read_attention, pattern=2),
+     lambda config: {key: cap for key, given in CAPS.items() if (cap := config.get(*given)) is not None}),
+    (write_rope, _write_attention, lambda model: {theirs: getattr(model, key) for key, (theirs, _) in CAPS.items()}),
     ROTARY_BUFFERS,
 )  # fmt: skip
 GEMMA3 = Family(
-    "gemma3_text", "Gemma3ForCausalLM", GEMMA | {"qk_norm": "head"}, GEMMA3_KEYS, OUTER, "model.layers", GEMMA3_LAYER,
+    "gemma3_text", "Gemma3ForCausalLM", GEMMA | {"qk_norm": "head"}, GEMMA3_KEYS, OUTER, "model.layers", GEMMA_LAYER,
     REQUIRED | {"final_logit_softcapping": (None,), "attn_logit_softcapping": (None,)},
-    (_read_gemma3,), (write_rope, _write_attention, _write_local_rope), ROTARY_BUFFERS,
+    (_read_gemma3,), (write_rope, _write_attention, lambda model: (
+        {"rope_local_base_freq": model.local_rope_theta} if model.local_rope_theta is not None else {}
+    )), ROTARY_BUFFERS,
 )  # fmt: skip

@@ -43,6 +43,8 @@ LAYER = {
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
     "self_attn.v_proj": "attention.v",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
     "self_attn.o_proj": "attention.out",
     "post_attention_layernorm": "mlp_norm",
     "mlp.gate_proj": "mlp.gate",
@@ -115,21 +117,16 @@ def _read_phi3_rope(config: ConfigKeys) -> ConfigKeys:
     return rope
 
 
-def _write_phi3(model: ModelConfig) -> ConfigKeys:
-    keys = {"partial_rotary_factor": model.rotary_fraction}
-    return keys | {"original_max_position_embeddings": model.seq_length}
-
-
 PHI3 = Family(
     "phi3", "Phi3ForCausalLM", LLAMA | {"bias": False},
     PHI3_KEYS, OUTER, "model.layers", PHI3_LAYER, {"hidden_act": ("silu",)},
-    (_read_phi3_rope, check_heads, partial(read_one_window, default=None)), (write_rope, write_one_window, _write_phi3),
+    (_read_phi3_rope, check_heads, partial(read_one_window, default=None)),
+    (write_rope, write_one_window, lambda model: {
+        "partial_rotary_factor": model.rotary_fraction, "original_max_position_embeddings": model.seq_length}),
     ROTARY_BUFFERS,
 )  # fmt: skip
 
 OLMO2_LAYER = {theirs: ours for theirs, ours in LAYER.items() if theirs != "input_layernorm"} | {
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
     "post_attention_layernorm": "attention_post_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }

@@ -20,7 +20,7 @@ from megascale.convert.families.llama import (
     read_head_dim,
     write_head_dim,
 )
-from megascale.convert.families.qwen import QWEN3_LAYER, QWEN_KEYS, write_windows
+from megascale.convert.families.qwen import QWEN_KEYS, write_windows
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_one_window, read_windows, write_one_window
 
@@ -64,11 +64,6 @@ def _write_dense_layers(model: ModelConfig) -> ConfigKeys:
     return {"mlp_only_layers": list(range(model.dense_layers))}
 
 
-def _read_window(config: ConfigKeys) -> ConfigKeys:
-    """One window for all layers, if `use_sliding_window` is true."""
-    return read_one_window(config, 4096) if config.get("use_sliding_window", False) else {}
-
-
 def _write_window(model: ModelConfig) -> ConfigKeys:
     keys = write_one_window(model)
     return keys | {"use_sliding_window": keys["sliding_window"] is not None}
@@ -88,14 +83,6 @@ def _read_glm(config: ConfigKeys) -> ConfigKeys:
         "qk_norm": "head" if config.get("use_qk_norm", False) else "none",
         "shared_ffn_size": shared * width,
         "router_group_value": "top2" if config.get("n_group", 1) > 1 else "max",
-    }
-
-
-def _write_glm(model: ModelConfig) -> ConfigKeys:
-    return {
-        "partial_rotary_factor": model.rotary_fraction,
-        "use_qk_norm": model.qk_norm == "head",
-        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
     }
 
 
@@ -138,9 +125,10 @@ QWEN3_MOE = Family(
     QWEN_KEYS | _expert_keys(128, 8) | {
         "num_kv_heads": kv_heads(4), "expert_ffn_size": Key("moe_intermediate_size", 768, size=True)
     },
-    OUTER, "model.layers", QWEN3_LAYER | ROUTER,
+    OUTER, "model.layers", LAYER | ROUTER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "decoder_sparse_step": (1,)},
-    (read_rope, read_head_dim, _read_window, _read_dense_layers),
+    (read_rope, read_head_dim, _read_dense_layers,
+     lambda config: read_one_window(config, 4096) if config.get("use_sliding_window", False) else {}),
     (write_rope, write_head_dim, _write_window, _write_dense_layers), ROTARY_BUFFERS, EXPERTS,
 )  # fmt: skip
 
@@ -151,7 +139,7 @@ OLMOE = Family(
         "seq_length": Key("max_position_embeddings", 4096, size=True),
         "num_kv_heads": kv_heads(Same("num_attention_heads")),
     },
-    OUTER, "model.layers", QWEN3_LAYER | ROUTER,
+    OUTER, "model.layers", LAYER | ROUTER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "clip_qkv": (None,)},
     (read_rope, check_heads), (write_rope, _write_expert_size), ROTARY_BUFFERS, EXPERTS,
 )  # fmt: skip
@@ -173,12 +161,15 @@ GLM4_MOE = Family(
         "router_top_groups": Key("topk_group", 1, size=True),
     } | prediction_layers.KEYS,
     OUTER, "model.layers",
-    QWEN3_LAYER | ROUTER | prediction_layers.LAYER | {
+    LAYER | ROUTER | prediction_layers.LAYER | {
         "mlp.shared_experts.gate_proj": "shared.gate",
         "mlp.shared_experts.up_proj": "shared.up",
         "mlp.shared_experts.down_proj": "shared.down",
     },
     {"hidden_act": ("silu",)},
-    (_read_glm, read_head_dim), (write_rope, write_head_dim, _write_glm), ROTARY_BUFFERS, EXPERTS,
+    (_read_glm, read_head_dim),
+    (write_rope, write_head_dim, lambda model: {
+        "partial_rotary_factor": model.rotary_fraction, "use_qk_norm": model.qk_norm == "head",
+        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size}), ROTARY_BUFFERS, EXPERTS,
     "mlp.gate.e_score_correction_bias",
 )  # fmt: skip

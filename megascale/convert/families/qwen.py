@@ -21,8 +21,6 @@ from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_windows, write_layer_types
 
 QWEN_KEYS = KEYS | {"num_kv_heads": kv_heads(32), "seq_length": Key("max_position_embeddings", 32_768, size=True)}
-QWEN3_LAYER = LAYER | {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-QWEN3_HEAD_DIM = 128
 
 
 def _read_windows(config: ConfigKeys) -> ConfigKeys:
@@ -49,7 +47,7 @@ QWEN2 = Family(
 )  # fmt: skip
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", LLAMA | {"bias": False, "qk_norm": "head"},
-    QWEN_KEYS, OUTER, "model.layers", QWEN3_LAYER, {"hidden_act": ("silu",), "attention_bias": (False,)},
-    (read_rope, partial(read_head_dim, default=QWEN3_HEAD_DIM), _read_windows),
+    QWEN_KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",), "attention_bias": (False,)},
+    (read_rope, partial(read_head_dim, default=128), _read_windows),
     (write_rope, write_head_dim, write_windows), ROTARY_BUFFERS,
 )  # fmt: skip

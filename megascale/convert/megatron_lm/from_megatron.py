@@ -40,7 +40,10 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     progress, notes = _progress(source, args, model, config)
     states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
     states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
-    settings = config.model_dump(mode="json", by_alias=True) if config else {"optimizer": _optimizer(source.common)}
+    schedule = source.common.get("opt_param_scheduler") or {}  # of the optimizer that wrote the moments
+    keys = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "end_wd"}
+    optimizer = {"name": "adamw", "lr": 1e-3} | {ours: schedule[key] for ours, key in keys.items() if key in schedule}
+    settings = config.model_dump(mode="json", by_alias=True) if config else {"optimizer": optimizer}
     settings["model"] = model.model_dump(mode="json", by_alias=True)
     with atomic_folder(output) as made:
         offline.write_state(made, tensors.read_all(states), settings, progress=progress)
@@ -59,7 +62,8 @@ def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> Mod
     if config and there and (different := model_differences(there.model_dump(by_alias=True), config.model)):
         raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
     if config and there:
-        pairs = {key: (getattr(there, key), getattr(config.model, key)) for key in _computed(there)}
+        rotary = ("rope_theta", "rotary_fraction", "rope_scaling") if there.position == "rope" else ()
+        pairs = {key: (getattr(there, key), getattr(config.model, key)) for key in ("norm_eps", "window", *rotary)}
         pairs["vocab_size"] = args.get("vocab_size") or config.model.vocab_size, config.model.vocab_size
         for key, (stored, ours) in pairs.items():
             if stored != ours:
@@ -68,12 +72,6 @@ def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> Mod
     model = config.model if config else there
     assert model is not None, "either tells the model"
     return model
-
-
-def _computed(model: ModelConfig) -> tuple[str, ...]:
-    """The keys of what a model computes, beside those of its tensors."""
-    rotary = ("rope_theta", "rotary_fraction", "rope_scaling") if model.position == "rope" else ()
-    return ("norm_eps", "window", *rotary)
 
 
 def _progress(
@@ -99,13 +97,6 @@ def _progress(
     if source.step != step:
         notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
     return Progress(step, samples, samples * (args.get("seq_length") or model.seq_length)), notes
-
-
-def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `[optimizer]` of what wrote the moments, as far as the common state has it."""
-    schedule = common.get("opt_param_scheduler") or {}
-    keys = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "end_wd"}
-    return {"name": "adamw", "lr": 1e-3} | {ours: schedule[name] for ours, name in keys.items() if name in schedule}
 
 
 class _Tensors:

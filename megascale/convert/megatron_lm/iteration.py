@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megascale.convert.dcp import CODE_HINT, DAMAGED_HINT, Record
+from megascale.convert.dcp import DAMAGED_HINT, load_plain
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists, is_folder, why_unreadable
 
@@ -40,27 +38,11 @@ def iteration_folder(folder: Path) -> Path:
     return path
 
 
-def read_plain(path: Path) -> Any:
-    """Read a file of torch.save, with tensors mapped from it, and without running code.
-
-    Raises: CheckpointError if it is missing or damaged, or names other classes than `INERT`
-    """
-    if reason := why_unreadable(path):
-        raise CheckpointError(reason, hint=DAMAGED_HINT)
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        refused = sorted(name for name in names if not INERT.fullmatch(name))
-        if not refused:
-            with torch.serialization.safe_globals([(Record, name) for name in names]):
-                return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of many classes, as the bytes may be any
-        raise CheckpointError(f"{path} is damaged: {str(error).partition(chr(10))[0]}", hint=DAMAGED_HINT) from None
-    raise CheckpointError(f"{path} names {', '.join(refused)}, which is not opened", hint=CODE_HINT)
-
-
 def read_common(path: Path) -> Mapping[str, Any]:
     """Read the state of no rank. Raises: CheckpointError if it is unreadable, or an entry that is used is odd"""
-    stored = read_plain(path)
+    if reason := why_unreadable(path):
+        raise CheckpointError(reason, hint=DAMAGED_HINT)
+    stored = load_plain(path, str(path), INERT)
     entries = stored if isinstance(stored, Mapping) else {}
     odd = {
         "the whole": not isinstance(stored, Mapping),

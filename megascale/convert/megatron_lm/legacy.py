@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -71,7 +70,10 @@ class LegacyFolder:
             if (step := file.get("iteration")) != (first := self.common.get("iteration")):
                 what = f"{self.path / folders[rank]} is of iteration {step}, the first rank of {first}"
                 raise CheckpointError(what, hint=DAMAGED_HINT)
-        ranks = {rank: _chunks(file) for rank, file in files.items()}
+        ranks = {
+            rank: [file[key] for number in range(len(file)) if (key := f"model{number}") in file] or [file["model"]]
+            for rank, file in files.items()
+        }  # model chunks
         layers = 0
         for number, p in itertools.product(range(len(ranks[0, 0, 0])), range(pp)):
             for t, e in itertools.product(range(tp), range(ep)):
@@ -82,11 +84,6 @@ class LegacyFolder:
                         self._shards.found[MODEL][name][t] = partial(Tensor.detach, part)
             own = map(LAYER.match, ranks[0, p, 0][number])
             layers += max((int(layer[1]) for layer in own if layer), default=-1) + 1
-
-
-def _chunks(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The model chunks of a rank: `model`, or `model0`, `model1`, ... Raises: KeyError if there is none"""
-    return [file[key] for number in range(len(file)) if (key := f"model{number}") in file] or [file["model"]]
 
 
 def _matrices(key: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:

@@ -62,7 +62,12 @@ def to_megatron(source: Location, output: Path) -> list[str]:
     dtype = torch.float32 if precision in ("fp32", "fp64") else torch.bfloat16
     dtype = dtype if precision else SavedWeights(source, saved).widest_dtype(model)
     common = _optimizer(saved.facts, step) if trained else {}
-    common["args"] = argparse.Namespace(**args, **_run_arguments(saved.facts, dtype))
+    common["args"] = argparse.Namespace(
+        **args, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1,
+        consumed_train_samples=saved.facts.progress.samples, consumed_valid_samples=0, params_dtype=dtype,
+        global_batch_size=(saved.facts.config.get("batch") or {}).get("global"), ckpt_format="torch_dist",
+        use_distributed_optimizer=True, no_save_rng=True, no_save_optim=False,
+    )  # fmt: skip
     common |= {"iteration": step, "checkpoint_version": 3.0, "num_floating_point_operations_so_far": 0}
     with atomic_folder(output) as folder:
         (path := folder / (f"iter_{step:07d}" if trained else "release")).mkdir()
@@ -72,16 +77,6 @@ def to_megatron(source: Location, output: Path) -> list[str]:
         (path / "metadata.json").write_text(json.dumps(BACKENDS | versions))
         (folder / TRACKER).write_text(str(step) if trained else path.name)
     return [LOAD if trained else "no optimizer state of Adam: the weights alone are written, as a release"]
-
-
-def _run_arguments(facts: manifest.Facts, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments, beside the model's, that Megatron-LM reads of a checkpoint."""
-    return {
-        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
-        "consumed_train_samples": facts.progress.samples, "consumed_valid_samples": 0, "params_dtype": dtype,
-        "global_batch_size": (facts.config.get("batch") or {}).get("global"), "ckpt_format": "torch_dist",
-        "use_distributed_optimizer": True, "no_save_rng": True, "no_save_optim": False,
-    }  # fmt: skip
 
 
 def _optimizer(facts: manifest.Facts, step: int) -> dict[str, Any]:

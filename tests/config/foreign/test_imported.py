@@ -181,8 +181,14 @@ def test_what_decays_in_torchtitan_is_told() -> None:
 
 
 def test_what_may_set_a_variable_is_told() -> None:
-    made = import_arguments("Megatron-LM", {"--lr": ["$LR"]}, unknown={"LR": "source env.sh"})
-    assert made.refused == {"--lr": "LR has no one value: `source env.sh` may set it in the script"}
+    made = import_arguments("Megatron-LM", {"--lr": ["$LR"]}, unknown={"LR": "`source env.sh` of line 3"})
+    assert made.refused == {"--lr": "LR has no one value: `source env.sh` of line 3 may set it in the script"}
+
+
+def test_an_unknown_batch_of_many_samples() -> None:
+    given = read_flags(SMALL.replace("--global-batch-size 8 --train-iters 20", "--train-samples 1953125000").split())
+    made = import_arguments("Megatron-LM", {**given, "--global-batch-size": ["$B"]})
+    assert list(made.refused) == ["--train-samples", "--global-batch-size"]
 
 
 def test_master_weights_of_torchtitan() -> None:

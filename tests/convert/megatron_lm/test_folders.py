@@ -22,7 +22,7 @@ from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import DcpFolder
 from megascale.convert.megatron_lm.from_megatron import from_megatron
-from megascale.convert.megatron_lm.iteration import MOMENTS, TRACKER, read_plain
+from megascale.convert.megatron_lm.iteration import MOMENTS, TRACKER, read_common
 from megascale.convert.megatron_lm.namespace import model_of
 from megascale.convert.megatron_lm.to_megatron import to_megatron
 from megascale.convert.tensor_map import model_tensors
@@ -444,7 +444,7 @@ def test_no_part_of_a_larger_model_is_read(name: str, tmp_path: Path) -> None:
 def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "ours", GPT, batch={"global": 4}, train={"steps": 9, "precision": "bf16"})
     assert main(["ckpt", "convert", str(tmp_path / "ours"), f"megatron:{tmp_path / 'theirs'}"]) == 0
-    common = read_plain(tmp_path / "theirs/iter_0000003/common.pt")
+    common = read_common(tmp_path / "theirs/iter_0000003/common.pt")
     assert vars(common["args"])["params_dtype"] == torch.bfloat16
     assert common["opt_param_scheduler"]["num_steps"] == 12 and common["opt_param_scheduler"]["lr_decay_steps"] == 36
     assert json.loads((tmp_path / "theirs/iter_0000003/metadata.json").read_text())["sharded_backend"] == "torch_dist"
