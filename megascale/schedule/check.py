@@ -34,11 +34,11 @@ def check_schedule(
         raise ScheduleError(f"lists of actions for {len(compute)} ranks, not {p}")
     for rank, order in enumerate(compute):
         check_passes(order, rank, v, m)
-        summed = [0] * v
-        for action in (action for action in each_action(order) if Kind.W in RESULTS[action.kind]):
-            if action.microbatch != summed[action.chunk]:
-                raise ScheduleError(f"rank {rank}: {action} comes before that of micro-batch {summed[action.chunk]}")
-            summed[action.chunk] += 1
+        for chunk in range(v):
+            summed = [a for a in each_action(order) if Kind.W in RESULTS[a.kind] and a.chunk == chunk]
+            for early, action in zip(summed, sorted(summed, key=lambda each: each.microbatch), strict=True):
+                if early != action:
+                    raise ScheduleError(f"rank {rank}: {early} comes before that of micro-batch {action.microbatch}")
     global_order(compute, placement)
     for rank, live in enumerate(map(most_live, compute)):
         if peak is not None and live > peak(p, v, m):

@@ -13,8 +13,8 @@ from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.layout.stages import placement_of
 from megascale.schedule.interleaved import microbatch_groups
-from megascale.schedule.ir import Kind, RankSchedule, Schedule, each_action
-from megascale.schedule.lower import with_passes
+from megascale.schedule.ir import Kind, RankSchedule, each_action
+from megascale.schedule.lower import compute_order
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
@@ -28,26 +28,20 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     """
     p = parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
+    if chunks > 1:
+        enough = min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
+        return state_aware_1f1b(p.pp, [chunks] * enough, keep, stage)
+    facts = SCHEDULES[p.schedule].facts
+    if facts.get("periodic", False) and not facts["unbounded_in_flight"]:
+        m = representative_microbatches(p.pp, m)
     if p.vocab_pp:
-        return _with_passes(p.schedule, p.pp, p.vpp, m, p.vocab_pp)[stage]
-    if chunks == 1:
-        return _order(p.schedule, p.pp, p.vpp, m, stage)
-    enough = min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
-    return state_aware_1f1b(p.pp, [chunks] * enough, keep, stage)
+        return compute_order(p.schedule, placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp), m)[stage]
+    return _order(p.schedule, p.pp, p.vpp, m, stage)
 
 
 @lru_cache(CACHED_ORDERS)
 def _order(schedule: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """List a rank's actions, of a periodic schedule only `representative` micro-batches."""
-    card = SCHEDULES[schedule]
-    repeats = card.facts.get("periodic", False) and not card.facts["unbounded_in_flight"]
-    return card.load()(p, v, representative_microbatches(p, m) if repeats else m, rank)
-
-
-@lru_cache(CACHED_ORDERS)
-def _with_passes(schedule: str, p: int, v: int, m: int, barriers: int) -> Schedule:
-    compute = [_order(schedule, p, v, m, rank) for rank in range(p)]
-    return with_passes(compute, placement_of(schedule, p, v, barriers))
+    return SCHEDULES[schedule].load()(p, v, m, rank)
 
 
 def representative_microbatches(p: int, m: int) -> int:
