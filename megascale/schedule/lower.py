@@ -38,6 +38,7 @@ from megascale.schedule.ir import (
     parts,
     weights_at_once,
 )
+from megascale.schedule.one_f_one_b import partial_1f1b
 from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
 
 CACHED_ORDERS = 32  # schedules of a search's layouts
@@ -105,6 +106,8 @@ def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ..
     """Build the compute actions of all ranks in the schedule `name`, with m micro-batches. `joined`: chunks whose W
     follows its I at once.
     """
+    if placement.skip_ratio:
+        return [partial_1f1b(placement, m, rank) for rank in range(placement.p)]
     orders = build_schedule(SCHEDULES[name].load(), placement.p, placement.v, m)
     return with_passes([weights_at_once(order, joined) for order in orders], placement)
 

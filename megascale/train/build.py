@@ -370,7 +370,8 @@ def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Expert
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
     """Return a pipeline rank's actions in a training step, or an evaluation, of `count` micro-batches."""
-    p, parts, placement = config.parallel, config.num_chunks, stages_of(config.model, config.parallel).placement
+    p, parts, partial = config.parallel, config.num_chunks, stages_of(config.model, config.parallel).placement
+    placement = partial if training else partial.whole
     assert p.schedule is not None, "a resolved configuration names its schedule"
     if parts > 1:
         compute = build_state_aware(p.pp, [parts] * (count // parts), config.data.sequence_chunks_saved)

@@ -32,7 +32,7 @@ GROUPS = 2, 3  # fewest micro-batches of the two runs, per stage: interleaved sc
 class Pipeline:
     """A pipeline of p ranks, v chunks per rank and m micro-batches. `reduces_each`: gradients after every backward.
     `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations. `joined`: chunks
-    whose W follows its I at once. `barriers`: of vocabulary parallelism.
+    whose W follows its I at once. `barriers`: of vocabulary parallelism. `skip_ratio`: of a partial pipeline.
     """
 
     schedule: str
@@ -44,9 +44,10 @@ class Pipeline:
     keep: int = 1
     joined: tuple[int, ...] = ()
     barriers: int = 0
+    skip_ratio: float = 0.0
 
     def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
-        placement = placement_of(self.schedule, self.p, self.v, self.barriers)
+        placement = placement_of(self.schedule, self.p, self.v, self.barriers, self.skip_ratio)
         if self.parts > 1:
             compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
         else:
@@ -57,7 +58,8 @@ class Pipeline:
 def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS) -> float:
     """Estimate a pipeline's seconds. `max_actions`: most actions of a simulation."""
     p, v, m = pipeline.p, pipeline.v, pipeline.m
-    periodic = pipeline.parts == 1 and SCHEDULES[pipeline.schedule].facts.get("periodic", False)
+    facts = SCHEDULES[pipeline.schedule].facts
+    periodic = pipeline.parts == 1 and not pipeline.skip_ratio and facts.get("periodic", False)
     if 2 * p * v * m <= max_actions or not periodic:
         return pipeline.simulate(times, overlaps).last
     long = max(6, math.isqrt(max_actions // (2 * GROUPS[1] * v)))  # stages, with enough groups in `max_actions`
