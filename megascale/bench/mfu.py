@@ -20,7 +20,7 @@ from megascale.core.units import format_bytes, format_flops
 from megascale.layout.parameters import active_parameter_count, describe_parameters, parameter_count
 from megascale.layout.parts.part import TokenFlops
 from megascale.plan.account.attended import expected_scores
-from megascale.plan.account.flops import hardware_flops, head_flops, mfu, token_flops
+from megascale.plan.account.flops import hardware_flops, head_flops, mfu, model_flops, token_flops
 
 MIN_TIMED_STEPS = 20  # fewest timed steps for a median and quartiles
 
@@ -126,7 +126,7 @@ class MfuResult:
     @property
     def flops(self) -> TokenFlops:
         """Model FLOPs per token."""
-        return token_flops(self.config.model, expected_scores(self.config.model, self.config.data))
+        return model_flops(self.config, expected_scores(self.config.model, self.config.data))
 
     def utilisation_of(self, flops: TokenFlops, peak: Peak | None) -> dict[str, float | None]:
         """Utilisation of a peak by `flops` per token, in both conventions."""

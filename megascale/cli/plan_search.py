@@ -55,6 +55,9 @@ def find_layouts(options: argparse.Namespace, hardware: Hardware, stack: Stack) 
     if config.parallel.hybrid_dp:
         what = "the time of hybrid_dp depends on the lengths of documents, and --search plans with one length"
         raise ConfigError([Problem(options.config, "parallel.hybrid_dp", what, "megascale plan lengths plans both")])
+    if config.parallel.skip_ratio:
+        what = "pp says which layers are skipped, and --search compares layouts that train the same model"
+        raise ConfigError([Problem(options.config, "parallel.skip_ratio", what, "0, or plan without --search")])
     return search_layouts(options, config, options.gpus, hardware, stack)
 
 

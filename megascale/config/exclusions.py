@@ -274,6 +274,20 @@ VOCABULARY = _unsupported(
     ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw"),
 )  # fmt: skip
 
+SKIPS = _unsupported(
+    "parallel.skip_ratio",
+    ("parallel.schedule", only(None, "1f1b"), "ranks would be idle where others skip", "1f1b, or skip_ratio = 0"),
+    ("parallel.pp", unless(1, 2), "no stage lies between the first and the last", "above 2, or skip_ratio = 0"),
+    ("parallel.vpp", only(1), "ranks would be idle where others skip", "1, or skip_ratio = 0"),
+    ("parallel.vocab_pp", only(0), "its passes wait for all stages", "0, or skip_ratio = 0"),
+    ("model.experts", only(0), "experts balance the tokens of all micro-batches", "0, or skip_ratio = 0"),
+    ("model.exits", only([]), "a skipped chunk has no exit", "[], or skip_ratio = 0"),
+    ("data.sequence_chunk_tokens", only(None), "chunks of a sequence need the same layers", "skip_ratio = 0"),
+    ("parallel.hybrid_dp", only(False), "rings need the same micro-batches on all stages", "false, or skip_ratio = 0"),
+    ("batch.rampup", only(None), "FLOPs are counted for one number of micro-batches", "no ramp-up"),
+    ("train.noise_scale_every", only(0), "the first micro-batch has no gradient of what it skips", "0"),
+)  # fmt: skip
+
 NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0)})
 
 NOT_HYBRID = _without_effect("parallel.hybrid_dp", only(False), {"data.max_tokens_per_rank": only(None)},

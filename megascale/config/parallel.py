@@ -60,6 +60,11 @@ class ParallelConfig(Section):
         description="vocabulary parallelism: embedding and head are split by rows over all pp x tp ranks, which meet "
         "once or twice between the forward and the backward of a micro-batch; 0: on the first and the last stage",
     )
+    skip_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="experimental, changes the model that is trained: share of the stages between first and last "
+        "that a micro-batch skips in training; all are skipped equally often",
+    )
     zero: Annotated[int, Field(ge=0, le=2)] = Field(
         1,
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "

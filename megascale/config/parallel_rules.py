@@ -112,6 +112,14 @@ def schedule_microbatches(parallel: ParallelConfig, batch: BatchConfig) -> Itera
         yield Finding("batch.global", message, f"{unit * least} or more, or another parallel.schedule")
 
 
+def skipped_stages(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
+    """Check that every stage is left with a micro-batch in every step."""
+    m = batch.total // (batch.micro * parallel.dp) if isinstance(parallel.dp, int) else 0
+    if m and parallel.skip_ratio * m > m - 1:
+        message = f"leaves some stage none of the {m} micro-batches in a step of a rank"
+        yield Finding("parallel.skip_ratio", message, f"at most {math.floor(100 - 100 / m) / 100}, or a larger batch")
+
+
 def paired_experts(
     model: ModelConfig, parallel: ParallelConfig, moe: MoeConfig, train: TrainConfig
 ) -> Iterator[Finding]:

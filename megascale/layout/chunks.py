@@ -33,7 +33,8 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig) -> Stages:
     """The virtual pipeline stages of a run. The last has the layers of multi-token prediction."""
     p = parallel
     layers_per_chunk = None if p.layers_per_chunk is None else tuple(p.layers_per_chunk)
-    stages = split_layers(model.num_layers, placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp), layers_per_chunk)
+    placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
+    stages = split_layers(model.num_layers, placement, layers_per_chunk)
     return replace(stages, starts=(*stages.starts[:-1], model.total_layers)) if model.mtp_layers else stages
 
 

@@ -6,16 +6,23 @@ the only map between stages and chunks of ranks:
     looped    stage = chunk p + rank (Narayanan et al. 2021, 2.2): for p = v = 2, rank 0 has stages 0 and 2, rank 1 has
               1 and 3
     V         odd chunks run backwards (Qi et al. 2024): rank 0 has stages 0 and 3, rank 1 has 1 and 2
+
+A micro-batch visits all stages, or, in a partial pipeline, skips some between the first and the last (SkipPipe, Blagoev
+et al. 2025). Its path depends on its number alone: skips go around these stages, which are skipped equally often.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from megascale.catalog.schedules import SCHEDULES
 
+MAX_PERIOD = 1000  # most micro-batches until skips repeat
 RECENT = 64  # cached splits and placements: queries about a configuration ask for its own repeatedly
 
 Place = tuple[int, int]
@@ -31,11 +38,12 @@ class Placement:
 
     `barriers`: of vocabulary parallelism, between the forward and the backward of a micro-batch; 0 without it
     (`schedule.shared_vocabulary`). With it a rank has a chunk more, `v`, its rows of the vocabulary; together they are
-    stage `count`.
+    stage `count`. `skip_ratio`: the share of the stages between the first and the last that micro-batches skip.
     """
 
     stages: tuple[tuple[int, ...], ...]
     barriers: int = 0
+    skip_ratio: float = 0.0
 
     @property
     def p(self) -> int:
@@ -59,6 +67,40 @@ class Placement:
         at = {stage: (rank, chunk) for rank, own in enumerate(self.stages) for chunk, stage in enumerate(own)}
         return tuple(at[stage] for stage in range(len(at)))
 
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that micro-batches visit: micro-batch i those of path i mod the number of paths."""
+        share, inner = Fraction(self.skip_ratio).limit_denominator(MAX_PERIOD), self.count - 2
+        cuts = [-(-i * share.numerator * inner // share.denominator) for i in range(share.denominator + 1)]
+        skipped = [{1 + skip % inner for skip in range(*cut)} for cut in pairwise(cuts)]
+        return tuple(tuple(stage for stage in range(self.count) if stage not in each) for each in skipped)
+
+    def path(self, microbatch: int) -> tuple[int, ...]:
+        return self.paths[microbatch % len(self.paths)]
+
+    def along_path(self, stage: int, step: int, microbatch: int) -> int | None:
+        """Find the stage that is `step` stages after a stage on a micro-batch's path, None beyond its ends."""
+        path = self.path(microbatch)
+        at = bisect_left(path, stage) + step
+        return path[at] if 0 <= at < len(path) else None
+
+    def counted_paths(self, m: int) -> Counter[tuple[int, ...]]:
+        """Count the paths of m micro-batches."""
+        counts = Counter[tuple[int, ...]]()
+        for at, path in enumerate(self.paths):
+            counts[path] += len(range(at, m, len(self.paths)))
+        return counts
+
+    def visits(self, rank: int, chunk: int, m: int) -> int:
+        """Count the micro-batches, of m, that visit a chunk; all pass over rows of the vocabulary."""
+        paths, stage = self.counted_paths(m), self.stage(rank, chunk)
+        return m if len(paths) == 1 else sum(count for path, count in paths.items() if stage in path)
+
+    @cached_property
+    def whole(self) -> Placement:
+        """The placement for micro-batches that skip nothing, of an evaluation."""
+        return replace(self, skip_ratio=0.0) if self.skip_ratio else self
+
     @property
     def ends(self) -> tuple[int, int]:
         """The ranks of the first and of the last stage."""
@@ -66,9 +108,10 @@ class Placement:
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """The pairs of ranks that have consecutive stages."""
-        pairs = {(min(one, other), max(one, other)) for (one, _), (other, _) in pairwise(self.places)}
-        return tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
+        """The pairs of ranks that have consecutive stages of a path, or of an evaluation."""
+        hops = {hop for path in (*self.paths, range(self.count)) for hop in pairwise(path)}
+        pairs = {(self.places[one][0], self.places[other][0]) for one, other in hops}
+        return tuple(sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}))
 
 
 @lru_cache(RECENT)
@@ -89,11 +132,11 @@ PLACEMENTS = {"loop": looped, "v": v_shaped}  # functions (p, v) by the name in 
 
 
 @lru_cache(RECENT)
-def placement_of(schedule: str | None, p: int, v: int, barriers: int = 0) -> Placement:
+def placement_of(schedule: str | None, p: int, v: int, barriers: int = 0, skip_ratio: float = 0.0) -> Placement:
     """Place the virtual stages as a schedule needs them; None: the default schedule of a configuration."""
     card = SCHEDULES.cards.get(schedule or "")
     placed = PLACEMENTS[card.facts.get("placement", "loop") if card is not None else "loop"](p, v)
-    return replace(placed, barriers=barriers) if barriers else placed
+    return replace(placed, barriers=barriers, skip_ratio=skip_ratio) if barriers or skip_ratio else placed
 
 
 @dataclass(frozen=True)

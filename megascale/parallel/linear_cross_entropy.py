@@ -59,9 +59,8 @@ class _LossOptions:
 
     def targets(self, labels: Tensor, mask: Tensor | None, rows: slice, wide: torch.dtype) -> Targets:
         """Return the targets of the tokens in `rows` of every rank's shard."""
-        columns = self._tokens(labels, rows) - self.vocabulary.start
-        weights = torch.ones_like(columns, dtype=wide) if mask is None else self._tokens(mask, rows).to(wide)
-        return Targets(columns, weights, self.vocabulary.valid)
+        own = None if mask is None else self._tokens(mask, rows)
+        return self.vocabulary.targets(self._tokens(labels, rows), own, wide)
 
     def loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None

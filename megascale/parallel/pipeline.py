@@ -7,7 +7,7 @@
     I, W            the same in two: the gradient of the input, and then those of the weights, whose operands wait in a
                     queue (`parallel.grad_accumulation`)
     F&B, F&I        an Overlap: both, by turns a segment of the backward and one of the forward (`parallel.segments`)
-    SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B or I to the previous stage;
+    SEND_F, SEND_B  send the output of F to the next virtual stage on its path, the input gradient of B or I back;
                     one on the same rank is handed the tensor itself, without an action
     RECV_F, RECV_B  post a receive; the F, B or I that consumes the message waits for it
     WAIT_PARAMS     wait for the all-gather of the chunk's first bucket group, started by `train_step` after its update
@@ -146,6 +146,7 @@ class _Execution:
         self._p = pipeline
         self._batch = batch
         self._training = training
+        self._placement = pipeline.placement if training else pipeline.placement.whole
         # By F or B, B for an I too: the receive posted for the action, and its buffer.
         self._receiving: dict[Action, tuple[TrackedWork, Tensor]] = {}
         # By F or B: the action's result, until its SEND.
@@ -253,10 +254,10 @@ class _Execution:
         return StageOutput(None if activation is None else activation.detach(), detached)
 
     def _stage(self, action: Action) -> int:
-        return self._p.placement.stage(self._p.channels.rank, action.chunk)
+        return self._placement.stage(self._p.channels.rank, action.chunk)
 
     def _neighbours(self, action: Action) -> Neighbours:
-        return neighbours(action, self._p.channels.rank, self._p.placement)
+        return neighbours(action, self._p.channels.rank, self._placement)
 
     def _run_backward(self, action: Action, *, is_last: bool) -> Generator[None, None, None]:
         """Run a backward, or a part of it. `is_last`: the chunk's last gradients before a reduction."""
@@ -302,17 +303,17 @@ class _Execution:
         """Keep the result of an F or B for its SEND, or for the stage of this rank that takes it; at an end of the
         pipeline give it to the passes.
         """
-        takes = self._stage(made) + (1 if made.kind is Kind.F else -1)
+        takes = self._placement.along_path(self._stage(made), 1 if made.kind is Kind.F else -1, made.microbatch)
         if self._neighbours(made).target is not None:
             self._to_send[made] = result
-        elif 0 <= takes < self._p.placement.count:
-            self._handed[made._replace(chunk=self._p.placement.places[takes][1])] = result
+        elif takes is not None:
+            self._handed[made._replace(chunk=self._placement.places[takes][1])] = result
         else:
             assert self._p.passes is not None, f"nothing takes the result of {made}"
             self._p.passes.give(made, result)
 
     def _reduce(self, action: Action) -> None:
-        if self._p.passes is not None and action.chunk == self._p.placement.v:
+        if self._p.passes is not None and action.chunk == self._placement.v:
             self._p.passes.add_embedding_gradients()
         self._p.buffers.start_chunk_reduction(action.chunk)
 
@@ -327,13 +328,13 @@ class _Execution:
     def _send(self, action: Action) -> None:
         made, target = action._replace(kind=SERVED[action.kind]), self._neighbours(action).target
         assert target is not None, f"no other rank needs the result of {made}"
-        rank, _ = self._p.placement.places[target]
+        rank, _ = self._placement.places[target]
         self._p.send(self._p.p2p_spec.local_shard(self._to_send.pop(made)), rank, _label(made, target))
 
     def _receive(self, action: Action) -> None:
         served, source = action._replace(kind=SERVED[action.kind]), self._neighbours(action).source
         assert source is not None, f"no other rank sends to {served}"
-        rank, _ = self._p.placement.places[source]
+        rank, _ = self._placement.places[source]
         out = self._spec(action).receive_buffer()
         receive = self._p.channels.receive(out, rank, label=_label(served, self._stage(action)))
         self._receiving[served] = (receive, out)
@@ -343,7 +344,7 @@ class _Execution:
         if action in self._handed:
             return self._handed.pop(action)
         if action not in self._receiving:
-            at_end = self._stage(action) == (self._p.placement.count - 1 if action.kind is Kind.B else 0)
+            at_end = self._stage(action) == (self._placement.count - 1 if action.kind is Kind.B else 0)
             assert at_end, f"nothing was received for {action}"
             return None if self._p.passes is None else self._p.passes.take(action)
         receive, shard = self._receiving.pop(action)

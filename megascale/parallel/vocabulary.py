@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megascale.config.model import ModelConfig
 from megascale.layout.tensors import padded_vocab
+from megascale.ops.cross_entropy import Targets
 from megascale.ops.embedding_rows import lookup
 from megascale.parallel.grad_accumulation import accumulate_embedding_grad
 from megascale.parallel.tp_overlap import TensorParallel
@@ -38,6 +39,11 @@ class VocabularyRange:
         rows = padded_vocab(model, ranks) // ranks
         start = index * rows
         return cls(start, rows, min(max(model.vocab_size - start, 0), rows), ranks > 1)
+
+    def targets(self, labels: Tensor, mask: Tensor | None, wide: torch.dtype) -> Targets:
+        """Return the targets of tokens from their labels [t], global ids, and their mask; `wide`: dtype of the loss."""
+        weights = torch.ones_like(labels, dtype=wide) if mask is None else mask.to(wide)
+        return Targets(labels - self.start, weights, self.valid)
 
 
 def vocab_parallel_embedding(ids_sb: Tensor, weight: Tensor, vocabulary: VocabularyRange, tp: TensorParallel) -> Tensor:

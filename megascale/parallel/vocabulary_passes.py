@@ -67,32 +67,6 @@ class StageSums:
 
 
 @dataclass
-class EmbeddingPasses:
-    """Lookups in this rank's rows of the embedding. `sums`: of embeddings; `grads`: of their gradients."""
-
-    weight: nn.Parameter
-    vocabulary: VocabularyRange
-    tp: TensorParallel
-    sums: StageSums
-    grads: StageSums
-    _edges: dict[int, GradientEdge] = field(default_factory=dict)
-
-    def look_up(self, index: int, batch: MicroBatch) -> None:
-        """Look up the tokens of a micro-batch, and start the sum over the stages."""
-        assert batch.tokens is not None, "every stage reads the tokens"
-        found = vocab_parallel_embedding(batch.tokens, self.weight, self.vocabulary, self.tp)
-        if found.requires_grad:
-            self._edges[index] = get_gradient_edge(found)
-        self.sums.given[index] = found.detach()
-        self.sums.start(index)
-
-    def add_gradients(self) -> None:
-        """Add the gradients that have been spread to the rows."""
-        for index in list(self.grads.started):
-            run_backward([self._edges.pop(index)], [self.grads.take(index)])
-
-
-@dataclass
 class _Logits:
     """A micro-batch between VS and VT: `x` [s, b, h]; `logits` [t, n], with one barrier E; `statistics` of this rank,
     and of all ranks [ranks x 3, t], with their exchange; `product`: E W.
@@ -113,63 +87,116 @@ class _Logits:
 
 
 @dataclass
-class HeadPasses:
-    """This rank's rows of the head. `hidden`: sums of the last stage's output; `grads`: of its gradient; `ranks`: all
-    that share the rows, along tp and pp; `wide`: dtype of the loss.
+class VocabularyPasses:
+    """The passes of a rank over its rows of the embedding and of the head, a `chunk` in `buffers`. `ranks`: all that
+    share the rows, along tp and pp; `wide`: dtype of the loss. Sums over the stages: of embeddings, `embedded`, of the
+    last stage's output, `hidden`, and of their gradients.
     """
 
-    weight: nn.Parameter
+    chunk: int
+    buffers: ParamAndGradBuffers
+    embedding: nn.Parameter
+    head: nn.Parameter
     vocabulary: VocabularyRange
     tp: TensorParallel
     ranks: Group
     cross_entropy: CrossEntropy
     barriers: int
     wide: torch.dtype
+    embedded: StageSums
+    embedded_grads: StageSums
     hidden: StageSums
-    grads: StageSums
-    _logits: dict[int, _Logits] = field(default_factory=dict)
+    hidden_grads: StageSums
+    _edges: dict[int, GradientEdge] = field(default_factory=dict, init=False)
+    _logits: dict[int, _Logits] = field(default_factory=dict, init=False)
+
+    def run(self, action: Action, batch: MicroBatch, *, training: bool) -> Tensor | None:
+        """Run a pass, or start an exchange. VT of the rank with the last stage returns the loss, a sum over tokens."""
+        kind, chunk, index = action
+        recorder, loss = self.ranks.recorder, None
+        enter = recorder.action if kind in COMPUTE_KINDS else lambda _, *key: recorder.scope(*key)
+        with enter(kind.value, chunk, index):
+            match kind:
+                case Kind.EMBED:
+                    self._look_up(index, batch)
+                case Kind.HIDDEN:
+                    self.hidden.start(index)
+                case Kind.VS:
+                    self._compute_logits(index, batch, training=training)
+                case Kind.STATS:  # the barrier
+                    state, label = self._logits[index], LABEL.with_suffix("statistics")
+                    own = torch.stack(state.own)
+                    state.exchange = all_gather(self.ranks, state.parts, own, label=label, wait=False)
+                case Kind.VT:
+                    with self.buffers.backward(chunk, last=False):
+                        loss = self._compute_gradients(index, training=training)
+                case Kind.HIDDEN_GRAD:
+                    if self.barriers == 1:
+                        self._scale_gradient(index)
+                    self.hidden_grads.start(index)
+                case Kind.EMBED_GRAD:
+                    self.add_embedding_gradients()
+                    self.embedded_grads.start(index)
+        return loss if self.hidden_grads.used else None
+
+    def give(self, action: Action, result: Tensor) -> None:
+        """Give the result of the last stage's F, or of the first stage's B."""
+        sums = self.hidden if action.kind is Kind.F else self.embedded_grads
+        sums.given[action.microbatch] = result
+
+    def take(self, action: Action) -> Tensor:
+        """Wait for the input of the first stage's F, or for the gradient that the last stage's B needs."""
+        return (self.embedded if action.kind is Kind.F else self.hidden_grads).take(action.microbatch)
+
+    def add_embedding_gradients(self) -> None:
+        """Add the gradients that have been spread to the rows: before the next, and before their reduction."""
+        with self.buffers.backward(self.chunk, last=False):
+            for index in list(self.embedded_grads.started):
+                run_backward([self._edges.pop(index)], [self.embedded_grads.take(index)])
+
+    def finish(self) -> None:
+        """End all exchanges of a step or an evaluation."""
+        self.embedded.end_unused()
+        self.hidden_grads.end_unused()
+
+    def _look_up(self, index: int, batch: MicroBatch) -> None:
+        """Look up the tokens of a micro-batch, and start the sum over the stages."""
+        assert batch.tokens is not None, "every stage reads the tokens"
+        found = vocab_parallel_embedding(batch.tokens, self.embedding, self.vocabulary, self.tp)
+        if found.requires_grad:
+            self._edges[index] = get_gradient_edge(found)
+        self.embedded.given[index] = found.detach()
+        self.embedded.start(index)
 
     @torch.no_grad()
-    def compute_logits(self, index: int, batch: MicroBatch, *, training: bool) -> None:
+    def _compute_logits(self, index: int, batch: MicroBatch, *, training: bool) -> None:
         """Run VS."""
         assert batch.labels is not None, "every stage reads the labels"
-        x, (out,) = all_gather_matmul(
-            self.hidden.take(index), [WeightOperand(self.weight)], self.tp, LABEL, self.weight.dtype
-        )
+        operands, kernels = [WeightOperand(self.head)], self.cross_entropy
+        x, (out,) = all_gather_matmul(self.hidden.take(index), operands, self.tp, LABEL, self.head.dtype)
         assert isinstance(x, Tensor), "the head is not FP8"
-        columns, logits, kernels = batch.labels.flatten() - self.vocabulary.start, out.flatten(0, 1), self.cross_entropy
-        weights = (
-            torch.ones_like(columns, dtype=self.wide) if batch.mask is None else batch.mask.flatten().to(self.wide)
-        )
-        targets = Targets(columns, weights, self.vocabulary.valid)
+        logits, mask = out.flatten(0, 1), None if batch.mask is None else batch.mask.flatten()
+        targets = self.vocabulary.targets(batch.labels.flatten(), mask, self.wide)
         own = kernels.local_statistics(logits, targets)
         parts = own.peak.new_empty(3 * self.ranks.size, len(own.peak))
         state = self._logits[index] = _Logits(x, logits, targets, own, parts)
         if training and self.barriers == 1:
             ones, zeros = torch.ones_like(own.peak), torch.zeros_like(own.peak)
             kernels.gradient(logits, targets.local_columns, own.peak, ones, zeros, kernels.cap)
-            state.product = logits @ self.weight
+            state.product = logits @ self.head
 
-    def exchange_statistics(self, index: int) -> None:
-        """Start the barrier."""
+    @torch.no_grad()
+    def _scale_gradient(self, index: int) -> None:
+        """Make the gradient of the last stage's output of what VS has computed."""
         state = self._logits[index]
-        label = LABEL.with_suffix("statistics")
-        state.exchange = all_gather(self.ranks, state.parts, torch.stack(state.own), label=label, wait=False)
+        scale = self.cross_entropy.softmax_scale(state.targets, state.own.peak, state.statistics())
+        rows = self.head[state.targets.local_columns]
+        assert state.product is not None, "VS has computed it"
+        grad = state.product * scale.unsqueeze(1) - rows * self._at_labels(state).unsqueeze(1)
+        self._give_gradient(index, grad.to(rows.dtype), state)
 
     @torch.no_grad()
-    def sum_gradient(self, index: int) -> None:
-        """Start the sum of the gradient of the last stage's output."""
-        if self.barriers == 1:
-            state = self._logits[index]
-            scale = self.cross_entropy.softmax_scale(state.targets, state.own.peak, state.statistics())
-            rows = self.weight[state.targets.local_columns]
-            assert state.product is not None, "VS has computed it"
-            grad = state.product * scale.unsqueeze(1) - rows * self._at_labels(state).unsqueeze(1)
-            self._give_gradient(index, grad.to(rows.dtype), state)
-        self.grads.start(index)
-
-    @torch.no_grad()
-    def compute_gradients(self, index: int, *, training: bool) -> Tensor:
+    def _compute_gradients(self, index: int, *, training: bool) -> Tensor:
         """Run VT; return the loss, a sum over tokens."""
         state, kernels = self._logits.pop(index), self.cross_entropy
         every, targets, logits, x = state.statistics(), state.targets, state.logits, state.x.flatten(0, 1)
@@ -179,73 +206,19 @@ class HeadPasses:
         scale = kernels.softmax_scale(targets, state.own.peak, every)
         if self.barriers == 2:
             kernels.write_gradient(logits, targets, state.own.peak, scale)
-            self._give_gradient(index, logits @ self.weight, state)
-            accumulate_wgrad(self.weight, logits, x)
+            self._give_gradient(index, logits @ self.head, state)
+            accumulate_wgrad(self.head, logits, x)
         else:
             minus = self._at_labels(state)
-            accumulate_wgrad(self.weight, logits, (x * scale.unsqueeze(1)).to(x.dtype))
-            accumulate_embedding_grad(self.weight, targets.local_columns, x * -minus.unsqueeze(1))
+            accumulate_wgrad(self.head, logits, (x * scale.unsqueeze(1)).to(x.dtype))
+            accumulate_embedding_grad(self.head, targets.local_columns, x * -minus.unsqueeze(1))
         return loss
 
     def _give_gradient(self, index: int, grad: Tensor, state: _Logits) -> None:
         """Give this rank's part of the gradient of the last stage's output, summed over tp."""
-        self.grads.given[index], _ = self.tp.reduce(grad.view(state.x.shape), LABEL.for_backward("gradient"))
+        self.hidden_grads.given[index], _ = self.tp.reduce(grad.view(state.x.shape), LABEL.for_backward("gradient"))
 
     def _at_labels(self, state: _Logits) -> Tensor:
         """Return what the gradient has less at the labels, where they are on this rank."""
         minus, cap = state.targets.weights * state.targets.is_local, self.cross_entropy.cap
         return minus if cap is None else minus * soft_cap_derivative(state.own.at_label, cap)
-
-
-@dataclass(frozen=True)
-class VocabularyPasses:
-    """The passes of a rank over its rows of the embedding and of the head, a `chunk` in `buffers`."""
-
-    chunk: int
-    buffers: ParamAndGradBuffers
-    embedding: EmbeddingPasses
-    head: HeadPasses
-
-    def run(self, action: Action, batch: MicroBatch, *, training: bool) -> Tensor | None:
-        """Run a pass, or start an exchange. VT of the rank with the last stage returns the loss, a sum over tokens."""
-        kind, chunk, index = action
-        recorder, loss = self.head.ranks.recorder, None
-        enter = recorder.action if kind in COMPUTE_KINDS else lambda _, *key: recorder.scope(*key)
-        with enter(kind.value, chunk, index):
-            match kind:
-                case Kind.EMBED:
-                    self.embedding.look_up(index, batch)
-                case Kind.HIDDEN:
-                    self.head.hidden.start(index)
-                case Kind.VS:
-                    self.head.compute_logits(index, batch, training=training)
-                case Kind.STATS:
-                    self.head.exchange_statistics(index)
-                case Kind.VT:
-                    with self.buffers.backward(chunk, last=False):
-                        loss = self.head.compute_gradients(index, training=training)
-                case Kind.HIDDEN_GRAD:
-                    self.head.sum_gradient(index)
-                case Kind.EMBED_GRAD:
-                    self.add_embedding_gradients()
-                    self.embedding.grads.start(index)
-        return loss if self.head.grads.used else None
-
-    def give(self, action: Action, result: Tensor) -> None:
-        """Give the result of the last stage's F, or of the first stage's B."""
-        sums = self.head.hidden if action.kind is Kind.F else self.embedding.grads
-        sums.given[action.microbatch] = result
-
-    def take(self, action: Action) -> Tensor:
-        """Wait for the input of the first stage's F, or for the gradient that the last stage's B needs."""
-        return (self.embedding.sums if action.kind is Kind.F else self.head.grads).take(action.microbatch)
-
-    def add_embedding_gradients(self) -> None:
-        """Add the gradients that have been spread to the rows: before the next, and before their reduction."""
-        with self.buffers.backward(self.chunk, last=False):
-            self.embedding.add_gradients()
-
-    def finish(self) -> None:
-        """End all exchanges of a step or an evaluation."""
-        self.embedding.sums.end_unused()
-        self.head.grads.end_unused()

@@ -22,7 +22,7 @@ PAIRS = {(Kind.F, Kind.B), (Kind.F, Kind.I)}
 def check_schedule(
     compute: Schedule, placement: Placement, m: int, peak: Callable[[int, int, int], int] | None = None
 ) -> None:
-    """Check that every rank runs every (chunk, micro-batch) forward, then backward, in one action or two; that the
+    """Check that every rank runs every micro-batch on every chunk of its path forward, then backward; that the
     gradients of weights are summed in the order of the micro-batches, as the bits of all schedules are equal; that the
     parts of an Overlap do not need each other; that ranks do not wait for each other; and that no more micro-batches
     than `peak(p, v, m)` are live on a rank, summed over its chunks.
@@ -33,31 +33,33 @@ def check_schedule(
     if len(compute) != p:
         raise ScheduleError(f"lists of actions for {len(compute)} ranks, not {p}")
     for rank, order in enumerate(compute):
-        check_passes(order, rank, v, m)
+        check_passes(order, rank, placement, m)
         summed = [0] * v
         for action in (action for action in each_action(order) if Kind.W in RESULTS[action.kind]):
-            if action.microbatch != summed[action.chunk]:
-                raise ScheduleError(f"rank {rank}: {action} comes before that of micro-batch {summed[action.chunk]}")
-            summed[action.chunk] += 1
+            if action.microbatch < summed[action.chunk]:
+                raise ScheduleError(f"rank {rank}: {action} comes after that of micro-batch {summed[action.chunk]}")
+            summed[action.chunk] = action.microbatch
     global_order(compute, placement)
     for rank, live in enumerate(map(most_live, compute)):
         if peak is not None and live > peak(p, v, m):
             raise ScheduleError(f"rank {rank} has {live} micro-batches live, more than {peak(p, v, m)}")
 
 
-def check_passes(order: RankSchedule, rank: int, v: int, m: int) -> None:
+def check_passes(order: RankSchedule, rank: int, placement: Placement, m: int) -> None:
     """Check that a rank runs every (chunk, micro-batch) forward, then backward, in pairs of different micro-batches.
+    A backward is one action or two.
 
     Raises: ScheduleError
     """
     for pair in (entry for entry in order if isinstance(entry, Overlap)):
         if (pair.forward.kind, pair.backward.kind) not in PAIRS or pair.forward.microbatch == pair.backward.microbatch:
             raise ScheduleError(f"rank {rank}: {pair} is no forward with a backward of another micro-batch")
-    kinds: dict[tuple[int, int], tuple[Kind, ...]] = {(chunk, i): () for chunk in range(v) for i in range(m)}
+    chunks, kinds = range(placement.v), dict[tuple[int, int], tuple[Kind, ...]]()
+    kinds |= {(c, i): () for i in range(m) for c in chunks if placement.stage(rank, c) in placement.path(i)}
     for action in each_action(order):
         key = action.chunk, action.microbatch
         if key not in kinds:
-            raise ScheduleError(f"rank {rank}: {action} is none of {v} chunks and {m} micro-batches")
+            raise ScheduleError(f"rank {rank}: {action} is none of {placement.v} chunks and {m} micro-batches on them")
         kinds[key] += (action.kind,)
     for (chunk, i), found in kinds.items():
         if found not in PASSES:

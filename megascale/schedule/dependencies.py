@@ -1,5 +1,5 @@
 """Dependencies of compute actions: the one relation from which lowering, executor, simulator and checks derive order
-and messages. It is the same for every micro-batch.
+and messages. It is the same for every micro-batch, where before and after are along its path.
 
     F    the output of the stage before
     R    the forward of its own stage
@@ -50,12 +50,12 @@ def dependencies(entry: Entry, rank: int, placement: Placement) -> list[Result]:
     return [
         (result, stage, microbatch)
         for kind, chunk, microbatch in parts(entry)
-        for result, stage in _needs(kind, rank, chunk, placement)
+        for result, stage in _needs(kind, rank, chunk, microbatch % len(placement.paths), placement)
     ]
 
 
 @lru_cache(CACHED)
-def _needs(kind: Kind, rank: int, chunk: int, placement: Placement) -> list[tuple[Kind, int]]:
+def _needs(kind: Kind, rank: int, chunk: int, path: int, placement: Placement) -> list[tuple[Kind, int]]:
     stage = placement.stage(rank, chunk)
     taken, step = TAKEN.get(kind, (kind, 0))
     needs = [(OWN[kind], stage)] if kind in OWN else []
@@ -64,7 +64,8 @@ def _needs(kind: Kind, rank: int, chunk: int, placement: Placement) -> list[tupl
     elif kind is Kind.VT or (placement.barriers and stage == placement.count - 1 and kind in (Kind.B, Kind.I)):
         after = Kind.VT if placement.barriers == 2 and kind is not Kind.VT else Kind.VS
         needs.append((after, placement.count))
-    return [*needs, (taken, stage + step)] if step and 0 <= stage + step < placement.count else needs
+    other = placement.along_path(stage, step, path) if step else None
+    return needs if other is None else [*needs, (taken, other)]
 
 
 class Neighbours(NamedTuple):
@@ -78,14 +79,11 @@ class Neighbours(NamedTuple):
 
 def neighbours(action: Action, rank: int, placement: Placement) -> Neighbours:
     """Find the stages that exchange messages with a compute action of a rank, or with that of a SEND or RECV."""
-    return _neighbours(action.kind, rank, action.chunk, placement)
+    return _neighbours(action.kind, rank, action.chunk, action.microbatch % len(placement.paths), placement)
 
 
 @lru_cache(CACHED)
-def _neighbours(kind: Kind, rank: int, chunk: int, placement: Placement) -> Neighbours:
+def _neighbours(kind: Kind, rank: int, chunk: int, path: int, placement: Placement) -> Neighbours:
     stage, (_, step) = placement.stage(rank, chunk), TAKEN.get(SERVED.get(kind, kind), (kind, 0))
-    source, target = (
-        other if step and 0 <= other < placement.count and placement.places[other][0] != rank else None
-        for other in (stage + step, stage - step)
-    )
-    return Neighbours(source, target)
+    others = [placement.along_path(stage, way, path) if step else None for way in (step, -step)]
+    return Neighbours(*(None if other is None or placement.places[other][0] == rank else other for other in others))

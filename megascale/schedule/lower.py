@@ -21,12 +21,27 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
+from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
-from megascale.schedule.ir import Action, Entry, Kind, RankSchedule, Schedule, ScheduleError, each_action, parts
+from megascale.schedule.ir import (
+    Action,
+    Entry,
+    Kind,
+    RankSchedule,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    each_action,
+    parts,
+    weights_at_once,
+)
+from megascale.schedule.one_f_one_b import partial_1f1b
 from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
 
+CACHED_ORDERS = 32  # schedules of a search's layouts
 ACTION, MESSAGE = 5, 1
 """Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their
 senders: the action before a message's consumer starts after the sender's action, and the receive is posted before it,
@@ -84,6 +99,17 @@ def with_passes(compute: Schedule, placement: Placement) -> Schedule:
     for rank, entry in _clocked([[*passes, delay_backwards(own, placement.barriers)] for own in compute], placement):
         placed[rank].append(entry)
     return placed
+
+
+@lru_cache(CACHED_ORDERS)
+def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ...] = ()) -> Schedule:
+    """Build the compute actions of all ranks in the schedule `name`, with m micro-batches. `joined`: chunks whose W
+    follows its I at once.
+    """
+    if placement.skip_ratio:
+        return [partial_1f1b(placement, m, rank) for rank in range(placement.p)]
+    orders = build_schedule(SCHEDULES[name].load(), placement.p, placement.v, m)
+    return with_passes([weights_at_once(order, joined) for order in orders], placement)
 
 
 def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Entry]]:

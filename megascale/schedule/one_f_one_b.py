@@ -10,10 +10,12 @@ Time by rank, p = 3 ranks and m = 4 micro-batches; F0: forward of micro-batch 0;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
-from megascale.schedule.ir import Action, RankSchedule, backward, forward
+from megascale.layout.stages import Placement
+from megascale.schedule.ir import Action, RankSchedule, backward, each_action, forward
 
 
 def one_f_one_b(p: int, v: int, m: int, rank: int) -> RankSchedule:
@@ -27,6 +29,21 @@ def one_f_one_b(p: int, v: int, m: int, rank: int) -> RankSchedule:
         raise ValueError(f"1f1b has one model chunk per rank, not {v}")
     forwards, backwards = [forward(0, i) for i in range(m)], [backward(0, i) for i in range(m)]
     return alternate(forwards, backwards, warmup=p - rank - 1)
+
+
+def partial_1f1b(placement: Placement, m: int, rank: int) -> RankSchedule:
+    """List the actions of `rank` for m micro-batches that skip stages: an order of all stages without those skipped, in
+    which nothing deadlocks.
+
+    For every stage until the last, `ahead` forwards come before the first backward: two or, if more than half is
+    skipped, as many as leave each stage one of its own. With one as in 1F1B a micro-batch that finds a rank busy with
+    another would hold up all stages. min(m, ahead (p - rank - 1) + 1) micro-batches are live, less those that skip the
+    rank.
+    """
+    ahead, numbers = max(2, math.ceil(1 / (1 - placement.skip_ratio))), range(m)
+    forwards, backwards = [forward(0, i) for i in numbers], [backward(0, i) for i in numbers]
+    order = alternate(forwards, backwards, warmup=ahead * (placement.p - rank - 1))
+    return [each for each in each_action(order) if placement.stage(rank, 0) in placement.path(each.microbatch)]
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> RankSchedule:

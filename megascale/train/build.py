@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale.catalog.precisions import PRECISIONS
-from megascale.catalog.schedules import SCHEDULES
 from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.format.state import Progress
 from megascale.comm.mesh import Mesh, open_mesh
@@ -46,8 +45,9 @@ from megascale.parallel.vocabulary import VocabularyRange
 from megascale.record.label import FORWARD, Label
 from megascale.record.log import RankLog
 from megascale.record.recorder import Recorder
-from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only, weights_at_once
-from megascale.schedule.lower import lower, with_passes
+from megascale.schedule.ir import RankSchedule, forwards_only
+from megascale.schedule.lower import compute_order, lower, with_passes
+from megascale.schedule.state_aware import build_state_aware
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.op_context import op_context
@@ -317,22 +317,20 @@ def build_passes(
     spec: P2PActivationSpec,
 ) -> VocabularyPasses:  # fmt: skip
     """Build the passes of vocabulary parallelism over this rank's rows."""
-    from megascale.parallel.vocabulary_passes import EmbeddingPasses, HeadPasses, StageSums, VocabularyPasses
+    from megascale.parallel.vocabulary_passes import StageSums, VocabularyPasses
 
-    model, p, (_, wide) = config.model, config.parallel, run_dtypes(config.train.precision)
+    p, (_, wide) = config.parallel, run_dtypes(config.train.precision)
     stages, ranks = (mesh.group(*axes) for axes in VOCABULARY_AXES)
-    rows = VocabularyRange.for_rank(model, ranks.index, ranks.size)
-    parameters = buffers.parameters(p.vpp)
-    embedding = parameters[TOKEN_EMBEDDING]
+    rows = VocabularyRange.for_rank(config.model, ranks.index, ranks.size)
+    parameters, (first, last) = buffers.parameters(p.vpp), (end == mesh.coord.pp for end in mesh.placement.ends)
+    embedding, kernels = parameters[TOKEN_EMBEDDING], operators.cross_entropy
     embedded, hidden = (Label(name, direction=FORWARD) for name in ("embedding", "hidden"))
-    first, last = (end == mesh.coord.pp for end in mesh.placement.ends)
-    sums, spread = StageSums(stages, spec, embedded, first), StageSums(stages, spec, hidden)
-    spread_back = StageSums(stages, spec, embedded.for_backward("gradient"))
-    sums_back = StageSums(stages, spec, hidden.for_backward("gradient"), last)
-    kernels, weight = operators.cross_entropy, parameters.get(HEAD, embedding)
-    embeds = EmbeddingPasses(embedding, rows, tp, sums, spread_back)
-    head = HeadPasses(weight, rows, tp, ranks, kernels, p.vocab_pp, wide, spread, sums_back)
-    return VocabularyPasses(p.vpp, buffers, embeds, head)
+    used = {embedded: first, embedded.for_backward("gradient"): True, hidden: True,
+            hidden.for_backward("gradient"): last}  # fmt: skip
+    return VocabularyPasses(
+        p.vpp, buffers, embedding, parameters.get(HEAD, embedding), rows, tp, ranks, kernels, p.vocab_pp, wide,
+        *(StageSums(stages, spec, label, here) for label, here in used.items()),
+    )  # fmt: skip
 
 
 def build_context_parallel(
@@ -372,19 +370,13 @@ def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Expert
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
     """Return a pipeline rank's actions in a training step, or an evaluation, of `count` micro-batches."""
-    p = config.parallel
+    p, parts, partial = config.parallel, config.num_chunks, stages_of(config.model, config.parallel).placement
+    placement = partial if training else partial.whole
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if p.hybrid_dp:
-        compute = build_schedule(SCHEDULES["1f1b"].load(), p.pp, 1, count)
-    elif config.data.sequence_chunk_tokens is not None:
-        from megascale.schedule.state_aware import build_state_aware
-
-        compute = build_state_aware(
-            p.pp, [config.num_chunks] * (count // config.num_chunks), config.data.sequence_chunks_saved
-        )
+    if parts > 1:
+        compute = build_state_aware(p.pp, [parts] * (count // parts), config.data.sequence_chunks_saved)
     else:
-        compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
-    joined = joined_chunks(config.train, p)
-    compute = [weights_at_once(order, joined) for order in compute] if training else forwards_only(compute)
-    placement = stages_of(config.model, p).placement
-    return lower(with_passes(compute, placement), placement, training=training, reduce_each=p.zero == 2)[pp_rank]
+        compute = compute_order(p.schedule, placement, count, joined_chunks(config.train, p))
+    if not training:
+        compute = with_passes(forwards_only(compute), placement)
+    return lower(compute, placement, training=training, reduce_each=p.zero == 2)[pp_rank]

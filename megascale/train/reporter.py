@@ -13,7 +13,7 @@ from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
 from megascale.core.outages import Outages
 from megascale.layout.parts.part import Scores
-from megascale.plan.account.flops import hardware_flops, mfu, token_flops
+from megascale.plan.account.flops import hardware_flops, mfu, model_flops
 from megascale.record.metrics import MetricsRecord, StepMetrics
 from megascale.record.recorder import Recorder
 from megascale.train.batch_totals import per_token, take_scores
@@ -37,7 +37,7 @@ class Reporter:
     def __init__(
         self, config: RunConfig, device: Device, peak: Peak | None, writers: Sequence[MetricsWriter], recorder: Recorder
     ) -> None:
-        self._flops, self._hardware = token_flops(config.model), hardware_flops(config)
+        self._flops, self._hardware = model_flops(config), hardware_flops(config)
         self._config = config
         self._world = config.world_size
         self._device = device
@@ -96,7 +96,7 @@ class Reporter:
         """
         if self._scores:
             scores = per_token(self._scores, self._tokens)
-            self._flops = token_flops(self._config.model, scores)
+            self._flops = model_flops(self._config, scores)
             self._hardware = hardware_flops(self._config, scores)
         speed, traffic = self._tokens / self._seconds, self._recorder.take_traffic()
         peak = self._peak.flops * self._world if self._peak else None

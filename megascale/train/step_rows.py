@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megascale.plan.account.flops import token_flops
+from megascale.plan.account.flops import model_flops
 from megascale.record.events import PAUSE
 from megascale.record.layout import TAGS, Phase
 from megascale.record.log import StepRow
@@ -32,7 +32,7 @@ class StepRows:
         self._run = run
         self._recorder = run.mesh.recorder
         self._tokens = config.batch.total * config.model.seq_length
-        self._flops = self._tokens * token_flops(config.model).full
+        self._flops = self._tokens * model_flops(config).full
         self._model = config.model
         self._first = run.progress.step + 1
         self._start = self._gc_start = 0.0
@@ -85,7 +85,7 @@ class StepRows:
         tokens = self._tokens if samples is None else int(samples) * self._model.seq_length
         flops = self._flops * tokens / self._tokens
         if scores is not None:
-            flops = tokens * token_flops(self._model, per_token([scores], tokens)).full
+            flops = tokens * model_flops(self._run.config, per_token([scores], tokens)).full
         row = StepRow(
             step=step,
             start=start,

@@ -555,6 +555,21 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("BLOCK_SCALES", {"fp8__recipe": "blockwise", "fp8__fast_dgrad": True}, {"fp8.fast_dgrad": "has no effect with"}),
     ("VOCABULARY", {"parallel__vocab_pp": 1}, {"parallel.pp": "there are no stages to share the vocabulary"}),
+    (
+        "SKIPS",
+        {"parallel__pp": 4, "parallel__skip_ratio": 0.5, "parallel__vocab_pp": 1},
+        {"parallel.vocab_pp": "its passes wait for all stages (parallel.skip_ratio = 0.5)"},
+    ),
+    (
+        "SKIPS",
+        {"parallel__pp": 2, "parallel__skip_ratio": 0.5},
+        {"parallel.pp": "no stage lies between the first and the last (parallel.skip_ratio = 0.5)"},
+    ),
+    (
+        "skipped_stages",
+        {"parallel__pp": 4, "parallel__dp": 2, "parallel__skip_ratio": 0.8},
+        {"parallel.skip_ratio": "leaves some stage none of the 4 micro-batches in a step of a rank"},
+    ),
     ("NO_PIPELINE", {"nccl__pp_carveout": 4}, {"nccl.pp_carveout": "has no effect"}),
     ("NO_HISTORY", {"fp8__recipe": "rowwise", "fp8__history": 4}, {"fp8.history": "has no effect with"}),
     ("NO_HOST_READER", {"data__reader_timeout_s": 9.0}, {"data.reader_timeout_s": "has no effect with"}),

@@ -80,6 +80,21 @@ def test_resume_in_another_layout(layout: tuple[str, ...], halfway: Path, uninte
 
 
 @pytest.mark.slow
+def test_a_partial_pipeline_resumes(tmp_path: Path) -> None:
+    """What micro-batches skip starts anew in every step, also with another dp for as many micro-batches."""
+    run = RUN | {"train__steps": 9, "train__precision": "fp64", "parallel__pp": 4, "parallel__skip_ratio": 0.5}
+    alone = curve(finish(job_config(tmp_path / "alone", LLAMA, **run, batch__micro=2)))
+    config = job_config(tmp_path / "stopped", LLAMA, **run, batch__micro=2)
+    finish(config, "train.steps=3")
+    finish(config, "train.steps=6")
+    resumed = curve(finish(config, "parallel.dp=2", "batch.micro=1"))
+    assert resumed[:6] == alone[:6]
+    for (step, *values), (expected_step, *expected) in zip(resumed, alone, strict=True):
+        assert step == expected_step
+        assert values == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.slow
 def test_ranks_that_share_sequences_resume_as_one_process_and_back(tmp_path: Path) -> None:
     run = RUN | {"model__dropout": 0.0, "train__steps": 9, "train__precision": "fp64"}
     alone = curve(finish(job_config(tmp_path / "alone", LLAMA, **run)))

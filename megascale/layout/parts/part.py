@@ -44,6 +44,9 @@ class TokenFlops:
     def __add__(self, other: TokenFlops) -> TokenFlops:
         return TokenFlops(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
+    def __mul__(self, factor: float) -> TokenFlops:
+        return TokenFlops(*(factor * flops for flops in vars(self).values()))
+
 
 @dataclass(frozen=True)
 class LinearSpec:

@@ -53,7 +53,9 @@ def place_of(topology: Topology, rank: int, placement: Placement | None = None) 
     axes |= {axis: (axis,) for axis in EXPERT_AXES if topology.ep > 1}
     groups = {name: tuple(topology.group(rank, *along)) for name, along in axes.items() if topology.size(*along) > 1}
     placement = placement or looped(topology.pp, 1)
-    found = [neighbours(forward(chunk, 0), coord.pp, placement) for chunk in range(placement.v)]
+    places = [(chunk, i) for chunk in range(placement.v) for i, path in enumerate(placement.paths)
+              if placement.stage(coord.pp, chunk) in path]  # fmt: skip
+    found = [neighbours(forward(*place), coord.pp, placement) for place in places]
     flows = [
         Flow(way, topology.rank(coord._replace(pp=pp)), what)
         for stages, ways in zip(zip(*found, strict=True), (("from", "to"), ("to", "from")), strict=True)

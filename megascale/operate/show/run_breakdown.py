@@ -70,6 +70,8 @@ def _bubble(cube: StepCube, folder: Path) -> float:
         raise RunFolderError(f"{folder} has no {CONFIG_FILE}")
     if config.parallel.pp == 1:
         return 0.0
+    if config.parallel.skip_ratio:
+        raise RunFolderError("the bubble of a partial pipeline is not computed (parallel.skip_ratio)")
     if missing := set(range(config.parallel.pp)) - set(cube.places.coords["pp"][cube.ordinary.any(1)].tolist()):
         stages = ", ".join(map(str, sorted(missing)))
         raise RunFolderError(f"the store has no ordinary step of pipeline stage {stages}")

@@ -39,23 +39,24 @@ class BucketTraffic:
             yield from self._parameter_norms()
 
     @cached_property
-    def _buckets(self) -> list[BucketLayout]:
-        """The gradient buckets of the pipeline rank; sizes are in elements."""
+    def _buckets(self) -> list[tuple[int, BucketLayout]]:
+        """The gradient buckets of the pipeline rank, with their chunks; sizes are in elements."""
         c, p = self.config, self.config.parallel
         chunks = chunk_buckets(c.model, p, c.overlap, c.train, self.coord.pp)
-        return [pack(bucket, topology_of(p), p.zero) for chunk in chunks for bucket in chunk]
+        return [(at, pack(bucket, topology_of(p), p.zero)) for at, chunk in enumerate(chunks) for bucket in chunk]
 
     def _gradients(self) -> Iterator[CommOp]:
         """List the collectives of gradient buckets: over dp or edp, of norms over tp, and of a tied embedding."""
         p, m = self.config.parallel, self.config.num_microbatches
         compute, wide = self.config.train.element_bytes
         topology, shared = topology_of(p), shares_embedding(self.config.model, p)
-        for bucket in self._buckets:
+        placement = stages_of(self.config.model, p).placement
+        for chunk, bucket in self._buckets:
             ranks, group = bucket.num_shards, reducing_group(topology, bucket.reduce_axes)
             sharded, index = bucket.shard_axes, topology.index_in_group(self.coord, *bucket.reduce_axes)
             operation, times = "reduce_scatter" if sharded.state else "all_reduce", 1
             if sharded.gradient and not bucket.shares_vocabulary:  # whose gradients are reduced at the step's end
-                times = m
+                times = placement.visits(self.coord.pp, chunk, m)
             low, high = bucket.shard_range(index) if sharded.state else (0, bucket.numel)
             if ranks > 1:
                 yield CommOp(group, operation, wide * bucket.numel, "gradients", times=times)
@@ -71,7 +72,7 @@ class BucketTraffic:
     def _parameter_norms(self) -> Iterator[CommOp]:
         """List the all-reduces of squared norms of an optimizer such as LAMB."""
         p, topology, matrices = self.config.parallel, topology_of(self.config.parallel), Counter[tuple[str, ...]]()
-        for bucket in self._buckets:
+        for _, bucket in self._buckets:
             ranges = bucket.matrix_ranges(0, bucket.numel, topology)
             matrices[bucket.reduce_axes] += sum(item.slot.parameter.is_matrix for item in ranges)
         for axes, count in matrices.items():

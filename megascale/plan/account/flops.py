@@ -11,6 +11,7 @@ both conventions (`account.attended`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megascale.config.model import ModelConfig
@@ -25,13 +26,29 @@ if TYPE_CHECKING:
     from megascale.layout.hybrid.sequence_work import SequenceWork
 
 
-def token_flops(model: ModelConfig, scores: Scores | None = None) -> TokenFlops:
-    """Count the model FLOPs of training per token. `scores`: per token, by default of sequences of `seq_length`."""
+def token_flops(
+    model: ModelConfig, scores: Scores | None = None, shares: Mapping[int, float] | None = None
+) -> TokenFlops:
+    """Count the model FLOPs of training per token. `scores`: per token, by default of sequences of `seq_length`;
+    `shares`: by layer, of the tokens that it computes, by default all.
+    """
     total, scores = TokenFlops(head_flops(model)), scores or scores_per_token(model)
-    for described in (block_spec(model, layer) for layer in range(model.total_layers)):
-        forward = sum((part.flops(scores) for part in described), TokenFlops(0))
-        total += forward + forward + forward
+    for layer in range(model.total_layers):
+        forward = sum((part.flops(scores) for part in block_spec(model, layer)), TokenFlops(0))
+        total += forward * (3 * (shares[layer] if shares else 1))
     return total
+
+
+def model_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:
+    """Count the model FLOPs of a run's training per token, as `token_flops` without what micro-batches skip."""
+    return token_flops(config.model, scores, computed_shares(config))
+
+
+def computed_shares(config: RunConfig) -> dict[int, float]:
+    """Return by layer the share of the micro-batches of a step that it computes."""
+    layout, m = stages_of(config.model, config.parallel), config.num_microbatches if config.parallel.skip_ratio else 1
+    visits = [layout.placement.visits(*place, m) for place in layout.placement.places]
+    return {layer: visits[stage] / m for stage in range(layout.count) for layer in layout.layers(stage)}
 
 
 def sequence_flops(model: ModelConfig) -> SequenceWork:
@@ -58,16 +75,16 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
     `scores`: per token, by default as the run expects them.
     """
     scores = scores or expected_scores(config.model, config.data)
-    layout, total = stages_of(config.model, config.parallel), token_flops(config.model, scores)
+    layout, shares = stages_of(config.model, config.parallel), computed_shares(config)
+    total = model_flops(config, scores)
     for stage in range(layout.count):
         recompute = recompute_policy(config.train, stage // layout.pp)
         for layer in layout.layers(stage) if recompute != NO_RECOMPUTE else ():
             described = block_spec(config.model, layer)
             cores = described if recompute.full or recompute.attention else ()
             again = TokenFlops(2 * recomputed_weights(described, recompute))
-            total += sum((part.flops(scores) for part in cores if part.core), again)
-    dropped = config.dropped_share / 3  # a forward is a third of all
-    return total + TokenFlops(*(dropped * flops for flops in vars(token_flops(config.model, scores)).values()))
+            total += sum((part.flops(scores) for part in cores if part.core), again) * shares[layer]
+    return total + token_flops(config.model, scores) * (config.dropped_share / 3)  # a forward is a third of all
 
 
 def recomputed_weights(block: BlockSpec, recompute: RecomputePolicy) -> int:

@@ -31,6 +31,7 @@ from megascale.plan.account.rank_actions import (
     ChunkBytes,
     most_inputs,
     peak_of,
+    posted_on_paths,
     posted_receives,
     rank_order,
     representative_microbatches,
@@ -137,7 +138,9 @@ class JobMemory:
             layers = len(self.layout.layers(self.layout.index(stage, 0)))
             saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
         if p.pp > 1 and p.schedule:
-            transient += posted_receives(p.schedule, p.pp, p.vpp, m, stage) * sizes.message
+            posted = posted_receives(p.schedule, p.pp, p.vpp, m, stage)
+            posted = posted_on_paths(self.layout.placement, m)[stage] if p.skip_ratio else posted
+            transient += posted * sizes.message
         if p.vocab_pp:  # four sums on their way, ids and their masks, unsharded gradients
             transient += 4 * sizes.stream + min(m, 2 * p.pp + p.vocab_pp) * (activations.TOKEN + 1) * sizes.tokens
             shared = bucket_sizes(config.model, p, config.overlap, config.train, stage, [p.vpp])

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import UnitBytes
-from megascale.layout.stages import placement_of
+from megascale.layout.stages import Placement, placement_of
 from megascale.schedule.interleaved import microbatch_groups
-from megascale.schedule.ir import Kind, RankSchedule, Schedule, each_action
-from megascale.schedule.lower import with_passes
+from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, each_action
+from megascale.schedule.lower import compute_order, lower
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
@@ -28,26 +28,21 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     """
     p = parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if p.vocab_pp:
-        return _with_passes(p.schedule, p.pp, p.vpp, m, p.vocab_pp)[stage]
-    if chunks == 1:
-        return _order(p.schedule, p.pp, p.vpp, m, stage)
-    enough = min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
-    return state_aware_1f1b(p.pp, [chunks] * enough, keep, stage)
+    if chunks > 1:
+        enough = min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
+        return state_aware_1f1b(p.pp, [chunks] * enough, keep, stage)
+    facts = SCHEDULES[p.schedule].facts
+    if facts.get("periodic", False) and not facts["unbounded_in_flight"] and not p.skip_ratio:
+        m = representative_microbatches(p.pp, m)
+    if p.vocab_pp or p.skip_ratio:
+        placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
+        return compute_order(p.schedule, placement, m)[stage]
+    return _order(p.schedule, p.pp, p.vpp, m, stage)
 
 
 @lru_cache(CACHED_ORDERS)
 def _order(schedule: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """List a rank's actions, of a periodic schedule only `representative` micro-batches."""
-    card = SCHEDULES[schedule]
-    repeats = card.facts.get("periodic", False) and not card.facts["unbounded_in_flight"]
-    return card.load()(p, v, representative_microbatches(p, m) if repeats else m, rank)
-
-
-@lru_cache(CACHED_ORDERS)
-def _with_passes(schedule: str, p: int, v: int, m: int, barriers: int) -> Schedule:
-    compute = [_order(schedule, p, v, m, rank) for rank in range(p)]
-    return with_passes(compute, placement_of(schedule, p, v, barriers))
+    return SCHEDULES[schedule].load()(p, v, m, rank)
 
 
 def representative_microbatches(p: int, m: int) -> int:
@@ -143,3 +138,19 @@ def posted_receives(schedule: str, p: int, v: int, m: int, stage: int) -> int:
     if last or stage == 0:
         posted = max(posted, p if facts.get("split") else 0) + max(0, waiting)
     return min(posted, m * v)
+
+
+@lru_cache(CACHED_ORDERS)
+def posted_on_paths(placement: Placement, m: int) -> list[int]:
+    """Count by rank the most receives that are posted for later actions in a partial pipeline."""
+    counts = list[int]()
+    for order in lower(compute_order("1f1b", placement, m), placement):
+        posted, most = set[Action](), 0
+        for action in each_action(order):
+            if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                posted.add(action._replace(kind=SERVED[action.kind]))
+            elif action.kind in (Kind.F, Kind.B):
+                posted.discard(action)
+                most = max(most, len(posted))
+        counts.append(most)
+    return counts

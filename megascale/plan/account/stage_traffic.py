@@ -6,7 +6,7 @@ The parts of a block list their collectives over tp, cp and ep (`layout.parts`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -82,14 +82,16 @@ class StageTraffic:
                 sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
                 sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []
-                yield from (each._replace(times=parts * count * m) for each in sent)
+                visits = self.layout.placement.visits(self.stage, chunk, m)
+                yield from (each._replace(times=parts * count * visits) for each in sent)
                 params = (param for part in block for param in part.params("", config.model))
                 for weight in (param for param in params if param.fp8) if p.tp > 1 and quantized else ():
                     whole = weight.parts[0].shape[1 - weight.sharding["tp"]]  # of the dimension that tp does not shard
                     amaxes = sizes[quantized].amaxes(weight.name.removeprefix("."), 1, whole)
                     yield from (each._replace(times=count) for each in amaxes)
-        for each in (*self._ends(), *self._messages()):
-            yield each._replace(times=m)
+        yield from (each._replace(times=m) for each in self._ends())
+        for path, count in self.layout.placement.counted_paths(m).items():
+            yield from (each._replace(times=count) for each in self._messages(path))
 
     def _ends(self) -> Iterator[CommOp]:
         """List the collectives over tp of embedding and head for a micro-batch. The loss has chunks of tokens."""
@@ -124,13 +126,12 @@ class StageTraffic:
         group = "pp.tp+pp" if p.tp > 1 else "pp.pp"
         yield CommOp(group, "all_gather", 3 * p.tp * p.pp * sizes.tokens * sizes.wide, "head statistics")
 
-    def _messages(self) -> Iterator[CommOp]:
-        """List the messages of a micro-batch between stages: up to a higher pipeline rank, down to a lower one. Ranks
-        of tp send shares, which receivers gather unless sp shards activations.
+    def _messages(self, path: Sequence[int]) -> Iterator[CommOp]:
+        """List the messages of a micro-batch between the stages of its path: up to a higher pipeline rank, down to a
+        lower one. Ranks of tp send shares, which receivers gather unless sp shards activations.
         """
-        p, size, places = self.config.parallel, self.sizes.message, self.layout.placement.places
-        for chunk in range(self.layout.vpp):
-            index = self.layout.index(self.stage, chunk)
+        p, size, places = self.config.parallel, self.sizes.message, [self.layout.placement.places[at] for at in path]
+        for index in (index for index, (rank, _) in enumerate(places) if rank == self.stage):
             for rank, _ in (*places[max(0, index - 1) : index], *places[index + 1 : index + 2]):
                 there, back = ("pp.up", "pp.down") if rank > self.stage else ("pp.down", "pp.up")
                 if rank != self.stage:

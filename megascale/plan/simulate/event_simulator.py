@@ -222,11 +222,11 @@ class _Rank:
 
     def _steps(self) -> Iterator[tuple[Action, _Route]]:
         """Yield the actions with their routes. A pair waits for what both need, and then sends what both leave."""
-        route = cache(self._route)
+        route, paths = cache(self._route), len(self.placement.paths)
         for entry in self.order:
             if isinstance(entry, Overlap):
                 forward, backward = entry
-                one, two = route(forward.kind, forward.chunk), route(backward.kind, backward.chunk)
+                one, two = (route(kind, chunk, i % paths) for kind, chunk, i in entry)
                 less = self.times.hidden.get((self.rank, forward.chunk, backward.chunk), 0.0) / 2
                 yield backward, two._replace(seconds=0.0, sent=None, completes=False)
                 yield forward, one._replace(seconds=one.seconds - less, sent=None)
@@ -234,11 +234,11 @@ class _Rank:
                 yield forward, one._replace(seconds=0.0, received=None)
                 yield backward, two._replace(seconds=0.0, received=None)
             else:
-                yield entry, route(entry.kind, entry.chunk)
+                yield entry, route(entry.kind, entry.chunk, entry.microbatch % paths)
 
-    def _route(self, kind: Kind, chunk: int) -> _Route:
+    def _route(self, kind: Kind, chunk: int, path: int) -> _Route:
         backward = COMPUTE_KINDS[kind].runs == BACKWARD
-        source, target = neighbours(Action(kind, chunk, 0), self.rank, self.placement)
+        source, target = neighbours(Action(kind, chunk, path), self.rank, self.placement)
         received = None if source is None else 2 * self.placement.stage(self.rank, chunk) + backward
         sent = None if target is None else 2 * target + backward
         completes, seconds = Kind.W in RESULTS[kind], self.times.seconds(kind, (self.rank, chunk))

@@ -15,27 +15,24 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from statistics import fmean
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import Place, placement_of
 from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
-from megascale.schedule.ir import Schedule, build_schedule, weights_at_once
-from megascale.schedule.lower import with_passes
+from megascale.schedule.lower import compute_order
 from megascale.schedule.state_aware import build_state_aware
 
 MAX_ACTIONS = 60_000  # most forwards and backwards of a full simulation
 GROUPS = 2, 3  # fewest micro-batches of the two runs, per stage: interleaved schedules repeat in groups of p
-CACHED_ORDERS = 32  # schedules of a search's layouts
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """A pipeline of p ranks, v chunks per rank and m micro-batches. `reduces_each`: gradients after every backward.
     `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations. `joined`: chunks
-    whose W follows its I at once. `barriers`: of vocabulary parallelism.
+    whose W follows its I at once. `barriers`: of vocabulary parallelism. `skip_ratio`: of a partial pipeline.
     """
 
     schedule: str
@@ -47,27 +44,22 @@ class Pipeline:
     keep: int = 1
     joined: tuple[int, ...] = ()
     barriers: int = 0
+    skip_ratio: float = 0.0
 
     def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
+        placement = placement_of(self.schedule, self.p, self.v, self.barriers, self.skip_ratio)
         if self.parts > 1:
             compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
         else:
-            compute = compute_order(self.schedule, self.p, self.v, self.m, self.joined, self.barriers)
-        placement = placement_of(self.schedule, self.p, self.v, self.barriers)
+            compute = compute_order(self.schedule, placement, self.m, self.joined)
         return simulate(compute, placement, times, overlaps, reduce_each=self.reduces_each, spans=spans)
-
-
-@lru_cache(CACHED_ORDERS)
-def compute_order(name: str, p: int, v: int, m: int, joined: tuple[int, ...] = (), barriers: int = 0) -> Schedule:
-    """Build the compute actions of all ranks."""
-    orders = [weights_at_once(order, joined) for order in build_schedule(SCHEDULES[name].load(), p, v, m)]
-    return with_passes(orders, placement_of(name, p, v, barriers))
 
 
 def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS) -> float:
     """Estimate a pipeline's seconds. `max_actions`: most actions of a simulation."""
     p, v, m = pipeline.p, pipeline.v, pipeline.m
-    periodic = pipeline.parts == 1 and SCHEDULES[pipeline.schedule].facts.get("periodic", False)
+    facts = SCHEDULES[pipeline.schedule].facts
+    periodic = pipeline.parts == 1 and not pipeline.skip_ratio and facts.get("periodic", False)
     if 2 * p * v * m <= max_actions or not periodic:
         return pipeline.simulate(times, overlaps).last
     long = max(6, math.isqrt(max_actions // (2 * GROUPS[1] * v)))  # stages, with enough groups in `max_actions`
@@ -110,19 +102,10 @@ def with_fewer_stages(times: StageTimes, p: int, v: int, stages: int) -> StageTi
         return {(rank, chunk): fmean(values[stage, chunk] for stage in run) for (rank, run), chunk in places}
 
     buckets = {place: round(mean) for place, mean in cut(times.buckets).items()}
-    forward, backward = cut(times.forward), cut(times.backward)
-    reduce, gather = cut(times.reduce), cut(times.gather)
-    weights = cut(times.weight_gradient)
     chunks = range(v if times.hidden else 0)
     hidden = {(rank, one, two): fmean(times.hidden[stage, one, two] for stage in run)
               for (rank, run), one, two in itertools.product(enumerate(runs), chunks, chunks)}  # fmt: skip
     return replace(
-        times,
-        forward=forward,
-        backward=backward,
-        reduce=reduce,
-        gather=gather,
-        buckets=buckets,
-        weight_gradient=weights,
-        hidden=hidden,
-    )
+        times, forward=cut(times.forward), backward=cut(times.backward), reduce=cut(times.reduce),
+        gather=cut(times.gather), buckets=buckets, weight_gradient=cut(times.weight_gradient), hidden=hidden,
+    )  # fmt: skip

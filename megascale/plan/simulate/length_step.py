@@ -14,8 +14,8 @@ from megascale.layout.packs import deal, pack_sequences
 from megascale.layout.sequence_chunks import SequenceChunk, cut_chunks
 from megascale.layout.stages import looped
 from megascale.plan.simulate.event_simulator import StageTimes, simulate
-from megascale.plan.simulate.extrapolate import compute_order
 from megascale.plan.simulate.profiles import Overlaps
+from megascale.schedule.lower import compute_order
 from megascale.schedule.state_aware import build_state_aware
 
 SIMULATED = 4  # slowest pipelines by their sums that are simulated
@@ -60,15 +60,16 @@ class Pool:
         """
         if self.stages == 1 and not chunks:
             return sum(seconds)
+        placement = looped(self.stages, 1)
         if chunks:
             order = build_state_aware(self.stages, chunks, keep)
         else:
-            order = compute_order("1f1b", self.stages, 1, len(seconds))
+            order = compute_order("1f1b", placement, len(seconds))
         places = [(stage, 0) for stage in range(self.stages)]
         scales = [(taken, n / self.max_tokens) for taken, n in zip(seconds, tokens, strict=True)]
         forward, backward = dict.fromkeys(places, self.forward), dict.fromkeys(places, 1 - self.forward)
         times = StageTimes(forward, backward, self.message, 0.0, {}, {}, scales=scales)
-        return simulate(order, looped(self.stages, 1), times, Overlaps(tp="none", pp=True, dp=True)).last
+        return simulate(order, placement, times, Overlaps(tp="none", pp=True, dp=True)).last
 
 
 def hybrid_step(lengths: Sequence[int], pool: Pool) -> tuple[LengthStep, HybridPlan]:

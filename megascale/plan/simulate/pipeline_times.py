@@ -35,7 +35,7 @@ class PipelineTimes:
         chunks, keep = self.config.num_chunks, self.config.data.sequence_chunks_saved
         joined = joined_chunks(self.config.train, p)
         m = self.config.num_microbatches
-        return Pipeline(p.schedule, p.pp, p.vpp, m, reduces_each, chunks, keep, joined, p.vocab_pp)
+        return Pipeline(p.schedule, p.pp, p.vpp, m, reduces_each, chunks, keep, joined, p.vocab_pp, p.skip_ratio)
 
     @property
     def overlaps(self) -> Overlaps:

@@ -11,7 +11,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.layout.chunks import held_chunks, stages_of
 from megascale.layout.parts.times import Seconds
 from megascale.plan.account.attended import expected_scores
-from megascale.plan.account.flops import mfu, token_flops
+from megascale.plan.account.flops import mfu, model_flops
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.traffic import mean_calls
 from megascale.plan.simulate.pipeline_times import PipelineTimes
@@ -45,7 +45,7 @@ class StepParts(PipelineTimes):
         hidden = plain - without_dp  # by overlapped forwards and backwards
         causes |= {"ep": causes["ep"] - hidden, "bubble": causes["bubble"] + hidden}
         tokens = config.batch.total * config.model.seq_length / step
-        flops = token_flops(config.model, expected_scores(config.model, config.data))
+        flops = model_flops(config, expected_scores(config.model, config.data))
         peak = hardware.device.peak_of("fp8" if config.train.quantizes else self.layers.kernels.dtype)
         peak *= config.world_size / hardware.node.ranks_per_core(config.world_size)  # as training reports MFU
         return Estimate(step, tokens, mfu(flops.full, tokens, peak), mfu(flops.causal, tokens, peak), causes)
@@ -89,22 +89,24 @@ class StepParts(PipelineTimes):
         if crowd == 1:
             return pipeline + fixed
         p, count = self.config.parallel, self.config.num_microbatches
-        work = count * sum([*times.forward.values(), *times.backward.values()])
+        at = stages_of(self.config.model, p).placement
+        work = sum(at.visits(*place, count) * (times.forward[place] + times.backward[place]) for place in times.forward)
         work += count * self.config.dropped_share * sum(times.forward.values())
         work += sum([*times.reduce.values(), *times.gather.values()])
-        places = stages_of(self.config.model, p).placement.places
-        hops = sum(one != other for (one, _), (other, _) in pairwise(places))
-        work += 2 * hops * count * (times.message + times.receive)
+        for path, number in at.counted_paths(count).items():
+            hops = sum(at.places[one][0] != at.places[other][0] for one, other in pairwise(path))
+            work += 2 * hops * number * (times.message + times.receive)
         waits = (crowd - 1) * self.hardware.node.turn_s * mean_calls(self.config)  # a rank finds the caches cold
         return max(pipeline + fixed, crowd * (work / p.pp + fixed) + waits)
 
     def _causes(self, ended: float, without_pp: float, without_dp: float) -> dict[str, float]:
         """Seconds of the mean rank by cause. `without_pp`: pipeline without messages; `without_dp`: compute only."""
         count, fixed = self.config.num_microbatches, self.stack.attained.step_s
-        total = sum((pair.forward + pair.backward for pair in self.pairs.values()), Seconds())
+        visits, pairs = stages_of(self.config.model, self.config.parallel).placement.visits, self.pairs.items()
+        total = sum(((pair.forward + pair.backward) * visits(*place, count) for place, pair in pairs), Seconds())
         again = self.config.dropped_share * sum(pair.forward.total for pair in self.pairs.values())
-        total += Seconds(recompute=again)
-        total *= count / self.config.parallel.pp
+        total += Seconds(recompute=again * count)
+        total *= 1 / self.config.parallel.pp
         unscaled = self._unscaled(ended)
         causes = {
             **vars(total), "dp": total.dp + without_pp - without_dp, "pp": ended - without_pp,

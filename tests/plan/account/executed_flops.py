@@ -26,15 +26,16 @@ def rank_flops(config: RunConfig, pp_rank: int, cp_rank: int = 0) -> int:
     that share sequences with a window, those near the head have less.
     """
     m, tp = config.model, config.parallel.tp
-    layout, total = stages_of(config.model, config.parallel), 0
+    layout, samples, every = stages_of(config.model, config.parallel), config.num_microbatches // config.num_chunks, 0
     for chunk in range(layout.vpp):
         index, recompute = layout.index(pp_rank, chunk), recompute_policy(config.train, chunk)
-        total += sum(_layer_flops(config, layer, recompute, cp_rank) for layer in layout.layers(index))
+        total = sum(_layer_flops(config, layer, recompute, cp_rank) for layer in layout.layers(index))
         heads = sum(after - 1 in layout.layers(index) for after in m.exits)
         heads += 1 + m.mtp_layers if index == layout.count - 1 else 0
         tokens = 3 * m.seq_length // config.parallel.cp + config.dropped_chunks * config.row_tokens
         total += 2 * config.batch.micro * heads * tokens * m.hidden_size * padded_vocab(m, tp) // tp
-    return config.num_microbatches // config.num_chunks * total
+        every += layout.placement.visits(pp_rank, chunk, samples) * total
+    return every
 
 
 def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_rank: int) -> int:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from megascale.config.run import RunConfig
+from megascale.plan.account.flops import model_flops
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.traffic import step_traffic
 from tests.drawn import jobs, ranks_of
@@ -51,6 +52,28 @@ def sent_by(dry: Any) -> dict[tuple[str, str], tuple[int, int]]:
         calls, nbytes = sent.get((call.group, call.operation), (0, 0))
         sent[call.group, call.operation] = calls + 1, nbytes + call.bytes
     return sent
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pp": 4, "skip_ratio": 0.5, "dp": 2, "tp": 2, "zero": 2},
+        {"pp": 5, "skip_ratio": 0.3, "tp": 2, "sp": True},
+    ],
+)
+def test_partial_pipelines(parallel: dict[str, Any], tmp_path: Path) -> None:
+    """Micro-batches that skip a chunk are in none of its figures; FLOPs per token are those of all ranks."""
+    keys = {f"parallel__{key}": value for key, value in parallel.items()} | {"train__precision": "bf16"}
+    model = LLAMA | {"num_layers": 8, "hidden_size": 256, "ffn_size": 512, "seq_length": 128, "vocab_size": 128}
+    config = config_of(settings_of(model, tmp_path, batch__global=32, **keys), tmp_path)
+    _, error = compare(config, config.world_size // parallel["pp"])  # a rank of the second stage
+    assert LOW < error < HIGH
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"skip_ratio": 0.0})})
+    executed, all_layers = (sum(rank_flops(each, pp) for pp in range(parallel["pp"])) for each in (config, whole))
+    counted, all_counted = model_flops(config), model_flops(whole)
+    assert executed < 0.9 * all_layers
+    # a rank also computes scores again, in fused attention
+    assert executed / all_layers == pytest.approx(counted.full / all_counted.full, rel=2e-3)
 
 
 @pytest.mark.timeout(3600)

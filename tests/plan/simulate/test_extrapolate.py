@@ -16,10 +16,11 @@ from megascale.core.registry import Card
 from megascale.layout.stages import placement_of
 from megascale.plan.simulate import extrapolate, profiles
 from megascale.plan.simulate.event_simulator import StageTimes
-from megascale.plan.simulate.extrapolate import Pipeline, compute_order, pipeline_time, with_fewer_stages
+from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time, with_fewer_stages
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.plan.simulate.step_time import StepParts
 from megascale.schedule.ir import RankSchedule, backward, forward
+from megascale.schedule.lower import compute_order
 
 ALL = Overlaps(tp="all", pp=True, dp=True)
 FEW = 10_000
@@ -107,10 +108,10 @@ def test_short_pipelines_are_simulated_in_full(monkeypatch: pytest.MonkeyPatch) 
     times = StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.1, 0.0, {}, {})
     short, long = (Pipeline("interleaved_1f1b", 4, 2, m) for m in (extrapolate.MAX_ACTIONS // 16, 10**6))
     pipeline_time(short, times, ALL)
-    assert played == [("interleaved_1f1b", 4, 2, short.m, (), 0)]
+    assert played == [("interleaved_1f1b", placement_of("interleaved_1f1b", 4, 2), short.m, ())]
     played.clear()
     pipeline_time(long, times, ALL)
-    assert len(played) == 2 and sum(2 * p * v * m for _, p, v, m, *_ in played) <= 2 * extrapolate.MAX_ACTIONS
+    assert len(played) == 2 and sum(2 * at.count * m for _, at, m, _ in played) <= 2 * extrapolate.MAX_ACTIONS
 
 
 def test_a_smaller_pipeline_has_the_ends_the_slowest_and_the_means() -> None:

@@ -57,6 +57,19 @@ def test_settings_that_save_time() -> None:
     assert of(stack=profiles.stack("megatron-2023")).step_s > base
 
 
+def test_a_partial_pipeline_counts_what_it_computes() -> None:
+    """With larger chunks in the middle, which half skip, ranks have two thirds of the work."""
+    keys = ["parallel.pp=4", "parallel.vpp=1", "parallel.tp=8", "model.num_layers=48"]
+    whole = of(*keys, "parallel.layers_per_chunk=[12,12,12,12]")
+    partial = of(*keys, "parallel.layers_per_chunk=[8,16,16,8]", "parallel.skip_ratio=0.5")
+    assert sum(partial.causes.values()) == pytest.approx(partial.step_s)
+    for cause in ("gemm", "attention", "tp"):
+        assert partial.causes[cause] == pytest.approx(2 / 3 * whole.causes[cause], rel=0.1)
+    flops, all_flops = (step.mfu_full * step.step_s for step in (partial, whole))
+    assert flops == pytest.approx(2 / 3 * all_flops, rel=0.02)  # and the head
+    assert partial.step_s < 0.8 * whole.step_s
+
+
 def test_pairs_hide_the_exchange_of_experts() -> None:
     """Up to the slowdown of compute, in the steady phase of a pipeline: most of many micro-batches."""
 
