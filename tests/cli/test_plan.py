@@ -175,9 +175,10 @@ def test_a_near_number_may_have_more_stages_than_layers(capsys: pytest.CaptureFi
 
 def test_a_plan_that_no_number_of_devices_can_fix(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "32", "--hardware", "a100-40g"]
-    assert main([*job, "train.recompute=none", "batch.micro=16"]) == 2
-    err = capsys.readouterr().err
-    assert ", and 64 times as many devices would not do: other values of batch.micro, train.recompute, a sh" in err
+    given = ["parallel.schedule=interleaved_1f1b", "batch.micro=4", "train.recompute=none"]
+    assert main([*job, *given]) == 2
+    others = ", ".join(key.partition("=")[0] for key in given)
+    assert f", and 64 times as many devices would not do: other values of {others}, a sh" in capsys.readouterr().err
 
 
 LLAMA_405B = """
