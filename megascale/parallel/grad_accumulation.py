@@ -93,7 +93,7 @@ def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) ->
 
 
 def detached(operands: Sequence[object]) -> list[object]:
-    """Return operands outside of autograd: a saved tensor holds the graph before it, with the block's input, until W."""
+    """Return operands outside of autograd: a saved tensor holds the graph before it, with the input of a block."""
     return [each.detach() if isinstance(each, Tensor) else each for each in operands]
 
 

@@ -105,7 +105,11 @@ class LatentProjections(Part):
             gathered = sizes.parts * inputs if sizes.cut else 0
             kept, added = (0, 0) if layer.inputs == self.down.inputs else (inputs // stored * (not again), inputs)
             wgrad = 2 * gathered + sizes.wgrad(layer.weight_numel, outputs)
-            forward, backward, left = alive + gathered + outputs, wgrad + inputs * (1 + again), outputs + added // stored
+            forward, backward, left = (
+                alive + gathered + outputs,
+                wgrad + inputs * (1 + again),
+                outputs + added // stored,
+            )
             steps.append(UnitBytes(kept, forward, backward, added - outputs, left=left, wgrad=wgrad))
             alive += outputs
         results = alive + sizes.tokens * self.shared_key * sizes.compute

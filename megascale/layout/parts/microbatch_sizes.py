@@ -36,7 +36,7 @@ class CommOp(NamedTuple):
 class UnitBytes(NamedTuple):
     """Bytes of a unit, or of a block's part: `saved` for backward; transient peaks of `forward`, of `backward` and of
     `casting` weights to FP8; `gradient`, the input's gradient minus the output's. `elements`: weights of the unit, of
-    which `experts` are those of experts. A split backward: bytes `left` by I for W, and the transient peak of W, `wgrad`.
+    which `experts` are those of experts. Of a split backward: bytes `left` by I for W, and W's transient peak, `wgrad`.
     """
 
     saved: int
@@ -216,7 +216,7 @@ class MicroBatchSizes:
 
 
 def walk(parts: Sequence[UnitBytes], gradient: int, split: bool) -> UnitBytes:
-    """Walk backward through parts, from a result's `gradient`. `split`: a part leaves operands of its weight gradients."""
+    """Walk backward through parts, from a result's `gradient`. `split`: a part leaves what W needs."""
     forward, backward, saved, left = 0, gradient, 0, 0
     for part in reversed(parts):
         forward = max(forward, part.forward - saved)

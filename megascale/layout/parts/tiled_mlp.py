@@ -72,9 +72,7 @@ class TiledMLP(Part):
         kept = 0 if recomputed or self.shares_input else sizes.stream
         gradient = (sizes.stream if self.after_norm else 0) - branch_gradient(sizes, at.after)
         left, wgrad = others + of_tile.left, of_tile.wgrad
-        return UnitBytes(
-            kept, sizes.stream + saved + forward, sizes.stream + again, gradient, left=left, wgrad=wgrad
-        )
+        return UnitBytes(kept, sizes.stream + saved + forward, sizes.stream + again, gradient, left=left, wgrad=wgrad)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the tiles. The backward of a tile repeats its forward, or where a stack stops early all of it but the
