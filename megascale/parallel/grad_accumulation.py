@@ -13,7 +13,7 @@ operands; W calls them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -88,8 +88,13 @@ def left_for_w(parameter: Tensor) -> WeightGradients | None:
 def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) -> bool:
     """Leave work(parameter, *operands) for W in an I. Returns False if it is to be done at once."""
     if (left := left_for_w(parameter)) is not None:
-        left.add(partial(work, parameter, *operands))
+        left.add(partial(work, parameter, *detached(operands)))
     return left is not None
+
+
+def detached(operands: Sequence[object]) -> list[object]:
+    """Return operands outside of autograd: a saved tensor holds the graph before it, with the input of a block."""
+    return [each.detach() if isinstance(each, Tensor) else each for each in operands]
 
 
 def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:

@@ -37,7 +37,7 @@ from torch import Tensor
 from megascale.comm.work import Work
 from megascale.ops.quantized import Quantized
 from megascale.parallel.domino import Edge, EnterLayers, LeaveLayers
-from megascale.parallel.grad_accumulation import accumulate_bias_grad, left_for_w
+from megascale.parallel.grad_accumulation import accumulate_bias_grad, detached, left_for_w
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
 from megascale.parallel.segments import Steps, finish
@@ -293,11 +293,13 @@ def _save_for_wgrad(
 
 
 def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
-    """Return a function per source that restores or recomputes the source, and the saved parameters."""
+    """Return a function per source that restores or recomputes the source, and the saved parameters. Sources that wait
+    for W are `detached`.
+    """
     saved = ctx.saved_tensors
     restore: list[Callable[[], Operand]] = []
     for count, function in ctx.restore:
-        restore.append(partial(function, *saved[:count]))
+        restore.append(partial(function, *detached(saved[:count])))
         saved = saved[count:]
     return restore, saved
 

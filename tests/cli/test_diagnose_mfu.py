@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lab.fleet import Fleet
-from lab.fleet_tables import write_store
+from lab.fleet_tables import Table, write_store
 from lab.fleet_times import BACKWARD_S, FORWARD_S, FleetFault, FleetLayout
 from megascale.cli.main import main
 from megascale.config.toml_writer import to_toml
 from megascale.layout.topology import Topology
+from megascale.plan.simulate.event_simulator import StageTimes
+from megascale.plan.simulate.extrapolate import Pipeline, compute_order
+from megascale.plan.simulate.profiles import Overlaps
+from megascale.schedule.ir import Kind, each_action
 from tests.runs import LLAMA, config_of, settings
 
 LAYOUT = FleetLayout(Topology(tp=2, pp=2, dp=2), steps=60)
@@ -60,6 +65,48 @@ def test_the_bubble_is_that_of_the_schedule(run: Path, capsys: pytest.CaptureFix
     assert seconds["bubble"] / 60 == pytest.approx(ideal, rel=0.05)
     assert seconds["pp"] == 0  # no message is slow
     assert answer["drift"]["growths"][0]["part"] == "backward"
+
+
+def test_the_bubble_of_a_schedule_that_splits_some_backwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """W takes half of the backwards that are split."""
+    topology, v, m, name = Topology(pp=2), 2, 8, "dualpipev"
+    fleet = Fleet(FleetLayout(topology, chunks=v, steps=60), 1)
+    fleet.tables["step_parts"] = divided(fleet.tables["step_parts"], name, topology.pp, v, m)
+    write_store(fleet, tmp_path)
+    layout = {"parallel__pp": topology.pp, "parallel__vpp": v, "parallel__schedule": name}
+    (tmp_path / "config.toml").write_text(to_toml(config_of(settings(LLAMA, tmp_path, **layout), tmp_path)))
+    assert main(["diagnose", str(tmp_path), "--mfu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["breakdown"]["seconds"]["bubble"] / 60
+    scale = {(0, 0): 1.1, (0, 1): 1.0, (1, 0): 1.0, (1, 1): 1.3}
+    forward, backward = ({place: one * of for place, of in scale.items()} for one in (FORWARD_S, BACKWARD_S))
+    weights = {place: seconds / 2 for place, seconds in backward.items()}
+    times = StageTimes(forward, backward, 0.0, 0.0, {}, {}, weight_gradient=weights)
+    ideal = Pipeline(name, topology.pp, v, m).simulate(times, Overlaps(tp="none", pp=True, dp=True)).last
+    busy = m * (sum(forward.values()) + sum(backward.values())) / topology.pp
+    assert found == pytest.approx(ideal - busy, rel=0.02)
+
+
+def divided(rows: Table, schedule: str, p: int, v: int, m: int) -> Table:
+    """Divide the backwards that a schedule splits into I and W of equal lengths."""
+    places = Counter(
+        (rank, action.chunk)
+        for rank, order in enumerate(compute_order(schedule, p, v, m))
+        for action in each_action(order)
+        if action.kind is Kind.W
+    )
+    of_rows = np.array([places[place] / m for place in zip(rows["rank"], rows["chunk"], strict=True)])
+    whole, split = rows["name"] == str(Kind.B), dict[str, Table]()
+    for kind, share in ((Kind.B, 1 - of_rows), (Kind.I, of_rows / 2), (Kind.W, of_rows / 2)):
+        split[kind] = {column: values[whole] for column, values in rows.items()}
+        split[kind]["name"] = np.full(whole.sum(), str(kind), object)
+        for column in ("total_ns", "exposed_ns"):
+            split[kind][column] = np.rint(rows[column][whole] * share[whole]).astype(rows[column].dtype)
+    return {
+        column: np.concatenate([values[~whole], *(each[column] for each in split.values())])
+        for column, values in rows.items()
+    }
 
 
 def test_a_run_without_configuration_or_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

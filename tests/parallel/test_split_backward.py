@@ -59,8 +59,13 @@ def test_split_backward_is_the_same_run(model: str, layout: str, precision: str,
     configs = [config_of(tree, tmp_path), config_of(tree, tmp_path, [f"parallel.schedule={schedule}"])]
     for (whole, split), kinds in run_world(configs[0].world_size, curves, configs):
         assert {Kind.B, Kind.I, Kind.W} <= kinds
-        if layout.endswith("zero2"):  # the head's gradient, made in forward, joins the reduction of another micro-batch
-            assert np.allclose(split, whole, rtol=1e-12 if precision == "fp64" else 1e-5, atol=0)
+        if layout.endswith("zero2"):
+            # A loss adds to the head's gradient in forward, before the W and the reduction of the micro-batch before
+            # it. Of one step's sums only this one has another order: a last bit, which two updates and experts carry
+            # to 1.5e-13 of the third step.
+            exact, later = (1e-15, 1e-12 if model == "experts" else 1e-13) if precision == "fp64" else (1e-5, 1e-5)
+            assert np.allclose(split[0], whole[0], rtol=exact, atol=0)
+            assert np.allclose(split, whole, rtol=later, atol=0)
         elif layout.endswith(" v") and model == "gpt":  # gradients of head and embedding are added on one rank
             assert np.allclose(split, whole, rtol=1e-10 if precision == "fp64" else 1e-2, atol=0)
         else:

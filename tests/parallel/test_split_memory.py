@@ -16,7 +16,7 @@ from megascale.layout.chunks import stages_of
 from megascale.layout.recompute_policy import NO_RECOMPUTE
 from megascale.parallel.grad_accumulation import WeightGradients
 from megascale.parallel.recompute import run_backward
-from megascale.plan.account.activations import head_bytes
+from megascale.plan.account.activations import TOKEN, head_bytes
 from megascale.plan.account.memory import JobMemory
 from tests.marks import only_quick
 from tests.runs import LLAMA, config_of, settings
@@ -78,10 +78,14 @@ def test_recomputed_chunks_wait_for_no_w(schedule: str, tmp_path: Path) -> None:
     """A chunk has the operands of its linear layers, all that it does not save, from I to W, one chunk at a time."""
     keys = {"train__recompute": "full", "train__precision": "bf16"}
     (short, job), (long, _) = (peaks(tmp_path, schedule, 16, batch__global=m, **keys) for m in (4, 8))
-    assert long == pytest.approx(short, rel=0.03)  # but for messages under way
+    others = 3 * job.sizes.message + 4 * 2 * TOKEN * job.sizes.tokens  # messages under way; ids and labels of four more
+    assert long == pytest.approx(short, abs=others)
     whole = JobMemory(configure(tmp_path, schedule, 16, batch__global=4, train__precision="bf16"))
+    largest = max(layer.weight_numel for part in block_spec(job.config.model, 0) for layer in part.linears)
+    cast = largest * job.sizes.wide  # of a weight's gradient, for an addition on a CPU; of large ones a block at a time
     for rank, peak in enumerate(short):
-        assert peak <= job.rank(rank).activations + job.rank(rank).transient
+        planned = job.rank(rank).activations + job.rank(rank).transient
+        assert peak - cast <= planned <= 1.05 * peak
         assert peak < whole.rank(rank).activations
 
 

@@ -51,7 +51,8 @@ class DepthInput(Part):
         saved = 2 * sizes.norm_saved + 2 * sizes.stream + sizes.tokens * (1 if sizes.tp > 1 else 0)
         embedding = sizes.full + sizes.full // sizes.compute * sizes.wide
         backward = 2 * sizes.stream + max(weight, 2 * sizes.stream + sizes.norm_backward, embedding)
-        return UnitBytes(saved, 3 * sizes.stream, backward)
+        left = 3 * sizes.stream + sizes.full
+        return UnitBytes(saved, 3 * sizes.stream, backward, left=left, wgrad=max(weight, embedding - sizes.full))
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         lookup, norms, copies = 2 * times.stream, 4 * times.stream, 4 * times.stream

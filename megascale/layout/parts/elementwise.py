@@ -53,7 +53,8 @@ class ActivationSpec(Part):
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         inputs, outputs = sizes.sharded(self.inputs), sizes.sharded(self.outputs)
         gate = 2 * outputs if inputs > outputs else 0  # two tensors in the backward of SwiGLU
-        return UnitBytes(inputs, outputs, inputs + gate, inputs - outputs)
+        left = inputs if self.recomputes_output(sizes.recompute) and not sizes.tensorwise else 0
+        return UnitBytes(inputs, outputs, inputs + gate, inputs - outputs, left=left)
 
     def recomputes_output(self, recompute: RecomputePolicy) -> bool:
         return recompute.activation

@@ -155,18 +155,20 @@ class ExpertLayer(Part):
             self._router_bytes(sizes),
             UnitBytes(0, *dispatch, own - arrived),
             UnitBytes(
-                arrived, max(inputs, int(cast * arrived)), max(arrived + up, int(cast * inputs)), arrived - inputs
+                arrived, max(inputs, int(cast * arrived)), max(arrived + up, int(cast * inputs)), arrived - inputs,
+                left=arrived + inputs, wgrad=up,
             ),  # `up`: wgrad of an expert
             UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
             UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),  # times the weights of slots
             UnitBytes(
-                outputs, max(arrived, int(cast * outputs)), max(outputs + down, int(cast * arrived)), outputs - arrived
+                outputs, max(arrived, int(cast * outputs)), max(outputs + down, int(cast * arrived)), outputs - arrived,
+                left=outputs + arrived, wgrad=down,
             ),
             UnitBytes(0, *combine, arrived - result),
             *self._shared_bytes(sizes, at, *in_flight),
-        ]
-        saved, forward, backward = walk(steps, result)
-        return UnitBytes(saved, forward, backward - result, own - result)
+        ]  # fmt: skip
+        walked = walk(steps, result, sizes.split)
+        return walked._replace(backward=walked.backward - result, gradient=own - result)
 
     def _exchanged(self, sizes: MicroBatchSizes, rows: int) -> tuple[Peaks, Peaks, Peaks]:
         """Account for the rows of an all-to-all: to the experts, back, and on the way back beside what overlaps."""
@@ -206,7 +208,8 @@ class ExpertLayer(Part):
         weights = sizes.local * (self.chosen + 1) * sizes.wide * self.normalized
         saved = sizes.stream + scores + weights + self.kept(sizes)
         wide = _wide_stream(sizes)
-        return UnitBytes(saved, max(wide + scores, 3 * scores), 2 * scores + 2 * wide + sizes.stream)
+        forward, backward = max(wide + scores, 3 * scores), 2 * scores + 2 * wide + sizes.stream
+        return UnitBytes(saved, forward, backward, left=sizes.stream + scores, wgrad=wide)
 
     def _shared_bytes(self, sizes: MicroBatchSizes, at: Surroundings, beside: int, behind: int) -> list[UnitBytes]:
         """Account for the shared expert, in forward `beside` the results of the others on their way, in backward
@@ -215,7 +218,8 @@ class ExpertLayer(Part):
         if self.shared is None:
             return []
         columns = self.shared.columns.layer_bytes(sizes, after_norm=False)
-        columns = columns._replace(saved=columns.saved - (sizes.stream if sizes.shrink == 1 else 0))
+        common = sizes.stream if sizes.shrink == 1 else 0
+        columns = columns._replace(saved=columns.saved - common, left=columns.left - common)
         columns = columns._replace(gradient=columns.gradient + sizes.stream)
         rows = self.shared.rows.layer_bytes(sizes, [self.shared.activation], 0)
         gated = [UnitBytes(sizes.stream, sizes.stream, 2 * sizes.stream, sizes.stream)] if self.shared.gated else []

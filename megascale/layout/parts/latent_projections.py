@@ -92,7 +92,10 @@ class LatentProjections(Part):
         latents, normed = local * self.down.outputs, local * sum(width for _, width in self.ranks)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         weight = self.whole_numel * sizes.compute * sizes.narrow
-        first = UnitBytes(0 if again else sizes.stream, latents, sizes.stream * (1 + again) + weight, own - latents)
+        first = UnitBytes(
+            0 if again else sizes.stream, latents, sizes.stream * (1 + again) + weight, own - latents,
+            left=sizes.stream + latents, wgrad=weight,
+        )  # fmt: skip
         wide = normed // sizes.compute * sizes.wide * (4 if sizes.narrow else 3)
         steps = [first, UnitBytes(latents + len(self.ranks) * sizes.local * sizes.wide, normed, wide)]
         alive = 0
@@ -101,12 +104,17 @@ class LatentProjections(Part):
             outputs, inputs = sizes.sharded(layer.outputs), local * layer.inputs
             gathered = sizes.parts * inputs if sizes.cut else 0
             kept, added = (0, 0) if layer.inputs == self.down.inputs else (inputs // stored * (not again), inputs)
-            backward = 2 * gathered + inputs * (1 + again) + sizes.wgrad(layer.weight_numel, outputs)
-            steps.append(UnitBytes(kept, alive + gathered + outputs, backward, added - outputs))
+            wgrad = 2 * gathered + sizes.wgrad(layer.weight_numel, outputs)
+            forward, backward, left = (
+                alive + gathered + outputs,
+                wgrad + inputs * (1 + again),
+                outputs + added // stored,
+            )
+            steps.append(UnitBytes(kept, forward, backward, added - outputs, left=left, wgrad=wgrad))
             alive += outputs
         results = alive + sizes.tokens * self.shared_key * sizes.compute
-        saved, forward, backward = walk(steps, results)
-        return UnitBytes(saved, forward, backward - results, own - results)
+        walked = walk(steps, results, sizes.split)
+        return walked._replace(backward=walked.backward - results, gradient=own - results)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the layers, and the norms of latents, a read and a write each."""

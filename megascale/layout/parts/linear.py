@@ -123,7 +123,10 @@ class ColumnParallel(LinearGroup):
         amaxes = 0 if sizes.cut else sizes.column_amaxes(sizes.stream)
         saved = 0 if recomputed else sizes.stream // sizes.shrink + amaxes
         gradient = sizes.stream if after_norm and holds_gradient else 0
-        return UnitBytes(saved, sizes.gathered + outputs, backward, gradient - outputs)
+        gathering, left = 2 * sizes.gathered, (saved or sizes.stream) + outputs + casts
+        return UnitBytes(
+            saved, sizes.gathered + outputs, backward, gradient - outputs, left=left, wgrad=gathering + wgrad
+        )
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,9 @@ class RowParallel(LinearGroup):
         backward = recomputed + sum(inputs) + sizes.gathered + wgrad
         saved = sum(inputs) - recomputed
         saved = saved // sizes.shrink + sizes.column_amaxes(saved)
-        return UnitBytes(saved, sizes.stream + recomputed + reduced, backward, sum(inputs) - result)
+        gathering, forward = 2 * sizes.gathered, sizes.stream + recomputed + reduced
+        left = saved + sizes.stream  # a recomputed input is left as what it is recomputed from
+        return UnitBytes(saved, forward, backward, sum(inputs) - result, left=left, wgrad=gathering + wgrad)
 
 
 def branch_gradient(sizes: MicroBatchSizes, after: Part | None) -> int:

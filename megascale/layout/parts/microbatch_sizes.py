@@ -36,7 +36,7 @@ class CommOp(NamedTuple):
 class UnitBytes(NamedTuple):
     """Bytes of a unit, or of a block's part: `saved` for backward; transient peaks of `forward`, of `backward` and of
     `casting` weights to FP8; `gradient`, the input's gradient minus the output's. `elements`: weights of the unit, of
-    which `experts` are those of experts. `left`: by the I of a split backward, for its W.
+    which `experts` are those of experts. Of a split backward: bytes `left` by I for W, and W's transient peak, `wgrad`.
     """
 
     saved: int
@@ -47,6 +47,7 @@ class UnitBytes(NamedTuple):
     casting: int = 0
     experts: int = 0
     left: int = 0
+    wgrad: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,11 +215,11 @@ class MicroBatchSizes:
         return CommOp("tp", operation, nbytes, label, min(pieces, rows // self.parts))
 
 
-def walk(parts: Sequence[UnitBytes], gradient: int) -> tuple[int, int, int]:
-    """Walk backward through parts, from a result's `gradient`: bytes saved, and the peaks of forward and backward."""
-    forward, backward, released = 0, gradient, 0
+def walk(parts: Sequence[UnitBytes], gradient: int, split: bool) -> UnitBytes:
+    """Walk backward through parts, from a result's `gradient`. `split`: a part leaves what W needs."""
+    forward, backward, saved, left = 0, gradient, 0, 0
     for part in reversed(parts):
-        forward = max(forward, part.forward - released)
-        backward = max(backward, gradient + part.backward - released)
-        gradient, released = gradient + part.gradient, released + part.saved
-    return released, forward, backward
+        forward = max(forward, part.forward - saved)
+        backward = max(backward, gradient + part.backward + left - saved)
+        gradient, saved, left = gradient + part.gradient, saved + part.saved, left + (part.left if split else 0)
+    return UnitBytes(saved, forward, backward, left=left, wgrad=max(part.wgrad for part in parts))

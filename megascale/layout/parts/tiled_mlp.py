@@ -66,11 +66,13 @@ class TiledMLP(Part):
         tile, recomputed = sizes.of_tile(self.tiles), self.after_norm and sizes.recompute.norm
         activation = self.activation.memory(tile, at)
         rows = self.rows.layer_bytes(tile, [self.activation], 0)
-        saved, forward, backward = walk([self.columns.layer_bytes(tile, after_norm=True), activation, rows], 0)
-        again = saved + max(forward, backward) + (tile.stream if recomputed else 0)
+        of_tile = walk([self.columns.layer_bytes(tile, after_norm=True), activation, rows], 0, sizes.split)
+        saved, forward, others = of_tile.saved, of_tile.forward, (self.tiles - 1) * of_tile.left
+        again = saved + max(forward, of_tile.backward) + (tile.stream if recomputed else 0) + others
         kept = 0 if recomputed or self.shares_input else sizes.stream
         gradient = (sizes.stream if self.after_norm else 0) - branch_gradient(sizes, at.after)
-        return UnitBytes(kept, sizes.stream + saved + forward, sizes.stream + again, gradient)
+        left, wgrad = others + of_tile.left, of_tile.wgrad
+        return UnitBytes(kept, sizes.stream + saved + forward, sizes.stream + again, gradient, left=left, wgrad=wgrad)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the tiles. The backward of a tile repeats its forward, or where a stack stops early all of it but the

@@ -6,14 +6,17 @@ import contextlib
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megascale.catalog.schedules import SCHEDULES
 from megascale.core.errors import MegascaleError
 from megascale.core.named_run import CONFIG_FILE, RunFolderError
 from megascale.layout.recompute_policy import joined_chunks
+from megascale.layout.stages import Place
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.operate.diagnose.slow.step_cube import StepCube
@@ -22,13 +25,13 @@ from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.record.events import COMPUTE
-from megascale.schedule.ir import Kind
+from megascale.schedule.ir import Kind, each_action
 
 if TYPE_CHECKING:
     import duckdb
 
 BUBBLE_STEPS = 50  # steps whose forwards and backwards the bubble is computed from
-WORK = (Kind.F, Kind.B, Kind.I, Kind.W)  # the actions whose times make the bubble
+FORWARDS, BACKWARDS = (Kind.F, Kind.VS), (Kind.B, Kind.I, Kind.W, Kind.VT)  # the actions whose times make the bubble
 
 
 def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCube) -> MfuBreakdown | None:
@@ -77,25 +80,25 @@ def _bubble(cube: StepCube, folder: Path) -> float:
         raise RunFolderError(f"the store has no ordinary step of pipeline stage {stages}")
     p, m, schedule = config.parallel, config.num_microbatches, config.parallel.schedule
     assert schedule, "a resolved configuration names its schedule"
-    stage, times = cube.places.coords["pp"], {kind: dict[tuple[int, int], float]() for kind in WORK}
+    forward, backward, weights = dict[Place, float](), dict[Place, float](), dict[Place, float]()
     for rank in range(p.pp):
-        for chunk in range(p.vpp):
-            own = {name: np.nanmean(cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank]) / m for name in WORK}
-            waits = (
-                sum(np.nanmean(cube.mean(_chunk(cube, axis, chunk))[stage == rank]) for axis in ("tp", "cp", "ep")) / m
-            )
-            for name, seconds in own.items():
-                times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
-    backward = {place: sum(times[kind][place] for kind in WORK[1:]) for place in times[Kind.F]}
-    chunks = StageTimes(times[Kind.F], backward, 0.0, 0.0, {}, {}, weight_gradient=times[Kind.W])
-    forwards = 1 + config.dropped_share
-    busy = m * (forwards * sum(times[Kind.F].values()) + sum(backward.values())) / p.pp
+        actions = Counter(action[:2] for action in each_action(SCHEDULES[schedule].load()(p.pp, p.vpp, m, rank)))
+        for chunk in range(p.vpp + (p.vocab_pp > 0)):  # the last: passes over the vocabulary
+            seconds = partial(_seconds, cube, rank, chunk)
+            longer = 1 + sum(map(seconds, ("tp", "cp", "ep"))) / max(seconds(COMPUTE, *FORWARDS, *BACKWARDS), 1e-12)
+            forward[rank, chunk] = longer * seconds(COMPUTE, *FORWARDS) / m
+            backward[rank, chunk] = longer * seconds(COMPUTE, *BACKWARDS) / m
+            # a schedule may split some of the backwards only
+            weights[rank, chunk] = longer * seconds(COMPUTE, Kind.W) / max(1, actions[Kind.W, chunk])
+    chunks = StageTimes(forward, backward, 0.0, 0.0, {}, {}, weight_gradient=weights)
+    busy = m * ((1 + config.dropped_share) * sum(forward.values()) + sum(backward.values())) / p.pp
     parts, keep, joined = config.num_chunks, config.data.sequence_chunks_saved, joined_chunks(config.train, p)
-    pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=parts, keep=keep, joined=joined)
+    pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=parts, keep=keep, joined=joined, barriers=p.vocab_pp)
     return pipeline_time(pipeline, chunks, Overlaps(tp="none", pp=True, dp=True)) - busy
 
 
-def _chunk(cube: StepCube, axis: str, chunk: int, *names: str) -> Any:
-    """Return the own time of a chunk's actions, or the waits of an axis in its actions, [R, S]."""
+def _seconds(cube: StepCube, rank: int, chunk: int, axis: str, *names: str) -> float:
+    """Return the mean own time of a chunk's actions in a step, or that of the waits of an axis in its actions."""
     at = [index for index in cube.select(axis, *names) if cube.parts[index].chunk == chunk]
-    return (cube.own if axis == COMPUTE else cube.wait)[:, :, at].sum(2)
+    values = (cube.own if axis == COMPUTE else cube.wait)[:, :, at].sum(2)
+    return float(np.nanmean(cube.mean(values)[cube.places.coords["pp"] == rank]))

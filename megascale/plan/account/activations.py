@@ -4,7 +4,7 @@ A model chunk is a sequence of units, each with a function here: embedding, bloc
 (`layout.parts`). The forward of a part adds saved bytes (Korthikanti et al. 2022, section 4). Its backward allocates
 dgrad and work space, then frees the output's gradient and the saved tensors. Transient bytes are the peak along this
 walk with torch's unfused operators; fused kernels need less. docs/memory.md has the table. A split backward leaves the
-inputs of linear layers and the gradients of their outputs for W: as many bytes as a block saves without recomputation.
+inputs of linear layers and the gradients of their outputs for W.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     """Account for a block. `fp8`: the linear layers run FP8 GEMMs."""
     of_block = replace(sizes, fp8=fp8, recompute=recompute)
     parts = [part.memory(of_block, at) for part, at in surroundings(tile_mlp(block, recompute.mlp_tiles))]
-    released, forward, backward = walk(parts, sizes.stream)
-    left = released if sizes.split else 0
+    walked = walk(parts, sizes.stream, sizes.split)
+    saved, forward, backward = walked[:3]
     if recompute.full:  # the recomputed forward's saved tensors exist in this block's backward only
         kept = sizes.stream + sum(part.kept(of_block) for part in block)
-        released, backward = kept, left + released + max(forward, backward)
+        saved, backward = kept, saved + max(forward, backward)
     if recompute.offload:  # on the device: the input, in forward the one before it, in backward two on their way
-        released, forward, backward = 0, forward + 2 * sizes.stream, backward + 3 * sizes.stream
+        saved, forward, backward = 0, forward + 2 * sizes.stream, backward + 3 * sizes.stream
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
     cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + (1 + sizes.compute if of_block.grain == "row" else 0)
     casting = cast * max(elements) if fp8 else 0
     experts = sum(part.expert_numel for part in block) // sizes.ep
     whole = sum(part.whole_numel for part in block)
-    return UnitBytes(released, forward, backward, 0, sum(elements) + whole + experts, casting, experts, left)
+    weights = sum(elements) + whole + experts
+    return UnitBytes(saved, forward, backward, 0, weights, casting, experts, walked.left, walked.wgrad)
 
 
 def layer_bytes(sizes: MicroBatchSizes, fp8: range) -> Callable[[int, RecomputePolicy], UnitBytes]:
@@ -67,8 +68,9 @@ def embedding_bytes(sizes: MicroBatchSizes) -> UnitBytes:
     saved = sizes.tokens * (TOKEN + (1 if sizes.tp > 1 else 0)) + sizes.mask  # with tp a mask of other ranks' tokens
     backward = sizes.stream + sizes.full + sizes.full // sizes.compute * sizes.wide
     positions = sizes.model.seq_length * sizes.model.hidden_size if sizes.model.position == "learned" else 0
-    left = saved + sizes.stream if sizes.split else 0
-    return UnitBytes(saved, 2 * sizes.stream, backward, elements=_vocabulary(sizes) + positions, left=left)
+    left, wide = saved + sizes.full if sizes.split else 0, backward - sizes.stream - sizes.full
+    elements = _vocabulary(sizes) + positions
+    return UnitBytes(saved, 2 * sizes.stream, backward, elements=elements, left=left, wgrad=wide)
 
 
 def head_bytes(sizes: MicroBatchSizes) -> UnitBytes:
@@ -113,14 +115,15 @@ def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: b
     """Account for a chain of units: a unit's backward begins after later units freed their saved tensors, but for what
     they have left, and ends with gradient shards (`shard_bytes`), freed at once or at the chain's end (`stay`).
     """
-    saved = forward = backward = casting = left = 0
+    saved = forward = backward = casting = left = wgrad = 0
     for unit in reversed(units):
         shard = shard_bytes(unit, shares)
         forward, casting = max(forward, unit.forward - saved), max(casting, unit.casting - saved)
         backward = max(backward, unit.backward + left - saved, shard - unit.saved - saved)
+        wgrad = max(wgrad, unit.wgrad - left)
         saved, left = saved + unit.saved - (shard if stay else 0), left + unit.left
     elements, experts = sum(unit.elements for unit in units), sum(unit.experts for unit in units)
-    return UnitBytes(saved, forward, backward, 0, elements, casting, experts, left)
+    return UnitBytes(saved, forward, backward, 0, elements, casting, experts, left, wgrad)
 
 
 def shard_bytes(unit: UnitBytes, shares: Shares) -> int:

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import UnitBytes
-from megascale.layout.stages import Placement, placement_of
+from megascale.layout.stages import placement_of
 from megascale.schedule.interleaved import microbatch_groups
-from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, each_action
-from megascale.schedule.lower import compute_order, lower
+from megascale.schedule.ir import Kind, RankSchedule, each_action, parts
+from megascale.schedule.lower import compute_order
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
@@ -76,7 +77,7 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
     alive = newest = older = 0
     losses = dict[tuple[int, int], int]()
     before = -1
-    for kind, chunk, microbatch in each_action(order):
+    for kind, chunk, microbatch in chain.from_iterable(reversed(parts(entry)) for entry in order):  # a pair's B, then F
         unit, reducing = chunks[chunk].unit, chunks[chunk].reducing
         if kind in FORWARDS:
             again = (chunk, microbatch) in dropped
@@ -105,7 +106,7 @@ def _transient(kind: Kind, chunk: ChunkBytes, older: int, *, again: bool) -> int
     before new ones.
     """
     if kind is Kind.W:
-        return chunk.unsharded
+        return chunk.unsharded + chunk.unit.wgrad
     if kind in (Kind.B, Kind.VT):
         return chunk.unit.backward if again else chunk.follows
     return older + (chunk.unit.backward - chunk.unsharded if kind is Kind.I else chunk.unit.forward)
