@@ -258,7 +258,6 @@ CHUNKS = _unsupported(
     ("train.noise_scale_every", only(0), "the gradient of a sequence is a sum over chunks", "0"),
     ("data.blend_policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),
 )  # fmt: skip
-"""Keys without an implementation for chunks of sequences."""
 
 VOCABULARY = _unsupported(
     "parallel.vocab_pp",
@@ -268,22 +267,21 @@ VOCABULARY = _unsupported(
     ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported", REMOVE),
     ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported", "false"),
     ("train.noise_scale_every", only(0), "the gradients of a micro-batch end at different times", "0"),
-    ("parallel.schedule", can_wait,
-     "no room for passes between its forwards and backwards", "another schedule"),
+    ("parallel.schedule", can_wait, "no room for passes between forwards and backwards", "another schedule"),
     ("data.blend_policy", only(None), "the loss of a micro-batch is not the last stage's", "no policy"),
     ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw"),
 )  # fmt: skip
 
 SKIPS = _unsupported(
     "parallel.skip_ratio",
-    ("parallel.schedule", only(None, "1f1b"), "ranks would be idle where others skip", "1f1b, or skip_ratio = 0"),
-    ("parallel.pp", unless(1, 2), "no stage lies between the first and the last", "above 2, or skip_ratio = 0"),
-    ("parallel.vpp", only(1), "ranks would be idle where others skip", "1, or skip_ratio = 0"),
-    ("parallel.vocab_pp", only(0), "its passes wait for all stages", "0, or skip_ratio = 0"),
-    ("model.experts", only(0), "experts balance the tokens of all micro-batches", "0, or skip_ratio = 0"),
-    ("model.exits", only([]), "a skipped chunk has no exit", "[], or skip_ratio = 0"),
-    ("data.sequence_chunk_tokens", only(None), "chunks of a sequence need the same layers", "skip_ratio = 0"),
-    ("parallel.hybrid_dp", only(False), "rings need the same micro-batches on all stages", "false, or skip_ratio = 0"),
+    ("parallel.schedule", only(None, "1f1b"), "ranks would be idle where others skip", "1f1b"),
+    ("parallel.pp", unless(1, 2), "no stage lies between the first and the last", "above 2"),
+    ("parallel.vpp", only(1), "ranks would be idle where others skip", "1"),
+    ("parallel.vocab_pp", only(0), "its passes wait for all stages", "0"),
+    ("model.experts", only(0), "experts balance the tokens of all micro-batches", "0"),
+    ("model.exits", only([]), "a skipped chunk has no exit", "[]"),
+    ("data.sequence_chunk_tokens", only(None), "chunks of a sequence need the same layers", "whole sequences"),
+    ("parallel.hybrid_dp", only(False), "rings need the same micro-batches on all stages", "false"),
     ("batch.rampup", only(None), "FLOPs are counted for one number of micro-batches", "no ramp-up"),
     ("train.noise_scale_every", only(0), "the first micro-batch has no gradient of what it skips", "0"),
 )  # fmt: skip
@@ -292,11 +290,6 @@ NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(
 
 NOT_HYBRID = _without_effect("parallel.hybrid_dp", only(False), {"data.max_tokens_per_rank": only(None)},
                              "parallel.hybrid_dp = true, or remove the key")  # fmt: skip
-
-HYBRID_DOCUMENTS = Exclusions("parallel.hybrid_dp", only(True), (
-    ("data.attention_mask", only("document"), "hybrid_dp deals documents to ranks, each with its own attention",
-     "document"),
-))  # fmt: skip
 
 HYBRID = _unsupported(
     "parallel.hybrid_dp",
@@ -313,9 +306,9 @@ HYBRID = _unsupported(
     ("train.compile", only(False), "micro-batches have any number of tokens", "false"),
     ("train.noise_scale_every", only(0), "micro-batches are no samples", "0"),
     ("data.blend_policy", only(None), "micro-batches have documents of many datasets", "no policy"),
+    ("data.attention_mask", only("document"), "ranks get documents, each with its own attention", "document"),
     ("data.reader", unless("host"), "every rank reads the boundaries of all samples of a step", "rank"),
 )  # fmt: skip
-"""Keys without an implementation for planned micro-batches."""
 
 LAMB = Exclusions("optimizer.name", only("lamb"), (
     ("optimizer.master_weights", only("full"), "lamb needs master weights in fp32", "full, or another optimizer"),
@@ -325,10 +318,8 @@ COMPENSATED = Exclusions("optimizer.master_weights", unless("full"), (
     ("backends.optimizer", only(AUTO), "is for master weights in fp32", "auto, or optimizer.master_weights = full"),
 ))  # fmt: skip
 
-ZCLIP = _off(
-    "optimizer.zclip", only(False), OptimizerConfig, "zclip_threshold", "zclip_alpha", "zclip_warmup",
-    hint="optimizer.zclip = true, or remove the key",
-)  # fmt: skip
+ZCLIP = _off("optimizer.zclip", only(False), OptimizerConfig, "zclip_threshold", "zclip_alpha", "zclip_warmup",
+             hint="optimizer.zclip = true, or remove the key")  # fmt: skip
 
 SKIPPED_STEPS = _off(
     "optimizer.skip_sigma", only(0), OptimizerConfig, "skip_window",

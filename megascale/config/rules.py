@@ -55,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.cp_modes, parallel_rules.cp_sequence, parallel_rules.cp_heads, parallel_rules.cp_fp8,
     parallel_rules.cp_combinations, parallel_rules.cp_sharding,
     exclusions.WHOLE_SEQUENCES, data_rules.chunk_sizes, data_rules.chunk_schedule, exclusions.CHUNKS,
-    exclusions.NOT_HYBRID, parallel_rules.hybrid_tokens, exclusions.HYBRID_DOCUMENTS, exclusions.HYBRID,
+    exclusions.NOT_HYBRID, parallel_rules.hybrid_tokens, exclusions.HYBRID,
     backend_rules.tile_tokens, backend_rules.tile_scales, train_rules.tile_recomputation,
     train_rules.learning_rate, exclusions.NO_TAIL, exclusions.CONSTANT_RATE,
     exclusions.NO_AVERAGE, exclusions.NO_EMA, exclusions.NO_LAWA, exclusions.NO_HISTORY, exclusions.BLOCK_SCALES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.config.exclusions import HYBRID_DOCUMENTS, NOT_HYBRID
+from megascale.config.exclusions import HYBRID, NOT_HYBRID
 from megascale.config.finding import Finding, divisors
 from megascale.config.parallel_rules import balance_group, expert_parallel, hybrid_tokens, skipped_stages
 from megascale.config.rules import Rule, run_rules
@@ -38,7 +38,7 @@ def world_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
         why = "" if uneven else f": dp divides the {micro_batches} micro-batches of a step"
         yield Finding("parallel.tp", f"{processes} not a multiple of {shape} = {replica}", f"start {near}{why}")
         return
-    again: tuple[Rule, ...] = (NOT_HYBRID, hybrid_tokens, HYBRID_DOCUMENTS, expert_parallel, balance_group)
+    again: tuple[Rule, ...] = (NOT_HYBRID, hybrid_tokens, HYBRID, expert_parallel, balance_group)
     if not uneven:  # else the rule `batch_size` has reported
         again += (batch_size, batch_rampup, skipped_stages)
     yield from run_rules(again, dict(config.resolve(world_size)))

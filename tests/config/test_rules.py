@@ -978,9 +978,9 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data.packing": "decompose fills samples with unrelated pieces"},
     ),
     (
-        "HYBRID_DOCUMENTS",
+        "HYBRID",
         HYBRID | {"data__attention_mask": "causal"},
-        {"data.attention_mask": "hybrid_dp deals documents to ranks"},
+        {"data.attention_mask": "ranks get documents, each with its own attention"},
     ),
     ("NO_POLICY", {"data__blend_policy_every": 5}, {"data.blend_policy_every": "has no effect without a policy"}),
     (

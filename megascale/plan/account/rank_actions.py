@@ -12,10 +12,10 @@ from typing import NamedTuple
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import UnitBytes
-from megascale.layout.stages import placement_of
+from megascale.layout.stages import Placement, placement_of
 from megascale.schedule.interleaved import microbatch_groups
-from megascale.schedule.ir import Kind, RankSchedule, each_action, parts
-from megascale.schedule.lower import compute_order
+from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, each_action, parts
+from megascale.schedule.lower import compute_order, lower
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
