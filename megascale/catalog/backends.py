@@ -1,7 +1,7 @@
 """Backends of operations: a registry per operation, fastest backend first, and the facts of their cards.
 
-`BACKENDS`, `AUTO`, `FUSIBLE_OPERATIONS`: the choices. `Requirement`, `unmet_requirement`, `is_multi_pass`: questions to
-a card, answered from its facts without torch.
+`BACKENDS`, `AUTO`, `FUSIBLE_OPERATIONS`, `candidates`: the choices. `Requirement`, `unmet_requirement`,
+`is_multi_pass`: questions to a card, answered from its facts without torch.
 """
 
 from __future__ import annotations
@@ -137,6 +137,14 @@ def is_multi_pass(card: Card, requirement: Requirement) -> bool:
     return requirement.used and (variants is True or requirement.variant in variants)
 
 
+def candidates(operation: str, takes_amax: bool) -> list[str]:
+    """List an operation's backends in the order of `auto`: where FP8 casts take the amax of a result (`takes_amax`),
+    those that find it as they write come first. The card's fact `finds_amax` says so.
+    """
+    cards = BACKENDS[operation]
+    return sorted(cards.names(), key=lambda name: takes_amax and not cards[name].facts.get("finds_amax"))
+
+
 def _card(name: str, help: str, body: str, variants: tuple[str, ...] = (), **facts: Any) -> Card:
     """Make a card with default facts. `variants` of a library come in KERNEL_DTYPES; empty: all, in all dtypes."""
     defaults = {
@@ -192,24 +200,24 @@ _CARDS = {
             max_columns=LIGER_MAX_COLUMNS,
         ),
         _card("apex", "Apex's kernels", "apex:ApexNorm", ("layernorm", "rmsnorm")),
-        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledNorm"),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledNorm", finds_amax=True),
         _card("torch", "torch's operators", "norm:TorchNorm", multi_pass=("rmsnorm", "rmsnorm_1p")),
     ],
     "add_norm": [
         _card(
             "liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm", "rmsnorm_1p"), max_columns=LIGER_MAX_COLUMNS
         ),
-        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledAddNorm"),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledAddNorm", finds_amax=True),
         _card("torch", "torch's addition, then the backend of norm", "norm:TorchAddNorm", multi_pass=True),
     ],
     "activation": [
         _card(
             "triton", "Triton's kernels of this package, which find an amax for FP8", "activation:TritonActivation",
-            ("swiglu",), dtypes=("bfloat16", "float32"),
+            ("swiglu",), dtypes=("bfloat16", "float32"), finds_amax=True,
         ),
         _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu", "geglu")),
         _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), max_columns=LIGER_MAX_COLUMNS),
-        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation"),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation", finds_amax=True),
         _card(
             "torch", "torch's operators", "activation:TorchActivation",
             multi_pass=("swiglu", "geglu", "clamped_swiglu"),

@@ -19,7 +19,7 @@ SPAN, WARPS = 2048, 8  # elements of a row at a time
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute `ops.activation.swiglu` in fp32, and keep the amaxes of rows with the result and with its gradient."""
+    """Compute `ops.activation.swiglu`, and keep the amaxes of rows with the result and with its gradient."""
     return _SwiGLU.apply(gate_up)
 
 
@@ -52,6 +52,17 @@ def _rows_of(x: Tensor) -> Tensor:
 # infinity and NaN above all numbers, after the result is rounded.
 
 
+@triton.jit
+def _silu(x):  # type: ignore[no-untyped-def]
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_backward(grad, x):  # type: ignore[no-untyped-def]
+    sigmoid = tl.sigmoid(x)
+    return grad * sigmoid * (1 + x * (1 - sigmoid))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _swiglu(gate_up, out, rows, f, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write silu(gate) * up of a row [2 f], gate first, and its amax."""
@@ -60,7 +71,7 @@ def _swiglu(gate_up, out, rows, f, SPAN: tl.constexpr):  # type: ignore[no-untyp
         column = start + tl.arange(0, SPAN)
         gate = tl.load(gate_up + row * 2 * f + column, mask=column < f, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * 2 * f + f + column, mask=column < f, other=0.0).to(tl.float32)
-        result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+        result = (_silu(gate) * up).to(out.dtype.element_ty)
         tl.store(out + row * f + column, result, mask=column < f)
         most = tl.maximum(most, tl.abs(result.to(tl.float32)).to(tl.int32, bitcast=True))
     tl.store(rows + row, tl.max(most, 0).to(tl.float32, bitcast=True))
@@ -75,9 +86,8 @@ def _swiglu_backward(gate_up, grad, out, rows, f, SPAN: tl.constexpr):  # type: 
         gate = tl.load(gate_up + row * 2 * f + column, mask=column < f, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * 2 * f + f + column, mask=column < f, other=0.0).to(tl.float32)
         above = tl.load(grad + row * f + column, mask=column < f, other=0.0).to(tl.float32)
-        gating = tl.sigmoid(gate)
-        of_gate = (above * up * gating * (1 + gate * (1 - gating))).to(out.dtype.element_ty)
-        of_up = (above * gate * gating).to(out.dtype.element_ty)
+        of_gate = _silu_backward(above * up, gate).to(out.dtype.element_ty)
+        of_up = (above * _silu(gate)).to(out.dtype.element_ty)
         tl.store(out + row * 2 * f + column, of_gate, mask=column < f)
         tl.store(out + row * 2 * f + f + column, of_up, mask=column < f)
         most = tl.maximum(most, tl.abs(of_gate.to(tl.float32)).to(tl.int32, bitcast=True))

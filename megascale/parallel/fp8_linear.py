@@ -56,20 +56,27 @@ class Fp8Gemms(LinearGemms):
     _weights: tuple[Quantized, ...] = ()
 
     def input_operand(self, x: Tensor) -> Operand:
-        return self._cast_tokens("input", x, k_sharded=self.shard_dim == 1)
+        # forwards without a backward, as a recomputation's first, need no transpose for wgrad
+        return self._cast_tokens("input", x, k_sharded=self.shard_dim == 1, for_wgrad=x.requires_grad)
 
     def grad_operand(self, grad: Tensor) -> Operand:
         return self._cast_tokens("gradient", grad, k_sharded=self.shard_dim == 0)
 
-    def _cast_tokens(self, name: OperandName, x: Tensor, *, k_sharded: bool) -> Quantized:
+    def _cast_tokens(self, name: OperandName, x: Tensor, *, k_sharded: bool, for_wgrad: bool = True) -> Quantized:
         """Quantize X [s, b, k] or dY [s, b, n]. tp shards k or n; or s with sequence parallelism; or nothing.
 
-        An operand sharded along s is cast without transpose: wgrad transposes the all-gathered operand.
+        An operand sharded along s is cast without transpose: wgrad transposes the all-gathered operand, as it does any
+        that was cast without.
         """
         rows_sharded = self.tp.activations_sharded and not k_sharded
         known = known_amax(x) if self.state.recipe.quantizer(name).block == TENSOR else None
         return self._cast(
-            name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, amax=known, with_transpose=not rows_sharded
+            name,
+            x,
+            rows_sharded=rows_sharded,
+            k_sharded=k_sharded,
+            amax=known,
+            with_transpose=for_wgrad and not rows_sharded,
         )
 
     def before_all_gather(self, grad: Tensor) -> Operand:
