@@ -64,8 +64,12 @@ class OpContext:
     @property
     def takes_amax(self) -> bool:
         """True if casts of FP8 layers spare a pass by an amax that is kept with a tensor (`ops.known_amax`)."""
-        spec = None if self.recipe is None else RECIPES[self.recipe].facts["input"]
-        return spec is not None and spec.block == TENSOR and spec.scaling == "current"
+        return self.casts_by_tensor and RECIPES[str(self.recipe)].facts["scaling"] == "current"
+
+    @property
+    def casts_by_tensor(self) -> bool:
+        """True if FP8 layers have a scale per tensor."""
+        return self.recipe is not None and RECIPES[self.recipe].facts["input"].block == TENSOR
 
     def requested_backend(self, operation: str) -> str:
         """Return the backend in `[backends]`. In a compiled block, auto means `compile` for fusible operations."""

@@ -195,6 +195,12 @@ class Part(ABC):
         """Backward recomputes the output in place of saving it as the input of row-parallel layers."""
         return False
 
+    def found_amaxes(self, sizes: MicroBatchSizes, after: Part | None) -> tuple[int, int]:
+        """Size the results of kernels that also find the amax for a cast by `after` or by the part before, in forward
+        and in backward (`ops.known_amax`).
+        """
+        return 0, 0
+
     @abstractmethod
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time a micro-batch, with exposed communication. `fp8`: the linear layers run FP8 GEMMs."""

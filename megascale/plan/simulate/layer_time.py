@@ -25,7 +25,7 @@ from megascale.plan.simulate.profiles import Hardware, Stack
 
 CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 6}
 """Bytes moved to quantize an element, by origin of the scale: a 16-bit read and two FP8 writes, one transposed. Current
-scales take another read for the amax; those of rows and blocks, another for the cast of the transpose.
+scales take another read for an amax that no other kernel finds (`LayerTimes.spared`); those of rows and blocks, another for the cast of the transpose.
 """
 
 CAST_ONCE = 3  # bytes moved to quantize an element of experts, whose wgrad is not in FP8
@@ -117,6 +117,15 @@ class LayerTimes:
     def passes(self, elements: float, backward: int = 2) -> PassTimes:
         seconds = self.kernels.elementwise(elements * self.kernels.bytes)
         return PassTimes(Seconds(elementwise=seconds), Seconds(elementwise=backward * seconds))
+
+    def spared(self, forward: int, backward: int) -> PassTimes:
+        """Return the time of reads for the amaxes of so many bytes, negative, where the kernels that write them find
+        them.
+        """
+        facts, moved = RECIPES[self.config.fp8.recipe].facts, self.kernels.elementwise
+        if not self.kernels.stack.finds_amaxes or (facts["granularity"], facts["scaling"]) != ("tensor", "current"):
+            return PassTimes()
+        return PassTimes(Seconds(elementwise=moved(-forward)), Seconds(elementwise=moved(-backward)))
 
     def sums(self, nbytes: int) -> PassTimes:
         seconds = self.exchange.route.collective("all_reduce", nbytes, self.config.parallel.tp)

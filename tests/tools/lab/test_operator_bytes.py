@@ -9,6 +9,11 @@ import torch
 
 from lab.commands.operator_bytes import BF16, CONFIG, WEIGHTS, count, recipe_config, table
 from lab.launches import Launch, LaunchCounter
+from megascale.layout.blocks import block_spec
+from megascale.layout.recompute_policy import NO_RECOMPUTE
+from megascale.plan.simulate import profiles
+from megascale.plan.simulate.chunk_time import block_times
+from megascale.plan.simulate.layer_time import LayerTimes
 
 TOKENS, HIDDEN, INNER, QKV = 8192, 4096, 14336, 6144
 LINEARS = ((HIDDEN, QKV), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))  # inputs and outputs
@@ -50,6 +55,23 @@ def test_casts_read_their_operands_once_or_twice(recipe: str, amaxes: int) -> No
     assert of(launches, "_fp8_gemm")[0] == 4 and of(launches, "_scaled_mm")[0] == 8
     assert of(launches, WEIGHTS)[0] == (12 if amaxes else 4)
     assert of(launches, "copy_")[0] == 0, "GEMMs write their results themselves"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "static"])
+def test_plans_move_the_counted_bytes_of_casts(recipe: str) -> None:
+    """In fp8 passes take longer by the casts, whose scales and amaxes, a number or a row's, a plan leaves out."""
+    pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
+    config, stack = recipe_config(CONFIG, recipe), profiles.stack("megascale")
+    stack = stack.model_copy(update={"attained": stack.attained.model_copy(update={"passes": 1.0, "slowdown": 1.0})})
+    layers, block = LayerTimes.from_config(config, profiles.hardware("h200"), stack), block_spec(config.model, 0)
+    with_casts, without = (block_times(layers, block, fp8, NO_RECOMPUTE) for fp8 in (True, False))
+    seconds = sum(
+        a.elementwise - b.elementwise
+        for a, b in ((with_casts.forward, without.forward), (with_casts.backward, without.backward))
+    )
+    counted = [launch for launch in count(config) if launch.name in ("_fp8_cast", "_fp8_amax")]
+    moved = sum(launch.read + launch.written for launch in counted)
+    assert seconds * layers.kernels.bandwidth == pytest.approx(moved, rel=1e-6)
 
 
 def test_scales_of_rows_read_an_operand_once_for_each_direction() -> None:
