@@ -1,7 +1,7 @@
 """Backends of operations: a registry per operation, fastest backend first, and the facts of their cards.
 
-`BACKENDS`, `AUTO`, `FUSIBLE_OPERATIONS`, `candidates`: the choices. `Requirement`, `unmet_requirement`,
-`is_multi_pass`: questions to a card, answered from its facts without torch.
+`BACKENDS`, `AUTO`, `FUSIBLE_OPERATIONS`: the choices. `Requirement`, `unmet_requirement`, `is_multi_pass`: questions to
+a card, answered from its facts without torch.
 """
 
 from __future__ import annotations
@@ -135,14 +135,6 @@ def is_multi_pass(card: Card, requirement: Requirement) -> bool:
     """
     variants = card.facts.get("multi_pass", ())
     return requirement.used and (variants is True or requirement.variant in variants)
-
-
-def candidates(operation: str, takes_amax: bool) -> list[str]:
-    """List an operation's backends in the order of `auto`: where FP8 casts take the amax of a result (`takes_amax`),
-    those that find it as they write come first. The card's fact `finds_amax` says so.
-    """
-    cards = BACKENDS[operation]
-    return sorted(cards.names(), key=lambda name: takes_amax and not cards[name].facts.get("finds_amax"))
 
 
 def _card(name: str, help: str, body: str, variants: tuple[str, ...] = (), **facts: Any) -> Card:

@@ -62,7 +62,8 @@ class MLP(nn.Module):
 
     def activate(self, inner: Tensor) -> Tensor:
         """Apply the activation, whose kernel may cast for the layers around it."""
-        plan_casts(inner, (self.down.params.gemms.planned_cast("input"), self.up.params.gemms.planned_cast("gradient")))
+        up, down = self.up.params.gemms, self.down.params.gemms
+        plan_casts(inner, down.planned_cast("input"), up.planned_cast("gradient"))
         return self._activate(inner)
 
     def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[tuple[Tensor, ...]]:

@@ -207,9 +207,7 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tile, inside, first, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile of a matrix [m, k] from column `first` with scales by `amax`, or without by the tile itself. Outputs
-    may be None.
-    """
+    """Cast a tile of a matrix [m, k] from column `first`, with the arguments of `_fp8_cast`."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
     column = first + tl.arange(0, SIDE)[None, :]
     place, exists = _block_places(m, k, HIGH, WIDE, SIDE)

@@ -1,8 +1,8 @@
 """Casts that a kernel makes of what it writes, where the scale is known before: the cast's own read is spared.
 
-A linear layer plans the cast of an operand (`PlannedCast`). The plan goes to the kernel that writes the operand with that
-kernel's input (`plan_casts`), and the cast back to the layer with the operand (`keep_cast`), which holds as long as an
-amax does (`ops.known_amax`). The operand is written in 16 bits too: autograd hands it on. Kernels need not cast.
+A linear layer plans the cast of an operand. The plan goes to the kernel that writes the operand, with its input, and
+the cast back with the operand, for as long as an amax holds (`ops.known_amax`). Kernels need not cast. The operand is
+written in 16 bits too, for autograd, which gives a gradient the dtype of its tensor, and for any other reader.
 """
 
 from __future__ import annotations
@@ -23,18 +23,14 @@ class PlannedCast(NamedTuple):
     record: CastRecord | None
 
 
-Plans = tuple[PlannedCast | None, PlannedCast | None]
-"""Of a function's result, and of the gradient of its input."""
+def plan_casts(x: Tensor, result: PlannedCast | None, gradient: PlannedCast | None) -> None:
+    """Plan the casts of f(x) and of the gradient of x, for the function f."""
+    x.planned_casts = result, gradient  # type: ignore[attr-defined]
 
 
-def plan_casts(x: Tensor, plans: Plans) -> None:
-    """Give plans to the function whose input is x."""
-    x.planned_casts = plans  # type: ignore[attr-defined]
-
-
-def planned_casts(x: Tensor) -> Plans:
-    plans: Plans = getattr(x, "planned_casts", (None, None))
-    return plans
+def planned_casts(x: Tensor) -> tuple[PlannedCast | None, PlannedCast | None]:
+    """Return the plans for f(x) and for the gradient of x."""
+    return getattr(x, "planned_casts", (None, None))
 
 
 def keep_cast(x: Tensor, cast: Quantized) -> None:

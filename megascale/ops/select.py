@@ -12,14 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megascale.catalog.backends import (
-    AUTO,
-    BACKENDS,
-    FUSIBLE_OPERATIONS,
-    Requirement,
-    candidates,
-    unmet_requirement,
-)
+from megascale.catalog.backends import AUTO, BACKENDS, FUSIBLE_OPERATIONS, Requirement, unmet_requirement
 from megascale.catalog.recipes import RECIPES, TENSOR
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
@@ -130,7 +123,9 @@ def select_backend(operation: str, context: OpContext) -> BackendChoice:
     """
     requested = context.requested_backend(operation)
     rejected: dict[str, str] = {}
-    for name in candidates(operation, context.takes_amax):
+    cards = BACKENDS[operation]
+    # where casts take an amax, those that find it as they write come first
+    for name in sorted(cards.names(), key=lambda name: context.takes_amax and not cards[name].facts.get("finds_amax")):
         if requested in (name, AUTO):
             reason = unsupported_reason(operation, name, context)
             if reason is None or (requested == name and isinstance(reason, NotByDefault)):

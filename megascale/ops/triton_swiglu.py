@@ -1,5 +1,5 @@
-"""Triton kernels of SwiGLU, forward and backward, that also serve the casts of FP8 layers with a scale per tensor: of the
-down layer's input, and of the up layer's output gradient.
+"""A Triton kernel of SwiGLU, forward and backward, that also serves the casts of FP8 layers with a scale per tensor: of
+the down layer's input, and of the up layer's output gradient.
 
 Where a scale is known before, the kernel casts what it writes, in both layouts (`ops.planned_cast`). Otherwise it finds
 the amax, and the cast needs no pass of its own for it (`ops.known_amax`).
@@ -24,7 +24,7 @@ SIDE, WARPS = 64, 8  # of a tile
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute `ops.activation.swiglu`, and keep a planned cast, else the amax, with the result and with its gradient."""
+    """Compute `ops.activation.swiglu`, and keep with result and gradient the planned cast, or the amax."""
     return _SwiGLU.apply(gate_up, *planned_casts(gate_up))
 
 
@@ -35,35 +35,33 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, plan: PlannedCast | None, of_gradient: PlannedCast | None) -> Tensor:
         needed, gate_up = gate_up.requires_grad, gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        ctx.plan, f = of_gradient, gate_up.shape[-1] // 2
-        return _launch(_swiglu, gate_up.new_empty(*gate_up.shape[:-1], f), [gate_up], f, plan, needed)
+        ctx.plan = of_gradient
+        return _launch(gate_up, None, gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2), plan, needed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (gate_up,), grad = ctx.saved_tensors, grads[0].contiguous()
-        given = [gate_up, grad]
-        return _launch(_swiglu_backward, torch.empty_like(gate_up), given, grad.shape[-1], ctx.plan, True), None, None
+        (gate_up,) = ctx.saved_tensors
+        return _launch(gate_up, grads[0].contiguous(), torch.empty_like(gate_up), ctx.plan, True), None, None
 
 
 def _launch(
-    kernel: Any, out: Tensor, given: list[Tensor], f: int, plan: PlannedCast | None, with_transpose: bool
+    gate_up: Tensor, grad: Tensor | None, out: Tensor, plan: PlannedCast | None, with_transpose: bool
 ) -> Tensor:
     """Fill `out`, and keep its cast or its amax with it. A cast of gate and up needs whole tiles of both."""
-    m = out.shape[:-1].numel()
-    tiles = triton.cdiv(m, SIDE), triton.cdiv(f, SIDE)
+    m, f = out.shape[:-1].numel(), gate_up.shape[-1] // 2
+    launch = _swiglu[triton.cdiv(m, SIDE), triton.cdiv(f, SIDE)]
     if plan is None or f % SIDE:
         amax = torch.zeros((), dtype=torch.float32, device=out.device)
-        nothing = (None,) * 4
-        kernel[tiles](*given, out, *nothing, amax.view(torch.int32), None, m, f, 0.0, None, SIDE, num_warps=WARPS)
+        given = None, None, None, None, amax.view(torch.int32), None, m, f, 0.0, None
+        launch(gate_up, grad, out, *given, SIDE, num_warps=WARPS)
         keep_amax(out, rows=amax)
         return out
     element, record = plan.element, plan.record
-    data = torch.empty_like(out, dtype=element.dtype)
+    data, scale = torch.empty_like(out, dtype=element.dtype), torch.empty_like(plan.expected)
     columns = data.new_empty(data.shape[-1], m) if with_transpose else None
-    scale = torch.empty_like(plan.expected)
     noted = (None, None) if record is None else (record.amax.view(torch.int32), record.counts)
-    sizes = m, f, element.max_value, FORMATS[element], SIDE
-    kernel[tiles](*given, out, plan.expected, scale, data, columns, *noted, *sizes, num_warps=WARPS)
+    given = plan.expected, scale, data, columns, *noted, m, f, element.max_value, FORMATS[element]
+    launch(gate_up, grad, out, *given, SIDE, num_warps=WARPS)
     keep_cast(out, Quantized(data, scale, TENSOR, transposed=columns))
     return out
 
@@ -87,17 +85,13 @@ def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tile, inside, first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of a matrix [m, k] from column `first`, and its cast. Without a cast, raise the bits of the amax
-    `record` to those of the rounded tile.
-    """
+    """Write a tile of a matrix [m, k] from column `first`, and its cast; else raise the bits of the amax `record`."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
     rounded = tl.where(inside, tile, 0.0).to(out.dtype.element_ty)
     tl.store(out + row * k + first + tl.arange(0, SIDE)[None, :], rounded, mask=inside)
     wide = rounded.to(tl.float32)
     if data is not None:
-        cast_tile(
-            wide, inside, first, amax, scale, data, transposed, record, counts, m, k, largest, FP8, 0, 0, SIDE
-        )  # fmt: skip
+        cast_tile(wide, inside, first, amax, scale, data, transposed, record, counts, m, k, largest, FP8, 0, 0, SIDE)
     else:
         most = tl.max(tl.ravel(tl.abs(wide).to(tl.int32, bitcast=True)))
         tl.atomic_max(record, most, mask=most > tl.load(record))  # few tiles have a larger one
@@ -105,31 +99,20 @@ def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _swiglu(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    gate_up, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8: tl.constexpr, SIDE: tl.constexpr
-):
-    """Write a tile of silu(gate) * up for rows [2 f], gate first."""
-    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
-    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
-    inside = (row < m) & (column < f)
-    gate = tl.load(gate_up + row * 2 * f + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0.0).to(tl.float32)
-    result, first = _silu(gate) * up, tl.program_id(1) * SIDE
-    _write(result, inside, first, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8, SIDE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_backward(  # type: ignore[no-untyped-def] # noqa: PLR0913
     gate_up, grad, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the gradient of gate, and one of up's."""
+    """Write a tile of silu(gate) * up for rows [2 f], gate first; with `grad` one of the gradient of each."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
-    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
+    column, first = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :], tl.program_id(1) * SIDE
     inside = (row < m) & (column < f)
     gate = tl.load(gate_up + row * 2 * f + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0.0).to(tl.float32)
-    above = tl.load(grad + row * f + column, mask=inside, other=0.0).to(tl.float32)
-    of_gate, of_up = _silu_backward(above * up, gate), above * _silu(gate)
-    k, first = 2 * f, tl.program_id(1) * SIDE
-    _write(of_gate, inside, first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
-    _write(of_up, inside, f + first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
+    if grad is None:
+        result = _silu(gate) * up
+        _write(result, inside, first, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8, SIDE)
+    else:
+        above, k = tl.load(grad + row * f + column, mask=inside, other=0.0).to(tl.float32), 2 * f
+        of_gate, of_up = _silu_backward(above * up, gate), above * _silu(gate)
+        _write(of_gate, inside, first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
+        _write(of_up, inside, f + first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)

@@ -81,13 +81,9 @@ class Fp8Gemms(LinearGemms):
         rows_sharded = self.tp.activations_sharded and not k_sharded
         known = known_amax(x) if self.state.recipe.quantizer(name).block == TENSOR else None
         return self._cast(
-            name,
-            x,
-            rows_sharded=rows_sharded,
-            k_sharded=k_sharded,
-            amax=known,
+            name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, amax=known,
             with_transpose=for_wgrad and not rows_sharded,
-        )
+        )  # fmt: skip
 
     def before_all_gather(self, grad: Tensor) -> Operand:
         # Where scales serve one direction, wgrad quantizes the gathered gradient a second time, along the tokens.

@@ -195,10 +195,8 @@ class Part(ABC):
         """Backward recomputes the output in place of saving it as the input of row-parallel layers."""
         return False
 
-    def found_amaxes(self, sizes: MicroBatchSizes, after: Part | None) -> tuple[int, int]:
-        """Size the results of kernels that also find the amax for a cast by `after` or by the part before, in forward
-        and in backward (`ops.known_amax`).
-        """
+    def spared_reads(self, sizes: MicroBatchSizes, after: Part | None, by_amax: bool) -> tuple[int, int]:
+        """Size what casts by tensors need not read, forward and backward: a part finds an amax (`by_amax`) or casts."""
         return 0, 0
 
     @abstractmethod
