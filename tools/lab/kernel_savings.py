@@ -39,7 +39,7 @@ def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
     operands = written[norm] + written[added] // 2 + written[activation] + written[f"{activation} backward"]
     count = 2 + times[activation] + times[f"{activation} backward"]
     if (facts["granularity"], facts["scaling"]) != ("tensor", "current"):
-        yield Saving(f"norms{' and activations' if count > 2 else ''} write FP8 beside 16 bits", count, operands)
+        yield Saving("norms and other activations write FP8 beside 16 bits", count, operands)
     else:
         unknown = "the amax of attention's result and of gradients, in the kernels that write them"
         yield Saving(unknown, 2 * times["_fp8_amax"], read["_fp8_amax"])
