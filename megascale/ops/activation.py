@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megascale.catalog.layers import ACTIVATIONS
 from megascale.ops.library import triton_unsupported_reason
-from megascale.ops.norm import widened
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 Activate = Callable[[Tensor], Tensor]
@@ -97,8 +96,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """f(gate) * up, computed in fp32 or wider and rounded once, with only the input saved for backward, and both halves
-    of the gradient written to one tensor.
+    """f(gate) * up with only the input saved for backward, and both halves of the gradient written to one tensor.
 
     `function`: f, into a new tensor; `backward_of`: (gradient of f's result, f's input) to the gradient of f's input.
     """
@@ -108,13 +106,14 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         ctx.function, ctx.backward_of = function, backward_of
         gate, up = gate_up.chunk(2, -1)
-        return function(widened(gate)).mul_(up).to(gate_up.dtype)
+        return function(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        grad, (gate, up) = widened(grads[0]), gate_up.chunk(2, -1)
-        gate, out = widened(gate), torch.empty_like(gate_up)
+        (grad,) = grads
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, -1)
         torch.mul(grad, ctx.function(gate), out=grad_up)
         grad_gate.copy_(ctx.backward_of(grad * up, gate))

@@ -75,6 +75,12 @@ def _silu(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _round(tile, out):  # type: ignore[no-untyped-def]
+    """Round to the dtype of out, where torch's operators do."""
+    return tile.to(out.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def _silu_backward(grad, x):  # type: ignore[no-untyped-def]
     sigmoid = tl.sigmoid(x)
     return grad * sigmoid * (1 + x * (1 - sigmoid))
@@ -109,10 +115,10 @@ def _swiglu(  # type: ignore[no-untyped-def] # noqa: PLR0913
     gate = tl.load(gate_up + row * 2 * f + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0.0).to(tl.float32)
     if grad is None:
-        result = _silu(gate) * up
+        result = _round(_silu(gate), out) * up
         _write(result, inside, first, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8, SIDE)
     else:
         above, k = tl.load(grad + row * f + column, mask=inside, other=0.0).to(tl.float32), 2 * f
-        of_gate, of_up = _silu_backward(above * up, gate), above * _silu(gate)
+        of_gate, of_up = _silu_backward(_round(above * up, out), gate), above * _round(_silu(gate), out)
         _write(of_gate, inside, first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
         _write(of_up, inside, f + first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
