@@ -192,24 +192,24 @@ _CARDS = {
             max_columns=LIGER_MAX_COLUMNS,
         ),
         _card("apex", "Apex's kernels", "apex:ApexNorm", ("layernorm", "rmsnorm")),
-        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledNorm"),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledNorm", finds_amax=True),
         _card("torch", "torch's operators", "norm:TorchNorm", multi_pass=("rmsnorm", "rmsnorm_1p")),
     ],
     "add_norm": [
         _card(
             "liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm", "rmsnorm_1p"), max_columns=LIGER_MAX_COLUMNS
         ),
-        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledAddNorm"),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledAddNorm", finds_amax=True),
         _card("torch", "torch's addition, then the backend of norm", "norm:TorchAddNorm", multi_pass=True),
     ],
     "activation": [
         _card(
             "triton", "Triton's kernels of this package, which find an amax for FP8", "activation:TritonActivation",
-            ("swiglu",), dtypes=("bfloat16", "float32"),
+            ("swiglu",), dtypes=("bfloat16", "float32"), finds_amax=True,
         ),
         _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu", "geglu")),
         _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), max_columns=LIGER_MAX_COLUMNS),
-        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation"),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation", finds_amax=True),
         _card(
             "torch", "torch's operators", "activation:TorchActivation",
             multi_pass=("swiglu", "geglu", "clamped_swiglu"),

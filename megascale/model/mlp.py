@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megascale.model.modules import LayerContext, Linear
+from megascale.ops.planned_cast import plan_casts
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.segments import Steps, finish, run_through
@@ -28,7 +29,7 @@ class MLP(nn.Module):
         name = f"layers.{index}.{place}"
         self.up = Linear(context, f"{name}.{'gate_up' if context.model.gated else 'up'}")
         self.down = Linear(context, f"{name}.down")
-        self.activate = context.operators.activate
+        self._activate = context.operators.activate
         self._tp = context.tp
         prefix = "" if place == "mlp" else f"{place} "
         self._up_label, self._down_label = (Label.for_layer(index, f"{prefix}{part}") for part in ("up", "down"))
@@ -58,6 +59,12 @@ class MLP(nn.Module):
     def _down(self, inner: Tensor, recompute_input: Recomputation | None, compute_output: bool) -> Steps[Tensor]:
         rows = [self.activate(inner)], [self.down.params]
         return row_parallel_steps(*rows, self._tp, self._down_label, [recompute_input], compute_output)
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """Apply the activation, whose kernel may cast for the layers around it."""
+        up, down = self.up.params.gemms, self.down.params.gemms
+        plan_casts(inner, down.planned_cast("input"), up.planned_cast("gradient"))
+        return self._activate(inner)
 
     def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[tuple[Tensor, ...]]:
         """Map x [s, b, h] to this rank's input of the activation [s, b, ...]. `recompute_input` as in `forward`."""

@@ -28,10 +28,10 @@ class TorchActivation(OpBackend):
 
 
 class TritonActivation(OpBackend):
-    """Triton's kernels of SwiGLU, which find an amax for FP8 layers."""
+    """Triton's kernels of SwiGLU, which find an amax for FP8 layers, or cast."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
-        unwanted = None if context.takes_amax else NotByDefault("no FP8 layer takes its amaxes")
+        unwanted = None if context.casts_by_tensor else NotByDefault("no FP8 layer takes its amaxes or casts")
         return triton_unsupported_reason(context.device) or unwanted
 
     def build(self, context: OpContext) -> Activate:

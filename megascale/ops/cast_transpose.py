@@ -203,15 +203,13 @@ def _fp8_amax(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, amax, scale, data, transposed, record, counts, by_column, m, k, largest, FP8: tl.constexpr,
+def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    tile, inside, first, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile of x [m, k] with scales by `amax`, or without by the tile itself. Outputs may be None."""
+    """Cast a tile of a matrix [m, k] from column `first`, with the arguments of `_fp8_cast`."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
-    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
-    inside = (row < m) & (column < k)
-    tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
+    column = first + tl.arange(0, SIDE)[None, :]
     place, exists = _block_places(m, k, HIGH, WIDE, SIDE)
     if amax is None:
         bits = _block_bits(tile, HIGH, WIDE, SIDE)
@@ -225,12 +223,28 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     if transposed is not None:
         # places made anew: Triton does not see that transposed ones are contiguous, and would store byte by byte
         row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[None, :]
-        column = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
+        column = first.to(tl.int64) + tl.arange(0, SIDE)[:, None]
         tl.store(transposed + column * m + row, tl.trans(codes), mask=(row < m) & (column < k))
     if record is not None:
         tl.atomic_max(record, tl.max(tl.ravel(_bits(tile))))
     if counts is not None:
         _count(counts, tile, _spread(by_block, HIGH, WIDE, SIDE), codes, inside, largest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    x, amax, scale, data, transposed, record, counts, by_column, m, k, largest, FP8: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile of x [m, k] with scales by `amax`, or without by the tile itself. Outputs may be None."""
+    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
+    inside = (row < m) & (column < k)
+    tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
+    cast_tile(
+        tile, inside, tl.program_id(1) * SIDE, amax, scale, data, transposed, record, counts, m, k, largest, FP8, HIGH,
+        WIDE, SIDE,
+    )  # fmt: skip
     if by_column is not None:
         _raise_columns(by_column, tile, tl.program_id(1) * SIDE + tl.arange(0, SIDE), k)
 

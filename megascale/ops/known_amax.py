@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _Known:
-    """`rows` [..., 1] and `columns` [k, 1], f32 or of x's dtype, of x [..., k] at a version."""
+    """`rows` [..., 1], or [] of all rows, and `columns` [k, 1], f32 or of x's dtype, of x [..., k] at a version."""
 
     version: int
     rows: Tensor | None = None
@@ -32,7 +32,7 @@ def keep_amax(x: Tensor, *, rows: Tensor | None = None, columns: Tensor | None =
 def known_amax(x: Tensor) -> Tensor | None:
     """Return max |x|, f32 [], if it is known."""
     rows = _known(x).rows
-    return None if rows is None else rows.amax().float()
+    return rows.amax().float() if rows is not None and rows.dim() else rows
 
 
 def known_column_amax(x: Tensor) -> Tensor | None:

@@ -57,8 +57,12 @@ class OpContext:
     @property
     def takes_amax(self) -> bool:
         """True if casts of FP8 layers spare a pass by an amax that is kept with a tensor (`ops.known_amax`)."""
-        spec = None if self.recipe is None else RECIPES[self.recipe].facts["input"]
-        return spec is not None and spec.block == TENSOR and spec.scaling == "current"
+        return self.casts_by_tensor and RECIPES[str(self.recipe)].facts["scaling"] == "current"
+
+    @property
+    def casts_by_tensor(self) -> bool:
+        """True if FP8 layers have a scale per tensor."""
+        return self.recipe is not None and RECIPES[self.recipe].facts["input"].block == TENSOR
 
     def requested_backend(self, operation: str) -> str:
         """Return the backend in `[backends]`. In a compiled block, auto means `compile` for fusible operations."""
@@ -119,7 +123,9 @@ def select_backend(operation: str, context: OpContext) -> BackendChoice:
     """
     requested = context.requested_backend(operation)
     rejected: dict[str, str] = {}
-    for name in BACKENDS[operation].names():
+    cards = BACKENDS[operation]
+    # where casts take an amax, those that find it as they write come first
+    for name in sorted(cards.names(), key=lambda name: context.takes_amax and not cards[name].facts.get("finds_amax")):
         if requested in (name, AUTO):
             reason = unsupported_reason(operation, name, context)
             if reason is None or (requested == name and isinstance(reason, NotByDefault)):

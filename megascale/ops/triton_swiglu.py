@@ -1,7 +1,8 @@
-"""Triton kernels of SwiGLU, forward and backward, that also find the amaxes of the rows they write.
+"""A Triton kernel of SwiGLU, forward and backward, that also serves the casts of FP8 layers with a scale per tensor: of
+the down layer's input, and of the up layer's output gradient.
 
-They serve FP8 layers with a scale per tensor from its amax: the casts of the down layer's input and of the up layer's
-output gradient need no pass of their own for it (`ops.known_amax`).
+Where a scale is known before, the kernel casts what it writes, in both layouts (`ops.planned_cast`). Otherwise it finds
+the amax, and the cast needs no pass of its own for it (`ops.known_amax`).
 """
 
 from __future__ import annotations
@@ -13,73 +14,111 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megascale.catalog.recipes import TENSOR
+from megascale.ops.cast_transpose import FORMATS, cast_tile
 from megascale.ops.known_amax import keep_amax
+from megascale.ops.planned_cast import PlannedCast, keep_cast, planned_casts
+from megascale.ops.quantized import Quantized
 
-SPAN, WARPS = 2048, 8  # elements of a row at a time
+SIDE, WARPS = 64, 8  # of a tile
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute `ops.activation.swiglu` in fp32, and keep the amaxes of rows with the result and with its gradient."""
-    return _SwiGLU.apply(gate_up)
+    """Compute `ops.activation.swiglu`, and keep with result and gradient the planned cast, or the amax."""
+    return _SwiGLU.apply(gate_up, *planned_casts(gate_up))
 
 
 class _SwiGLU(torch.autograd.Function):
     """With only the input saved for backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate_up, f = gate_up.contiguous(), gate_up.shape[-1] // 2
+    def forward(ctx: Any, gate_up: Tensor, plan: PlannedCast | None, of_gradient: PlannedCast | None) -> Tensor:
+        needed, gate_up = gate_up.requires_grad, gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        out, rows = gate_up.new_empty(*gate_up.shape[:-1], f), _rows_of(gate_up)
-        _swiglu[rows.numel(),](gate_up, out, rows, f, SPAN, num_warps=WARPS)
-        keep_amax(out, rows=rows)
-        return out
+        ctx.plan = of_gradient
+        return _launch(gate_up, None, gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2), plan, needed)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,), grad = ctx.saved_tensors, grads[0].contiguous()
-        out, rows = torch.empty_like(gate_up), _rows_of(gate_up)
-        _swiglu_backward[rows.numel(),](gate_up, grad, out, rows, grad.shape[-1], SPAN, num_warps=WARPS)
-        keep_amax(out, rows=rows)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (gate_up,) = ctx.saved_tensors
+        return _launch(gate_up, grads[0].contiguous(), torch.empty_like(gate_up), ctx.plan, True), None, None
+
+
+def _launch(
+    gate_up: Tensor, grad: Tensor | None, out: Tensor, plan: PlannedCast | None, with_transpose: bool
+) -> Tensor:
+    """Fill `out`, and keep its cast or its amax with it. A cast of gate and up needs whole tiles of both."""
+    m, f = out.shape[:-1].numel(), gate_up.shape[-1] // 2
+    launch = _swiglu[triton.cdiv(m, SIDE), triton.cdiv(f, SIDE)]
+    if plan is None or f % SIDE:
+        amax = torch.zeros((), dtype=torch.float32, device=out.device)
+        given = None, None, None, None, amax.view(torch.int32), None, m, f, 0.0, None
+        launch(gate_up, grad, out, *given, SIDE, num_warps=WARPS)
+        keep_amax(out, rows=amax)
         return out
+    element, record = plan.element, plan.record
+    data, scale = torch.empty_like(out, dtype=element.dtype), torch.empty_like(plan.expected)
+    columns = data.new_empty(data.shape[-1], m) if with_transpose else None
+    noted = (None, None) if record is None else (record.amax.view(torch.int32), record.counts)
+    given = plan.expected, scale, data, columns, *noted, m, f, element.max_value, FORMATS[element]
+    launch(gate_up, grad, out, *given, SIDE, num_warps=WARPS)
+    keep_cast(out, Quantized(data, scale, TENSOR, transposed=columns))
+    return out
 
 
-def _rows_of(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+# Triton evaluates annotations when it compiles, and knows none but its own
 
 
-# Triton evaluates annotations when it compiles, and knows none but its own. Magnitudes are compared by their bits, with
-# infinity and NaN above all numbers, after the result is rounded.
+@triton.jit
+def _silu(x):  # type: ignore[no-untyped-def]
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _round(tile, out):  # type: ignore[no-untyped-def]
+    """Round to the dtype of out, where torch's operators do."""
+    return tile.to(out.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _silu_backward(grad, x):  # type: ignore[no-untyped-def]
+    sigmoid = tl.sigmoid(x)
+    return grad * sigmoid * (1 + x * (1 - sigmoid))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _swiglu(gate_up, out, rows, f, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write silu(gate) * up of a row [2 f], gate first, and its amax."""
-    row, most = tl.program_id(0).to(tl.int64), tl.zeros([SPAN], tl.int32)
-    for start in range(0, f, SPAN):
-        column = start + tl.arange(0, SPAN)
-        gate = tl.load(gate_up + row * 2 * f + column, mask=column < f, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * f + f + column, mask=column < f, other=0.0).to(tl.float32)
-        result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
-        tl.store(out + row * f + column, result, mask=column < f)
-        most = tl.maximum(most, tl.abs(result.to(tl.float32)).to(tl.int32, bitcast=True))
-    tl.store(rows + row, tl.max(most, 0).to(tl.float32, bitcast=True))
+def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    tile, inside, first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of a matrix [m, k] from column `first`, and its cast; else raise the bits of the amax `record`."""
+    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
+    rounded = tl.where(inside, tile, 0.0).to(out.dtype.element_ty)
+    tl.store(out + row * k + first + tl.arange(0, SIDE)[None, :], rounded, mask=inside)
+    wide = rounded.to(tl.float32)
+    if data is not None:
+        cast_tile(wide, inside, first, amax, scale, data, transposed, record, counts, m, k, largest, FP8, 0, 0, SIDE)
+    else:
+        most = tl.max(tl.ravel(tl.abs(wide).to(tl.int32, bitcast=True)))
+        tl.atomic_max(record, most, mask=most > tl.load(record))  # few tiles have a larger one
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_backward(gate_up, grad, out, rows, f, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the gradients of gate and up of a row, and the amax of both."""
-    row, most = tl.program_id(0).to(tl.int64), tl.zeros([SPAN], tl.int32)
-    for start in range(0, f, SPAN):
-        column = start + tl.arange(0, SPAN)
-        gate = tl.load(gate_up + row * 2 * f + column, mask=column < f, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * f + f + column, mask=column < f, other=0.0).to(tl.float32)
-        above = tl.load(grad + row * f + column, mask=column < f, other=0.0).to(tl.float32)
-        gating = tl.sigmoid(gate)
-        of_gate = (above * up * gating * (1 + gate * (1 - gating))).to(out.dtype.element_ty)
-        of_up = (above * gate * gating).to(out.dtype.element_ty)
-        tl.store(out + row * 2 * f + column, of_gate, mask=column < f)
-        tl.store(out + row * 2 * f + f + column, of_up, mask=column < f)
-        most = tl.maximum(most, tl.abs(of_gate.to(tl.float32)).to(tl.int32, bitcast=True))
-        most = tl.maximum(most, tl.abs(of_up.to(tl.float32)).to(tl.int32, bitcast=True))
-    tl.store(rows + row, tl.max(most, 0).to(tl.float32, bitcast=True))
+def _swiglu(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    gate_up, grad, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8: tl.constexpr,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of silu(gate) * up for rows [2 f], gate first; with `grad` one of the gradient of each."""
+    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
+    column, first = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :], tl.program_id(1) * SIDE
+    inside = (row < m) & (column < f)
+    gate = tl.load(gate_up + row * 2 * f + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0.0).to(tl.float32)
+    if grad is None:
+        result = _round(_silu(gate), out) * up
+        _write(result, inside, first, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8, SIDE)
+    else:
+        above, k = tl.load(grad + row * f + column, mask=inside, other=0.0).to(tl.float32), 2 * f
+        of_gate, of_up = _silu_backward(_round(above * up, out), gate), above * _round(_silu(gate), out)
+        _write(of_gate, inside, first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
+        _write(of_up, inside, f + first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)

@@ -30,6 +30,7 @@ from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
 from megascale.device import profiler_range
 from megascale.ops.known_amax import known_amax, known_column_amax
+from megascale.ops.planned_cast import PlannedCast, kept_cast
 from megascale.ops.quantized import Quantized
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.grad_accumulation import accumulate_scaled_wgrad
@@ -56,21 +57,33 @@ class Fp8Gemms(LinearGemms):
     _weights: tuple[Quantized, ...] = ()
 
     def input_operand(self, x: Tensor) -> Operand:
-        return self._cast_tokens("input", x, k_sharded=self.shard_dim == 1)
+        # forwards without a backward, as a recomputation's first, need no transpose for wgrad
+        return self._cast_tokens("input", x, k_sharded=self.shard_dim == 1, for_wgrad=x.requires_grad)
 
     def grad_operand(self, grad: Tensor) -> Operand:
         return self._cast_tokens("gradient", grad, k_sharded=self.shard_dim == 0)
 
-    def _cast_tokens(self, name: OperandName, x: Tensor, *, k_sharded: bool) -> Quantized:
+    def planned_cast(self, name: OperandName) -> PlannedCast | None:
+        quantizer = self.state.recipe.quantizer(name)
+        if quantizer.block != TENSOR or self.state.uses_own_amax(quantizer):
+            return None
+        record = self.state.record(f"{self.name}.{name}")
+        return PlannedCast(self._expected_amax(name), quantizer.element, record)
+
+    def _cast_tokens(self, name: OperandName, x: Tensor, *, k_sharded: bool, for_wgrad: bool = True) -> Quantized:
         """Quantize X [s, b, k] or dY [s, b, n]. tp shards k or n; or s with sequence parallelism; or nothing.
 
-        An operand sharded along s is cast without transpose: wgrad transposes the all-gathered operand.
+        An operand sharded along s is cast without transpose: wgrad transposes the all-gathered operand, as it does any
+        that was cast without.
         """
+        if (kept := kept_cast(x)) is not None:
+            return kept
         rows_sharded = self.tp.activations_sharded and not k_sharded
         known = known_amax(x) if self.state.recipe.quantizer(name).block == TENSOR else None
         return self._cast(
-            name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, amax=known, with_transpose=not rows_sharded
-        )
+            name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, amax=known,
+            with_transpose=for_wgrad and not rows_sharded,
+        )  # fmt: skip
 
     def before_all_gather(self, grad: Tensor) -> Operand:
         # Where scales serve one direction, wgrad quantizes the gathered gradient a second time, along the tokens.
@@ -155,8 +168,7 @@ class Fp8Gemms(LinearGemms):
         state, name, quantizer = self.state, f"{self.name}.{operand}", self.state.recipe.quantizer(operand)
         expected, block = amax, quantizer.block
         if not state.uses_own_amax(quantizer):  # an amax history is already over all ranks
-            delayed = quantizer.scaling == "delayed"
-            expected = state.history_amax(name) if delayed else self.static_amaxes[operand]
+            expected = self._expected_amax(operand)
         else:
             # smaller blocks never span ranks: shards have multiples of their sides, the recipe's alignment
             spans_tp = self.tp.size > 1 and ((rows_sharded and block.rows is None) or (k_sharded and block.k is None))
@@ -167,6 +179,11 @@ class Fp8Gemms(LinearGemms):
         record = None if skip_stats else state.record(name)
         with profiler_range("quantize"):
             return quantizer.encode(x, expected, with_transpose=with_transpose, record=record)
+
+    def _expected_amax(self, operand: str) -> Tensor:
+        """Return the amax of a scale that does not come from the operand itself."""
+        delayed = self.state.recipe.quantizer(operand).scaling == "delayed"
+        return self.state.history_amax(f"{self.name}.{operand}") if delayed else self.static_amaxes[operand]
 
     def _reduced_amax(self, operand: str, x: Tensor, amax: Tensor | None, groups: Iterable[Group]) -> Tensor:
         if amax is None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascale.ops.planned_cast import PlannedCast
 from megascale.ops.quantized import Quantized
 from megascale.parallel.grad_accumulation import accumulate_wgrad
 
@@ -37,6 +38,10 @@ class LinearGemms:
     def input_operand(self, x: Tensor) -> Operand:
         """Convert an input [s, b, k] for the forward GEMM, before any all-gather."""
         return x
+
+    def planned_cast(self, name: OperandName) -> PlannedCast | None:
+        """Describe the cast of an operand for the kernel that writes it; None if a cast of its own is due."""
+        return None
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         """Return what wgrad transposes and quantizes: x in bf16, or `operand` if one scale holds for the tensor.

@@ -99,7 +99,7 @@ def _compile(
     kernel = getattr(importlib.import_module(module), name)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     values = {name: constants.get(name) for name in kernel.arg_names if name not in types}
-    if "FP8" in values:
+    if values.get("FP8"):
         values["FP8"] = getattr(tl, {"fp8e4nv": "float8e4nv", "fp8e5": "float8e5"}[values["FP8"]])
     aligned = {
         (place,): [["tt.divisibility", 16]]

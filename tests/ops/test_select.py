@@ -73,6 +73,16 @@ def test_auto_selects_the_first_supported_backend() -> None:
     assert build_op("norm", setting())() == "present"
 
 
+@pytest.mark.parametrize(("recipe", "backend"), [("tensorwise", "last"), ("delayed", "present"), (None, "present")])
+def test_a_norm_that_finds_the_amax_of_casts_comes_first(
+    recipe: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS["norm"]["last"].facts, "finds_amax", True)
+    assert select_backend("norm", replace(setting(), recipe=recipe)).backend == backend
+    requested = replace(setting("present"), recipe=recipe)
+    assert select_backend("norm", requested).backend == "present"
+
+
 def test_an_unsupported_backend_is_skipped_with_its_reason() -> None:
     rejected = {"absent": "is not installed", "present": "needs fp32"}
     assert select_backend("norm", setting(dtype=torch.bfloat16)) == BackendChoice("norm", "last", rejected)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megascale.ops import activation, fp8
+from megascale.ops.fp8 import CastRecord
 from megascale.ops.known_amax import known_amax
+from megascale.ops.planned_cast import PlannedCast, kept_cast, plan_casts
+from megascale.ops.quantized import Fp8Format
 from tests.ops.interpreter import compile_for_hopper, interpreted
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
@@ -20,7 +24,7 @@ MODULE = "megascale.ops.triton_swiglu"
 
 @pytest.fixture
 def kernels() -> Iterator[Any]:
-    with interpreted(MODULE) as module:
+    with interpreted("megascale.ops.cast_transpose"), interpreted(MODULE) as module:
         yield module
 
 
@@ -38,6 +42,71 @@ def test_swiglu_and_its_amaxes_are_those_of_the_formula(kernels: Any, dtype: tor
         assert known_amax(found) == fp8.amax(found, fp8.TENSOR)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_is_torchs_bit_for_bit(kernels: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's exponentials. Numpy's, with which the interpreter computes, differ in the last bit, as do torch's
+    own at the end of a row that is no multiple of 32.
+    """
+    for name, function in (("_silu", F.silu), ("_silu_backward", torch.ops.aten.silu_backward)):
+        monkeypatch.setattr(kernels, name, computed_by(function))
+    draw = torch.Generator().manual_seed(0)
+    x, grad = (3 * torch.randn(5, n * 2112, generator=draw).to(dtype) for n in (2, 1))
+    results = []
+    for swiglu in (kernels.swiglu, activation.swiglu):
+        leaf = x.clone().requires_grad_()
+        out = swiglu(leaf)
+        results.append((out, *torch.autograd.grad(out, leaf, grad)))
+    assert all(map(torch.equal, *results))
+
+
+def computed_by(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return a function of the interpreter's tensors."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def call(*given: Any) -> Any:
+        out = function(*(torch.from_numpy(each.handle.data) for each in given))
+        return tl.core.tensor(TensorHandle(out.numpy(), given[0].handle.dtype), given[0].type)
+
+    return call
+
+
+@pytest.mark.parametrize("element", list(Fp8Format))
+@pytest.mark.parametrize("counts", [False, True])
+def test_planned_casts_are_those_of_the_written_tensors(kernels: Any, element: Fp8Format, counts: bool) -> None:
+    """Codes in both layouts, scale, amax and counts equal those of `fp8.cast`; rows are no multiple of a tile."""
+    draw = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(3, 30, n * 128, generator=draw).bfloat16() for n in (2, 1))
+    plans, expected = [], [torch.tensor(1.5), torch.tensor(0.0625)]
+    for amax in expected:
+        noted = CastRecord(torch.tensor(0.25), torch.tensor([1, 2, 3]) if counts else None)
+        plans.append(PlannedCast(amax, element, noted))
+    x.requires_grad_()
+    plan_casts(x, plans[0], plans[1])
+    out = kernels.swiglu(x)
+    (of_x,) = torch.autograd.grad(out, x, grad)
+    for written, plan in zip((out.detach(), of_x), plans, strict=True):
+        noted = CastRecord(torch.tensor(0.25), torch.tensor([1, 2, 3]) if counts else None)
+        wanted = fp8.cast(written, plan.expected, fp8.TENSOR, element, False, noted)
+        found = kept_cast(out if written.shape == out.shape else of_x)
+        assert found is not None and torch.equal(found.scale, wanted.scale) and found.shape == wanted.shape
+        assert torch.equal(found.codes, wanted.codes) and found.transposed is not None
+        assert torch.equal(found.transposed.view(torch.uint8), wanted.t().codes)
+        assert plan.record is not None and plan.record.amax == noted.amax > 0.25
+        assert not counts or torch.equal(plan.record.counts, noted.counts)  # type: ignore[arg-type]
+        assert counts or written.abs().max() > plan.expected, "elements beyond the scale saturate"
+
+
+def test_a_planned_cast_needs_whole_tiles_and_a_backward_for_its_transpose(kernels: Any) -> None:
+    plan = PlannedCast(torch.tensor(1.0), Fp8Format.E4M3, None)
+    x, narrow = torch.randn(4, 256), torch.randn(4, 96)
+    for each in (x, narrow):
+        plan_casts(each, plan, plan)
+    cast, out = kept_cast(kernels.swiglu(x)), kernels.swiglu(narrow)
+    assert cast is not None and cast.transposed is None
+    assert kept_cast(out) is None and known_amax(out) == out.abs().max()
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_what_is_not_finite_is_the_amax(kernels: Any, value: float) -> None:
     x = torch.ones(4, 64)
@@ -46,10 +115,16 @@ def test_what_is_not_finite_is_the_amax(kernels: Any, value: float) -> None:
     assert amax is not None and not amax.isfinite()
 
 
-def test_the_kernels_compile_for_hopper() -> None:
-    """In vectors of 16 bytes."""
-    types = {"gate_up": "*bf16", "grad": "*bf16", "out": "*bf16", "rows": "*fp32", "f": "i32"}
-    for name in ("_swiglu", "_swiglu_backward"):
-        given = {key: value for key, value in types.items() if key != "grad" or name == "_swiglu_backward"}
-        assembly = compile_for_hopper(MODULE, name, given, {"SPAN": 2048}, 8)
-        assert "ld.global.v4" in assembly and "st.global.v4" in assembly, name
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_kernel_compiles_for_hopper(counts: bool) -> None:
+    """With a cast and without, in vectors of 16 bytes."""
+    plain = {"gate_up": "*bf16", "out": "*bf16", "record": "*i32", "m": "i32", "f": "i32"}
+    plain |= {"largest": "fp32"}
+    for given in (plain, plain | {"grad": "*bf16"}):
+        for fp8_type in (None, "fp8e4nv", "fp8e5"):
+            code = f"*{fp8_type}"
+            more = {"amax": "*fp32", "scale": "*fp32", "data": code, "transposed": code} if fp8_type else {}
+            more |= {"counts": "*i64"} if fp8_type and counts else {}
+            assembly = compile_for_hopper(MODULE, "_swiglu", given | more, {"SIDE": 64, "FP8": fp8_type}, 8)
+            assert "ld.global.v4" in assembly and "st.global.v4" in assembly
+            assert "st.global.b8" not in assembly

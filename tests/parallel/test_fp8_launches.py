@@ -15,10 +15,11 @@ from torch import Tensor
 from lab.commands.operator_bytes import noted_triton
 from lab.launches import LaunchCounter
 from megascale.catalog.recipes import RECIPES
+from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.topology import Topology
-from megascale.ops.fp8 import TORCH_KERNELS
+from megascale.ops.fp8 import TORCH_KERNELS, Fp8Kernels
 from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.tp_overlap import TensorParallel
@@ -52,17 +53,23 @@ def launches(configs: list[RunConfig], monitor: bool, with_triton: bool) -> dict
     with ExitStack() as stack:
         kernels = noted_triton(counter, stack) if with_triton else TORCH_KERNELS
         for config in configs:
-            layers = fp8_layers(config.model, config.train, config.fp8)
-            state = Fp8State(config.model, config.fp8, layers, mesh, META, kernels)
-            state.end_restore()  # a step later than the first: delayed scaling has a history
-            state.begin_step(collect_stats=monitor)
-            gemms = build_linear_gemms(f"layers.1.{LAYER}", state, TensorParallel(mesh.tp, False))
-            assert isinstance(gemms, Fp8Gemms)
+            gemms = build_gemms(config, mesh, kernels, monitor)
             x, weight, grad = (torch.empty(each.shape, dtype=each.dtype, device=META) for each in operands(LAYER))
-            with counter:
+            x.requires_grad_()
+            with counter, torch.no_grad():  # as in the forward of an autograd function
                 taken = [counter.take() for _ in casts(gemms, x, weight, grad)]
             results[config.fp8.recipe] = [[launch.name for launch in each] for each in taken]
     return results
+
+
+def build_gemms(config: RunConfig, mesh: Mesh, kernels: Fp8Kernels, monitor: bool) -> Fp8Gemms:
+    layers = fp8_layers(config.model, config.train, config.fp8)
+    state = Fp8State(config.model, config.fp8, layers, mesh, META, kernels)
+    state.end_restore()  # a step later than the first: delayed scaling has a history
+    state.begin_step(collect_stats=monitor)
+    gemms = build_linear_gemms(f"layers.1.{LAYER}", state, TensorParallel(mesh.tp, False))
+    assert isinstance(gemms, Fp8Gemms)
+    return gemms
 
 
 def casts(gemms: Fp8Gemms, x: Tensor, weight: Tensor, grad: Tensor) -> Iterator[None]:
@@ -92,6 +99,22 @@ def test_casts_launch_the_counted_kernels_alone(configs: list[RunConfig], monito
     """The monitor counts in these kernels."""
     pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
     assert launches(configs, monitor, True) == LAUNCHES
+
+
+def test_an_input_without_a_backward_is_cast_for_forward_alone(configs: list[RunConfig]) -> None:
+    """Neither the transpose nor the amaxes of columns are written, as in evaluations and in forwards to be repeated."""
+    pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
+    x = torch.empty(operands(LAYER)[0].shape, dtype=torch.bfloat16, device=META)
+    counter, mesh = LaunchCounter(), fake_mesh(Topology(), 0, Recorder(), tied=False, collectives_in_pieces=True)
+    with ExitStack() as stack:
+        kernels = noted_triton(counter, stack)
+        for config in configs:
+            written = []
+            for needed in (False, True):
+                build_gemms(config, mesh, kernels, False).input_operand(x.detach().requires_grad_(needed))
+                written.append(sum(launch.written for launch in counter.take() if "cast" in launch.name))
+            more = {"tensor": x.numel(), "row": 4 * x.shape[-1], "block": 0}
+            assert written[1] - written[0] == more[RECIPES[config.fp8.recipe].facts["granularity"]], config.fp8.recipe
 
 
 def test_torchs_operators_are_counted_too(configs: list[RunConfig]) -> None:

@@ -21,8 +21,9 @@ class Saving(NamedTuple):
 
 def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
     """Yield what each kernel that is not built would save of the launches of a layer and micro-batch."""
-    read, written = Counter[str](), Counter[str]()
+    read, written, times = Counter[str](), Counter[str](), Counter[str]()
     for launch in launches:
+        times[launch.name] += 1
         read[launch.name] += launch.read
         written[launch.name] += launch.written
     norm, activation = config.model.norm, config.model.activation
@@ -33,9 +34,15 @@ def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
     if not config.train.quantizes:
         return
     facts = RECIPES[config.fp8.recipe].facts
-    # operands of GEMMs in 16 bits: results of the norms and of the activation, and the gradient of its input
+    # operands of GEMMs in 16 bits that a cast reads: results of the norms and of an activation that does not cast, and
+    # the gradient of its input
     operands = written[norm] + written[added] // 2 + written[activation] + written[f"{activation} backward"]
-    if facts["granularity"] != "tensor":
-        yield Saving("norms and activations write FP8 beside 16 bits", 4, operands)
-    elif facts["scaling"] != "current":
-        yield Saving("norms and activations write FP8 instead of 16 bits", 4, 2 * operands)
+    count = 2 + times[activation] + times[f"{activation} backward"]
+    if (facts["granularity"], facts["scaling"]) != ("tensor", "current"):
+        yield Saving("norms and other activations write FP8 beside 16 bits", count, operands)
+    else:
+        unknown = "the amax of attention's result and of gradients, in the kernels that write them"
+        yield Saving(unknown, 2 * times["_fp8_amax"], read["_fp8_amax"])
+    if facts["granularity"] == "tensor" and facts["scaling"] != "current":
+        # of what SwiGLU writes, 16 bits are half
+        yield Saving("norms and activations write FP8 without 16 bits", count, 2 * operands + written["_swiglu"] // 2)

@@ -34,6 +34,9 @@ class NormSpec(Part):
         saved = sizes.norm_saved - (sizes.stream if self.shares_input else 0)
         return UnitBytes(saved, sizes.stream, sizes.norm_backward, gradient)
 
+    def spared_reads(self, sizes: MicroBatchSizes, after: Part | None, by_amax: bool) -> tuple[int, int]:
+        return sizes.full if by_amax and after is not None and after.enters else 0, 0
+
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         return times.passes(2 * times.stream)
 
@@ -58,6 +61,11 @@ class ActivationSpec(Part):
 
     def recomputes_output(self, recompute: RecomputePolicy) -> bool:
         return recompute.activation
+
+    def spared_reads(self, sizes: MicroBatchSizes, after: Part | None, by_amax: bool) -> tuple[int, int]:
+        if sizes.model.activation == "swiglu":
+            return sizes.sharded(self.outputs), sizes.sharded(self.inputs)
+        return sizes.sharded(self.outputs) if by_amax else 0, 0  # compiled ones find it in forward alone
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         return times.passes(times.tokens * (self.inputs + self.outputs) // times.sizes.tp)

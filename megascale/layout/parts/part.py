@@ -198,6 +198,10 @@ class Part(ABC):
         """Backward recomputes the output in place of saving it as the input of row-parallel layers."""
         return False
 
+    def spared_reads(self, sizes: MicroBatchSizes, after: Part | None, by_amax: bool) -> tuple[int, int]:
+        """Size what casts by tensors need not read, forward and backward: a part finds an amax (`by_amax`) or casts."""
+        return 0, 0
+
     @abstractmethod
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time a micro-batch, with exposed communication. `fp8`: the linear layers run FP8 GEMMs."""

@@ -20,6 +20,8 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
     pairs = [part.seconds(layers, fp8) for part in parts]
     fixed = layers.kernels.measured.layer_s if layers.kernels.measured else 0.0
     total = sum(pairs, PassTimes(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
+    if fp8:
+        total += sum(map(layers.spared, parts, (*parts[1:], None)), PassTimes())
     timed = [(part, pair.forward) for part, pair in zip(parts, pairs, strict=True)]
     if recompute.full:
         skipped = (taken for part, taken in timed if layers.stops_early and is_skippable(block, part))

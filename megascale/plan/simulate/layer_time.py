@@ -16,6 +16,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout.gpu_overlap import Operand, overlaps_on_gpus
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
+from megascale.layout.parts.part import Part
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.sizes import micro_batch_sizes
@@ -25,7 +26,8 @@ from megascale.plan.simulate.profiles import Hardware, Stack
 
 CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 6}
 """Bytes moved to quantize an element, by origin of the scale: a 16-bit read and two FP8 writes, one transposed. Current
-scales take another read for the amax; those of rows and blocks, another for the cast of the transpose.
+scales take another read for the amax; those of rows and blocks, another for the cast of the transpose. Other kernels
+spare some (`LayerTimes.spared`).
 """
 
 CAST_ONCE = 3  # bytes moved to quantize an element of experts, whose wgrad is not in FP8
@@ -117,6 +119,14 @@ class LayerTimes:
     def passes(self, elements: float, backward: int = 2) -> PassTimes:
         seconds = self.kernels.elementwise(elements * self.kernels.bytes)
         return PassTimes(Seconds(elementwise=seconds), Seconds(elementwise=backward * seconds))
+
+    def spared(self, part: Part, after: Part | None) -> PassTimes:
+        """Return the time of a cast's reads that the kernels of a part spare, negative. `after`: the next part."""
+        facts = RECIPES[self.config.fp8.recipe].facts
+        if not self.kernels.stack.spares_reads or facts["granularity"] != "tensor":
+            return PassTimes()
+        reads = part.spared_reads(self.sizes, after, facts["scaling"] == "current")
+        return PassTimes(*(Seconds(elementwise=-self.kernels.elementwise(nbytes)) for nbytes in reads))
 
     def sums(self, nbytes: int) -> PassTimes:
         seconds = self.exchange.route.collective("all_reduce", nbytes, self.config.parallel.tp)

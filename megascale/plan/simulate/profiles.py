@@ -217,6 +217,7 @@ class Stack(MeasuredStack):
     host_s: NotNegative = Field(0.0, description="seconds to launch a layer's forward; a backward takes twice as long")
     launch_blocking: bool = Field(False, description="CUDA_LAUNCH_BLOCKING: the device waits for every launch")
     stops_early: bool = Field(False, description="full recomputation leaves out a block's last GEMM")
+    spares_reads: bool = Field(False, description="norms and activations find amaxes for FP8 casts, or cast")
     imbalance: Annotated[float, Field(ge=1)] = Field(
         1.0, description="rows of experts on the fullest rank along ep, over the mean; 1: equal loads"
     )

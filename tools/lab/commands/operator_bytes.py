@@ -54,10 +54,7 @@ CASTS = (
     TritonKernel("_fp8_cast", ("x", "amax"), ("scale", "data", "transposed", "by_column")),
     TritonKernel("_fp8_cast_rows", ("x",), ("scale", "data", "by_column")),  # the second read of a row is from cache
 )
-SWIGLU = (
-    TritonKernel("_swiglu", ("gate_up",), ("out", "rows")),
-    TritonKernel("_swiglu_backward", ("gate_up", "grad"), ("out", "rows")),
-)
+SWIGLU = (TritonKernel("_swiglu", ("gate_up", "grad", "amax"), ("out", "scale", "data", "transposed")),)
 WGRADS = (TritonKernel("_fp8_gemm", ("a", "b", "scale_a", "scale_b", "total"), ("total",)),)
 
 CONFIG = "configs/bench/llama3-8b-slice.toml"
@@ -169,7 +166,7 @@ def operators(config: RunConfig, counter: LaunchCounter, stack: ExitStack) -> La
     keeps = setting.takes_amax
     activation = ACTIVATIONS[model.activation].load()
     activate: Activate = Fused(counter, model.activation, activation, lambda given, out: given, keeps=keeps)
-    if keeps and model.activation == "swiglu":
+    if setting.casts_by_tensor and model.activation == "swiglu":
         from megascale.ops import triton_swiglu
 
         stack.enter_context(noted_kernels(counter, triton_swiglu, SWIGLU))
