@@ -9,7 +9,7 @@ import pytest
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from tests.marks import only_quick
+from tests.marks import only_quick, only_quick_rows
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings
 from tests.thread_world import run_threads
 from tests.worlds import run_world
@@ -107,7 +107,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 QUICK_EXCHANGES = (("dp2 ep2", "all-gather of blocks"), ("tp2 sp dp2 ep4", "blocks"))
 
 
-@pytest.mark.parametrize(("name", "exchange"), QUICK_EXCHANGES)
+@pytest.mark.parametrize(("name", "exchange"), only_quick_rows(QUICK_EXCHANGES, QUICK_EXCHANGES[0]))
 def test_exchanges_are_the_same_run(name: str, exchange: str, alone: Any, tmp_path: Path) -> None:
     check(name, alone, tmp_path, train__recompute="full", **EXCHANGES[exchange])
 
