@@ -24,6 +24,7 @@ H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g")
 STACK = profiles.stack("megascale")
 STORAGE = STACK.storage
 SMALL, LARGE = "configs/gpu/llama3-8b.toml", "configs/gpu/megascale-175b.toml"
+FIXED = ["parallel.cp", "parallel.zero"]
 
 
 def exhaustive(space: Space, tps: Collection[int]) -> list[tuple[float, int, Layout]]:
@@ -39,7 +40,7 @@ def exhaustive(space: Space, tps: Collection[int]) -> list[tuple[float, int, Lay
 
 @pytest.fixture(scope="module")
 def small() -> SearchResult:
-    return search(load_config(SMALL, ["batch.global=16"]), 8, H100, STACK, memory_fraction=1.0)
+    return search(load_config(SMALL, ["batch.global=16"]), 8, H100, STACK, FIXED, memory_fraction=1.0)
 
 
 def test_results_are_legal_and_fit(small: SearchResult) -> None:
@@ -62,7 +63,7 @@ def test_results_are_sorted_with_the_causes_of_slower_ones(small: SearchResult) 
 
 
 def test_every_layout_is_counted_once(small: SearchResult) -> None:
-    c, space = small.counts, Space(load_config(SMALL, ["batch.global=16"]), 8)
+    c, space = small.counts, Space(load_config(SMALL, ["batch.global=16"]), 8, frozenset(FIXED))
     assert c["legal"] == len(list(space.layouts([1, 2, 4, 8])))
     assert c["legal"] == c["too_large"] + c["pruned"] + c["simulated"]
     assert min(c["too_large"], c["pruned"], c["simulated"]) > 0
@@ -120,9 +121,9 @@ def test_results_closer_than_the_error_are_reported(small: SearchResult, monkeyp
 
 
 def test_fixed_keys_keep_their_values() -> None:
-    overrides = ["batch.global=32", "parallel.tp=4", "parallel.zero=2", "batch.micro=2"]
-    fixed = ["parallel.tp", "parallel.zero", "batch.micro"]
-    result = search(load_config(SMALL, overrides), 16, H100, STACK, fixed, memory_fraction=1.0)
+    overrides = ["batch.global=16", "parallel.tp=4", "parallel.zero=2", "batch.micro=2"]
+    fixed = ["parallel.tp", "parallel.cp", "parallel.zero", "batch.micro", "train.recompute"]
+    result = search(load_config(SMALL, overrides), 8, H100, STACK, fixed, memory_fraction=1.0)
     assert {(plan.layout.tp, plan.layout.zero, plan.layout.micro) for plan in result.best} == {(4, 2, 2)}
     assert len({plan.layout.pp for plan in result.best}) > 1
 
