@@ -1,4 +1,4 @@
-"""Settings of the tests of plans."""
+"""Settings of the tests of accounts, most of which make dry runs."""
 
 from __future__ import annotations
 
