@@ -21,3 +21,11 @@ def only_quick(cases: Iterable[Any], *quick: Any) -> list[Any]:
     if unknown := [case for case in quick if case not in cases]:
         raise ValueError(f"no cases: {unknown}")
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def only_quick_rows(rows: Iterable[tuple[Any, ...]], *quick: tuple[Any, ...]) -> list[Any]:
+    """Return the rows of a test's arguments as `only_quick` does its cases."""
+    rows = list(rows)
+    if unknown := [row for row in quick if row not in rows]:
+        raise ValueError(f"no rows: {unknown}")
+    return [pytest.param(*row, marks=() if row in quick else pytest.mark.slow) for row in rows]

@@ -44,6 +44,7 @@ LOADERS: dict[str, dict[str, Any]] = SAVERS | {
     "tp2 sp pp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__zero": 0},
 }
 """Layouts that load: fifty-four pairs with the savers."""
+QUICK_LOADERS = ("pp4 fp32", "pp2 v dp2 zero2", "dp3 zero1", "tp2 sp pp2 zero0")
 
 
 def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:
@@ -121,8 +122,8 @@ def test_any_layout_loads_any_other(saver: str, family: str, tmp_path: Path) -> 
     saved = assemble(run_world(config.world_size, save_after, config, 2))
     assert not any(np.isnan(tensor).any() for tensor in saved.values())
     assert {name.split(".")[0] for name in saved} == {"weights", "exp_avg", "exp_avg_sq"}
-    for loader, layout in LOADERS.items():
-        other = config_in(tmp_path, family, **layout)
+    for loader in QUICK_LOADERS if family == "gpt" and saver == list(SAVERS)[-1] else LOADERS:
+        other = config_in(tmp_path, family, **LOADERS[loader])
         results = run_world(other.world_size, load, other)
         loaded = assemble([state for state, _, _ in results])
         assert loaded.keys() == saved.keys(), loader

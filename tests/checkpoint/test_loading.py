@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from megascale.checkpoint.format import manifest
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from tests.checkpoint.test_checkpoints import config_in, save_after
+from tests.marks import only_quick_rows
 from tests.runs import build_run
 from tests.worlds import run_world
 
@@ -74,8 +76,14 @@ def test_the_newest_intact_checkpoint_of_another_run_is_loaded(tmp_path: Path) -
     assert text.startswith("no checkpoint is intact: ")
 
 
-@pytest.mark.parametrize("lost", ["all", "manifest"])
-@pytest.mark.parametrize("known", ["by saving", "by resuming"])
+@pytest.mark.parametrize(
+    ("known", "lost"),
+    only_quick_rows(
+        itertools.product(["by saving", "by resuming"], ["all", "manifest"]),
+        ("by saving", "manifest"),
+        ("by resuming", "all"),
+    ),
+)
 def test_a_run_with_lost_checkpoints_does_not_start_afresh(lost: str, known: str, tmp_path: Path) -> None:
     config = config_in(tmp_path, checkpoint__dir=str(tmp_path / "mounted"))
     config.folder.mkdir()
@@ -213,11 +221,11 @@ def stored(config: Any) -> dict[str, int]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"parallel__dp": 2, "parallel__zero": 0},
+        pytest.param({"parallel__dp": 2, "parallel__zero": 0}, marks=pytest.mark.slow),
         {"parallel__dp": 2, "parallel__zero": 1},
-        {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 2},
+        pytest.param({"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 2}, marks=pytest.mark.slow),
         {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0},
-        {"parallel__tp": 2, "parallel__sp": True},
+        pytest.param({"parallel__tp": 2, "parallel__sp": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -288,7 +296,7 @@ def test_no_file_is_larger_than_file_bytes(tmp_path: Path) -> None:
     ("layout", "qk_norm"),
     [
         ({"parallel__tp": 2}, "full"),
-        ({"parallel__tp": 4}, "none"),
+        pytest.param({"parallel__tp": 4}, "none", marks=pytest.mark.slow),
         ({"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}, "head"),
     ],
     ids=str,

@@ -31,6 +31,7 @@ from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.operate.channel import handshake
 from megascale.operate.node.stored_copies import RUN_FILE
 from tests.checkpoint.test_checkpoints import config_in, state_of
+from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
 from tests.worlds import RankFailed, run_world
 
@@ -138,9 +139,10 @@ def test_complete_copies_survive_a_failed_allocation(tmp_path: Path, memory: Pat
 
 
 LAYOUTS: list[dict[str, Any]] = [{"parallel__tp": 2}, {"parallel__dp": 2, "parallel__zero": 0}]
+WITHOUT = {"checkpoint__in_memory_every": 0}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, LAYOUTS[0]), ids=str)
 def test_a_run_resumes_from_the_last_step_in_memory(layout: dict[str, Any], tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), **layout)
     before = run_world(2, train_and_exit, config, 3, 1)
@@ -379,7 +381,7 @@ def lose_a_neighbour(rank: Rank, config: Any, during: bool) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("during", only_quick([False, True], True))
 def test_a_neighbour_that_comes_back_receives_copies_again(during: bool, tmp_path: Path, memory: Path) -> None:
     """A copy under way is given up, and the rank and its host are named."""
     config = config_with(
@@ -478,7 +480,7 @@ def test_copies_of_an_abandoned_start_do_not_count(tmp_path: Path, memory: Path)
         assert warnings == ["the copies of step 2 in memory are not used: not every rank has one"]
 
 
-@pytest.mark.parametrize("without", [{"checkpoint__in_memory_every": 0}, {"checkpoint__every": 0}], ids=str)
+@pytest.mark.parametrize("without", only_quick([WITHOUT, {"checkpoint__every": 0}], WITHOUT), ids=str)
 def test_a_start_without_copies_invalidates_earlier_ones(without: dict[str, Any], tmp_path: Path, memory: Path) -> None:
     layout = {"checkpoint__in_memory_dir": str(memory), "parallel__tp": 2}
     config, plain = (

@@ -13,6 +13,7 @@ from torch import Tensor
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.parameters import all_params
 from megascale.train.step import train_step
+from tests.marks import only_quick
 from tests.optim.layouts import SMALL, configuration
 from tests.thread_world import run_threads
 
@@ -109,7 +110,7 @@ def moved_by_adamw(tmp_path_factory: pytest.TempPathFactory) -> float:
     return moved(tmp_path_factory.mktemp("adamw"), {"name": "adamw", "groups": FROZEN}, 128, 32, range(4))
 
 
-@pytest.mark.parametrize("rule", RULES_IN_A_BASIS)
+@pytest.mark.parametrize("rule", only_quick(RULES_IN_A_BASIS, "soap", "muon"))
 def test_matrices_move_the_logits_as_with_adamw(rule: str, moved_by_adamw: float, tmp_path: Path) -> None:
     """The power of the width is the rule's, to a quarter: AdamW's own steps move the logits of these models less with
     the width.

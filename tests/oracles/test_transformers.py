@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.marks import only_quick_rows
 from tests.oracles.ours import LAYOUTS, MODELS, VOCABULARY, Arrays, Batch, Result, compute, difference
 
 BATCH = Batch()
@@ -157,7 +158,17 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), PAIRS)
+QUICK = [
+    ("gpt gelu_tanh tied", "one process"),
+    ("gpt gelu_tanh tied", "tp2 sp pp2 vpp2"),
+    ("llama untied", "tp2 sp"),
+    ("gpt gelu untied", "one process"),
+    ("llama tied", "tp2 sp pp2 vpp2"),
+    ("llama window", "one process"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), only_quick_rows(PAIRS, *QUICK))
 def test_fp64(name: str, layout: str, tmp_path: Path) -> None:
     weights, theirs = reference(name, torch.float64)
     ours = compute(MODELS[name], weights, tmp_path, "fp64", **LAYOUTS[layout])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from megascale.core.rank import Rank
 from megascale.layout.topology import Coord
 from megascale.plan.account.traffic import step_traffic
 from megascale.record.label import Label
-from tests.marks import only_quick
+from tests.marks import only_quick, only_quick_rows
 from tests.parallel.test_tp_overlap import by_messages
 from tests.recorded_events import forget_events
 from tests.runs import MODELS, build_run, builds, config_of, curve_of, settings, traffic_of
@@ -94,8 +95,10 @@ def test_every_collective_but_the_ends_has_a_gemm_beside_it(sequence: bool, bloc
     assert len(sent) == 2 * of_a_layer * config.model.num_layers
 
 
-@pytest.mark.parametrize("transport", ["messages", "backend"])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("sequence", "transport"),
+    only_quick_rows(itertools.product([False, True], ["messages", "backend"]), (True, "messages"), (False, "backend")),
+)
 def test_it_is_the_same_run_across_hosts(sequence: bool, transport: str, tmp_path: Path) -> None:
     configs = [configure("gpt", tmp_path, tp, parallel__sp=sequence) for tp in (False, "domino")]
     for whole, halves in run_world(2, curves_across_hosts, configs, transport):

@@ -209,7 +209,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_world(1, train, configurations(tmp_path_factory.mktemp("alone")), 1)[0]
 
 
-@pytest.mark.parametrize("layout", only_quick(RUNS, "tp2 sp pp2 vpp2", "tp2 sp", "dp2 zero2"))
+@pytest.mark.parametrize("layout", only_quick(RUNS, "tp2 sp pp2 vpp2", "dp2 zero2"))
 def test_the_number_of_chunks_does_not_change_a_run(layout: str, alone: Any, tmp_path: Any) -> None:
     configs = configurations(tmp_path, **RUNS[layout])
     ranks = run_world(configs[0].world_size, train, configs, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megascale.core.rank import Rank
 from megascale.layout.stages import v_shaped
 from megascale.schedule.ir import Kind
 from megascale.schedule.lower import lower
-from tests.marks import only_quick
+from tests.marks import only_quick_rows
 from tests.parallel.experts.test_expert_layouts import SHARED
 from tests.recorded_events import recorded_events
 from tests.runs import GPT, build_run, config_of, curve_of, settings
@@ -49,9 +50,15 @@ def curves(rank: Rank, configs: list[RunConfig]) -> tuple[Curves, set[str]]:
     return found, {event.name for run in runs for event in recorded_events(run.mesh.recorder)}
 
 
-@pytest.mark.parametrize("precision", ["fp64", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "pp2 vpp2", "pp2 v", "pp2 dp2 zero2"))
-@pytest.mark.parametrize("model", MODELS)
+QUICK = [
+    ("gpt", "pp2 v", "fp64"), ("untied", "pp2 v", "fp64"), ("untied", "pp2 dp2 zero2", "fp64"),
+    ("experts", "pp2 vpp2", "fp64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "precision"), only_quick_rows(itertools.product(MODELS, LAYOUTS, ["fp64", "bf16"]), *QUICK)
+)
 def test_split_backward_is_the_same_run(model: str, layout: str, precision: str, tmp_path: Path) -> None:
     keys = {f"parallel__{key}": value for key, value in LAYOUTS[layout].items()} | {"train__precision": precision}
     tree = settings(MODELS[model], tmp_path, **keys)
@@ -72,8 +79,10 @@ def test_split_backward_is_the_same_run(model: str, layout: str, precision: str,
             assert split == whole
 
 
-@pytest.mark.parametrize("model", ORDERED)
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(
+    ("model", "zero"),
+    only_quick_rows(itertools.product(ORDERED, [0, 2]), ("gpt", 2), ("tied depths", 0), ("depths", 2), ("experts", 0)),
+)
 def test_any_order_on_a_v_is_the_same_run(zero: int, model: str, tmp_path: Path) -> None:
     """With the embedding and the head on one rank: W of either chunk may be the last."""
     tree = settings(ORDERED[model], tmp_path, train__steps=2, batch__global=4, optimizer__warmup_steps=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from megascale.core.errors import ConfigError
 from megascale.layout.chunks import chunk_buckets
 from megascale.plan.account.memory import JobMemory
+from tests.marks import only_quick, only_quick_rows
 from tests.runs import GEMMA2, GPT, LLAMA, config_of, curve_of, settings
 from tests.thread_world import run_threads
 
@@ -64,35 +67,45 @@ def results(model: dict[str, Any], folder: Path, **layout: Any) -> list[float]:
     return found[0]
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    """The results of a model on one process."""
+    return cache(lambda model: results(MODELS[model], tmp_path_factory.mktemp(model)))
+
+
+CASES = [
+    ("tied", "pp2 vpp2 dp2 zero2", 1),
+    ("untied", "tp2 sp pp2", 2),
+    ("capped", "pp2", 1),
+    ("experts", "pp2", 1),
+    ("untied", "pp4", 2),
+    ("untied", "pp2 zb_h1 dp2 zero2", 1),
+    ("experts", "tp2 sp pp2 interleaved_zb", 2),
+    ("tied", "pp2 v", 2),
+    ("untied", "pp2 v, full recomputation", 1),
+]
+"""A model, a layout and the barriers of the quick test; slow tests have the other number."""
+
+
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("tied", "pp2 vpp2 dp2 zero2"),
-        ("untied", "tp2 sp pp2"),
-        ("capped", "pp2"),
-        ("experts", "pp2"),
-        ("untied", "pp4"),
-        ("untied", "pp2 zb_h1 dp2 zero2"),
-        ("experts", "tp2 sp pp2 interleaved_zb"),
-        ("tied", "pp2 v"),
-        ("untied", "pp2 v, full recomputation"),
-    ],
+    ("model", "layout", "barriers"),
+    only_quick_rows([*CASES, *((model, layout, 3 - barriers) for model, layout, barriers in CASES)], *CASES),
 )
-def test_a_run_is_that_of_one_process(model: str, layout: str, barriers: int, tmp_path: Path) -> None:
-    expected = results(MODELS[model], tmp_path)
+def test_a_run_is_that_of_one_process(
+    model: str, layout: str, barriers: int, alone: Callable[[str], list[float]], tmp_path: Path
+) -> None:
     found = results(MODELS[model], tmp_path, parallel__vocab_pp=barriers, **LAYOUTS[layout])
-    assert found == pytest.approx(expected, rel=1e-10)
+    assert found == pytest.approx(alone(model), rel=1e-10)
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("barriers", only_quick([1, 2], 2))
 def test_weights_of_labels_and_documents(barriers: int, tmp_path: Path) -> None:
     expected = results(LLAMA, tmp_path, **DOCUMENTS)
     found = results(LLAMA, tmp_path, **DOCUMENTS, parallel__vocab_pp=barriers, parallel__pp=2)
     assert found == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("barriers", only_quick([1, 2], 1))
 def test_bf16_is_as_close_as_the_pipeline_without(barriers: int, tmp_path: Path) -> None:
     exact = results(LLAMA, tmp_path)
     plain, shared = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.layout.stages import looped, v_shaped
@@ -24,6 +24,7 @@ def faulty(schedule: Schedule, rank: int, remove: Action, add: Action | None = N
 
 
 @given(p=st.integers(1, 4), m=st.integers(1, 3), split=st.booleans(), chance=st.randoms(use_true_random=False))
+@settings(max_examples=30)
 def test_any_order_of_all_actions_passes(p: int, m: int, split: bool, chance: random.Random) -> None:
     for placement in (looped(p, 2), v_shaped(p, 2)):
         check_schedule(any_order(placement, m, chance, split=split, ascending=True), placement, m)

@@ -24,7 +24,7 @@ STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 6), st.integer
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 @given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES)
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_complete_and_free_of_deadlock(name: str, p: int, v: int, m: int) -> None:
     """With gradients in the order of the micro-batches, and no more of these live than the card says."""
     compute, placement = schedule_of(name, p, v, m)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,9 @@ class Outcome(NamedTuple):
     gradients: list[tuple[str, tuple[slice, ...], np.ndarray]]
 
 
+Alone = Callable[[str], Outcome]
+
+
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of 1 to 40 tokens, for samples of 16."""
@@ -100,12 +104,25 @@ def train(run: Any) -> Outcome:
     return Outcome(curve, boxes)
 
 
-def check(model: str, layout: str, dataset: Path, folder: Path, **keys: Any) -> None:
-    keys |= STEP if model == "experts" else {}
-    (alone,) = run_threads(configure(MODELS[model], dataset, folder, {}, **keys), train)
+@pytest.fixture(scope="module")
+def alone(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """The outcome of a model on one process."""
+
+    def outcome(model: str) -> Outcome:
+        config = configure(MODELS[model], dataset, tmp_path_factory.mktemp(model), {}, **keys_of(model))
+        return run_threads(config, train)[0]
+
+    return cache(outcome)
+
+
+def keys_of(model: str) -> dict[str, Any]:
+    return STEP if model == "experts" else {}
+
+
+def check(model: str, layout: str, dataset: Path, folder: Path, alone: Outcome) -> None:
     whole = {name: grad for name, _, grad in alone.gradients}
     seen = dict.fromkeys(whole, 0)
-    for found in run_threads(configure(MODELS[model], dataset, folder, LAYOUTS[layout], **keys), train):
+    for found in run_threads(configure(MODELS[model], dataset, folder, LAYOUTS[layout], **keys_of(model)), train):
         assert found.curve == pytest.approx(alone.curve, rel=1e-10)
         for name, box, grad in found.gradients:
             np.testing.assert_allclose(grad, whole[name][box], rtol=1e-10, atol=1e-12, err_msg=name)
@@ -114,17 +131,17 @@ def check(model: str, layout: str, dataset: Path, folder: Path, **keys: Any) -> 
 
 
 @pytest.mark.parametrize(("model", "layout"), QUICK)
-def test_layouts_are_the_same_run(model: str, layout: str, dataset: Path, tmp_path: Path) -> None:
-    check(model, layout, dataset, tmp_path)
+def test_layouts_are_the_same_run(model: str, layout: str, dataset: Path, alone: Alone, tmp_path: Path) -> None:
+    check(model, layout, dataset, tmp_path, alone(model))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"), [each for each in itertools.product(MODELS, LAYOUTS) if each not in QUICK]
 )
-def test_every_layout_is_the_same_run(model: str, layout: str, dataset: Path, tmp_path: Path) -> None:
+def test_every_layout_is_the_same_run(model: str, layout: str, dataset: Path, alone: Alone, tmp_path: Path) -> None:
     if not (model == "experts" and layout == "tp2") and not (model != "experts" and "ep" in LAYOUTS[layout]):
-        check(model, layout, dataset, tmp_path)
+        check(model, layout, dataset, tmp_path, alone(model))
 
 
 @pytest.mark.parametrize("recompute", ["full", pytest.param("selective", marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from megascale.operate.diagnose.hang import flight
 from megascale.operate.driver.one_host import run_on_this_host
 from megascale.operate.node import environment
 from tests.jobs import Job, heed_signals, job_config, lives, wait_until_gone
+from tests.marks import only_quick, only_quick_rows
 from tests.operate.diagnose.hang.dumps import Recorder
 from tests.runs import GPT
 
@@ -467,7 +469,7 @@ sys.exit(main(["train", sys.argv[2]]))
 """
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", only_quick([0, 3], 3))
 def test_ctrl_c_while_a_rank_is_started_reaches_it(rank: int, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **{**FOUR, "train__steps": 100000})
     command = [sys.executable, "-c", STOPPED_WHILE_STARTING, str(rank), str(config)]
@@ -476,8 +478,10 @@ def test_ctrl_c_while_a_rank_is_started_reaches_it(rank: int, tmp_path: Path) ->
     assert result.stderr.endswith("megascale: stopped before the first step\n")
 
 
-@pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("seconds", "layout"),
+    only_quick_rows(itertools.product([0.0, 0.1, 0.3, 1.0], [{}, FOUR]), (0.1, {}), (0.0, FOUR), (0.3, FOUR)),
+)
 def test_ctrl_c_at_any_moment_of_the_start(seconds: float, layout: dict, tmp_path: Path) -> None:
     job = Job(job_config(tmp_path, GPT, **{**layout, "train__steps": 100000, "checkpoint__every": 100000}))
     maps = Path(f"/proc/{job.process.pid}/maps")

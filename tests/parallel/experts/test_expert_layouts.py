@@ -9,6 +9,7 @@ import pytest
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from tests.marks import only_quick, only_quick_rows
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings
 from tests.thread_world import run_threads
 from tests.worlds import run_world
@@ -49,7 +50,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp pp2 dp2 ep2 zero2": {"tp": 2, "sp": True, "pp": 2, "dp": 2, "ep": 2, "zero": 2},
     "pp2 vpp2 dp4 ep4": {"pp": 2, "vpp": 2, "dp": 4, "ep": 4},
 }
-QUICK = ("dp2 ep2", "tp2 sp dp2 ep4")
+QUICK = ("tp2 sp dp2 ep4",)
 
 
 def configurations(folder: Path, layout: dict[str, Any], **changes: Any) -> list[RunConfig]:
@@ -93,6 +94,7 @@ def test_every_layout_is_the_same_run(name: str, alone: Any, tmp_path: Path) -> 
     check(name, alone, tmp_path)
 
 
+@pytest.mark.slow
 def test_recomputation_chooses_the_same_experts(alone: Any, tmp_path: Path) -> None:
     check("dp2 ep2", alone, tmp_path, train__recompute="full")
 
@@ -105,7 +107,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 QUICK_EXCHANGES = (("dp2 ep2", "all-gather of blocks"), ("tp2 sp dp2 ep4", "blocks"))
 
 
-@pytest.mark.parametrize(("name", "exchange"), QUICK_EXCHANGES)
+@pytest.mark.parametrize(("name", "exchange"), only_quick_rows(QUICK_EXCHANGES, QUICK_EXCHANGES[0]))
 def test_exchanges_are_the_same_run(name: str, exchange: str, alone: Any, tmp_path: Path) -> None:
     check(name, alone, tmp_path, train__recompute="full", **EXCHANGES[exchange])
 
@@ -157,7 +159,7 @@ def guarded(run: Any) -> tuple[list[tuple[float, float]], list[float], list[bool
     return curve, [number for values in run.optimizer._guard.flat_tensors() for number in values.tolist()], same
 
 
-@pytest.mark.parametrize("name", ["dp2 ep2", "tp2 sp dp2 ep4"])
+@pytest.mark.parametrize("name", only_quick(["dp2 ep2", "tp2 sp dp2 ep4"], "tp2 sp dp2 ep4"))
 def test_guards_of_steps_see_one_norm(name: str, tmp_path: Path) -> None:
     """Clipped and skipped steps are those of one process, on ranks with any experts."""
     layout = {f"parallel__{key}": value for key, value in LAYOUTS[name].items()}

@@ -13,6 +13,7 @@ from megascale.core.errors import ConfigError
 from megascale.plan.account.step_totals import ROUTER_TOTALS
 from megascale.train.step import train_step
 from tests.data.datasets import ORIGIN, write_documents
+from tests.marks import only_quick_rows
 from tests.parallel.experts.test_expert_layouts import CASES, MIXTRAL
 from tests.runs import config_of, settings
 from tests.thread_world import run_threads
@@ -77,7 +78,19 @@ GROUPS = ("dp2 ep2", "tp2 sp dp2 ep4", "pp2 dp2 ep2 zero2")
 COMBINED = {"everything": LAYOUTS, "group": GROUPS, "chunks": GROUPS[1:]}
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind, names in COMBINED.items() for layout in names])
+ALL = [(kind, layout) for kind, names in COMBINED.items() for layout in names]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    only_quick_rows(
+        ALL,
+        ("everything", "cp2 ep2, shards of documents"),
+        ("everything", "tp2 sp dp2 ep4"),
+        ("group", "dp2 ep2"),
+        ("chunks", "pp2 dp2 ep2 zero2"),
+    ),
+)
 def test_layouts_are_the_same_run(kind: str, layout: str, tmp_path: Path) -> None:
     """Samples have padding of any length, and some have none."""
     lengths = np.random.default_rng(1).integers(2, 2 * WIDE, size=60).tolist()

@@ -77,7 +77,7 @@ def test_partial_pipelines(parallel: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", only_quick([4, 500], 4))
+@pytest.mark.parametrize("count", only_quick([2, 500], 2))
 def test_communication_flops_and_state_of_ranks(count: int) -> None:
     """With few jobs the last rank is compared, with the head; with many a rank of every stage."""
 
@@ -103,7 +103,7 @@ def test_communication_flops_and_state_of_ranks_that_share_sequences() -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", only_quick([3, 200], 3))
+@pytest.mark.parametrize("count", only_quick([2, 200], 2))
 def test_communication_flops_and_state_of_ranks_with_experts(count: int) -> None:
     @settings(drawn, max_examples=count)
     @given(jobs(experts=True))

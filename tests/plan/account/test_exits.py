@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "v zero2": (TWO, V | {"parallel__dp": 2, "parallel__zero": 2}),
     "pp2 vpp2 zero2": (TWO, {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2}),
 }
-QUICK = ("sp pp4 zero2",)
+QUICK = ("pp2",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(it, marks=() if it in QUICK else pytest.mark.slow) for it in CASES])

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared ep8 zero2": (SHARED, {"parallel__dp": 8, "parallel__ep": 8, "parallel__zero": 2}),
     "shared sp ep2": (SHARED, SP | {"parallel__ep": 2}),
 }  # fmt: skip
-QUICK = ("few ep4", "many ep4 full", "few ep4 gathered")
+QUICK = ("many ep4 full", "few ep4 gathered")
 
 
 def of_case(name: str, folder: Path) -> RunConfig:

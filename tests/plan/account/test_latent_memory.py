@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 blocks": (WIDE, {"parallel__tp": 2, "train__precision": "fp8", "fp8__recipe": "blockwise"}),
     "dropout": (WIDE | {"dropout": 0.1, "seq_length": 1024}, {"batch__micro": 8}),
 }
-QUICK = ("sp zero2", "experts sp ep4")
+QUICK = ("experts sp ep4",)
 
 
 @pytest.mark.parametrize(

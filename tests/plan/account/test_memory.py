@@ -19,6 +19,7 @@ from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.state_bytes import THIS_TRAINER, WeightStorage, state_bytes
 from megascale.schedule.ir import RankSchedule, backward, forward
 from tests.drawn import jobs
+from tests.marks import only_quick
 
 STORAGES = st.builds(WeightStorage, st.booleans(), st.sampled_from(["beside", "instead"]))
 
@@ -54,7 +55,7 @@ def test_the_fullest_rank_is_the_maximum_over_stages(config: RunConfig, storage:
         assert min(vars(rank).values()) >= 0 and sum(vars(rank).values()) == rank.total
 
 
-@pytest.mark.parametrize("p", [64, 512])
+@pytest.mark.parametrize("p", only_quick([64, 512], 64))
 def test_few_of_many_stages_are_walked(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [f"model.num_layers={16 * p}", "parallel.layers_per_chunk=auto", f"parallel.pp={p}", "parallel.vpp=16"]
     config = load_config("configs/gpu/megascale-175b.toml", [*overrides, "batch.global=10000"], world_size=8 * p)

@@ -20,7 +20,7 @@ from megascale.schedule.lower import lower
 @given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
 @example(p=7, v=2, m=146)  # six large groups and fourteen small ones
 @example(p=8, v=3, m=71)  # all groups but one are large
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_representative_micro_batches_show_all_situations(name: str, p: int, v: int, m: int) -> None:
     v = SCHEDULES[name].facts.get("v") or v
     m = max(m, SCHEDULES[name].facts.get("min_m", 0) * p)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import fp8_layers
@@ -17,7 +18,8 @@ from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.account.stage_traffic import block_traffic
 from megascale.plan.account.step_totals import step_totals
 from megascale.plan.account.traffic import step_traffic
-from tests.runs import FAMILIES, build_run, config_of, settings, traffic_of
+from tests.marks import only_quick
+from tests.runs import FAMILIES, builds, config_of, settings, traffic_of
 from tests.worlds import run_world
 
 WIDE = {"num_layers": 1, "hidden_size": 1024, "ffn_size": 2048, "seq_length": 1024, "num_kv_heads": 4}
@@ -47,7 +49,10 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("tp", "sp, full recomputation", "sp, parallel block", "sp, tiles, sandwich block", "sp, rowwise")
+
+
+@pytest.mark.parametrize("case", only_quick(CASES, *QUICK))
 def test_collectives_of_a_layer_equal_the_event_log(case: str, tmp_path: Path) -> None:
     from megascale.plan.dryrun.dry_run import dry_run
 
@@ -83,33 +88,38 @@ def test_messages_go_up_and_down_the_pipeline(tmp_path: Path) -> None:
     assert size == 8 * config.model.seq_length * config.model.hidden_size
 
 
-@pytest.mark.parametrize(
-    ("more", "count"),
-    [
-        ({}, 6),
-        ({"data__attention_mask": "document", "data__document_length": 8}, 8),
-        ({"data__attention_mask": "document", "data__document_length": 8, "model__window": [4, 0]}, 10),
-        ({"train__noise_scale_every": 1}, 9),
-        ({"batch__rampup": [4, 4, 16]}, 7),
-    ],
-    ids=str,
-)
-def test_the_totals_of_a_step_are_those_that_training_sums(more: dict[str, Any], count: int, tmp_path: Path) -> None:
-    tree = settings(FAMILIES["llama"], tmp_path, parallel__dp=2, optimizer__warmup_steps=0, **more)
-    config = config_of(tree, tmp_path)
-    ((names, logged), _) = run_world(2, totals_of_a_step, config)
-    calls, size = step_traffic(config, Coord())["world", "all_reduce"]
-    assert set(names) == set(step_totals(config.model, config.batch, config.train, config.data)) and len(names) == count
-    assert logged == size == 8 * count and calls == 1
+TOTALS: list[tuple[dict[str, Any], int]] = [
+    ({}, 6),
+    ({"data__attention_mask": "document", "data__document_length": 8}, 8),
+    ({"data__attention_mask": "document", "data__document_length": 8, "model__window": [4, 0]}, 10),
+    ({"train__noise_scale_every": 1}, 9),
+    ({"batch__rampup": [4, 4, 16]}, 7),
+]
+"""Settings, and the number of totals that training sums over the job."""
 
 
-def totals_of_a_step(rank: Rank, config: Any) -> tuple[list[str], int]:
-    """Names of a step's totals, and their bytes in the event log."""
+def test_the_totals_of_a_step_are_those_that_training_sums(tmp_path: Path) -> None:
+    common = {"parallel__dp": 2, "optimizer__warmup_steps": 0}
+    configs = [config_of(settings(FAMILIES["llama"], tmp_path, **common, **more), tmp_path) for more, _ in TOTALS]
+    found, _ = run_world(2, totals_of_a_step, configs)
+    for config, (names, logged), (more, count) in zip(configs, found, TOTALS, strict=True):
+        calls, size = step_traffic(config, Coord())["world", "all_reduce"]
+        expected = step_totals(config.model, config.batch, config.train, config.data)
+        assert set(names) == set(expected) and len(names) == count, more
+        assert logged == size == 8 * count and calls == 1, more
+
+
+def totals_of_a_step(rank: Rank, configs: list[RunConfig]) -> list[tuple[list[str], int]]:
+    """Names of a step's totals, and their bytes in the event log, by configuration."""
     from megascale.train.step import train_step
 
-    run = build_run(rank, config)
-    totals = train_step(run, run.train_loader.batch(0)).totals
-    run.buffers.finish_param_gather()
-    run.train_loader.close()
-    names = totals.keys() - {"grad_norm", "local_loss", "skipped"} | {"sq_norm"}  # what the step derives, and from what
-    return sorted(names), traffic_of(run, 1)["world"]["all_reduce"][1]
+    found, before = [], 0
+    for run in builds(rank, configs):
+        totals = train_step(run, run.train_loader.batch(0)).totals
+        run.buffers.finish_param_gather()
+        run.train_loader.close()
+        names = totals.keys() - {"grad_norm", "local_loss", "skipped"} | {"sq_norm"}  # what a step derives, from what
+        logged = traffic_of(run, 1)["world"]["all_reduce"][1]  # of this run and those before, in one log
+        found.append((sorted(names), logged - before))
+        before = logged
+    return found

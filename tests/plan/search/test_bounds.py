@@ -22,7 +22,7 @@ STACKS = ("megascale", "megatron-2021", "torchtitan-2024")
 SLACK = 1 + 1e-12
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(jobs(shares=True), st.sampled_from(STACKS))
 def test_bounds_are_lower_bounds(config: RunConfig, name: str) -> None:
     check_bounds(config, name)
@@ -37,7 +37,7 @@ def check_bounds(config: RunConfig, name: str) -> None:
     assert bounds.memory(layout) <= JobMemory(config, stack.storage).fullest().total
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
 @given(jobs(experts=True), st.sampled_from(STACKS))
 def test_bounds_of_experts_are_lower_bounds(config: RunConfig, name: str) -> None:
     check_bounds(config, name)

@@ -24,6 +24,7 @@ H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g")
 STACK = profiles.stack("megascale")
 STORAGE = STACK.storage
 SMALL, LARGE = "configs/gpu/llama3-8b.toml", "configs/gpu/megascale-175b.toml"
+FIXED = ["parallel.cp", "parallel.zero"]
 
 
 def exhaustive(space: Space, tps: Collection[int]) -> list[tuple[float, int, Layout]]:
@@ -39,7 +40,7 @@ def exhaustive(space: Space, tps: Collection[int]) -> list[tuple[float, int, Lay
 
 @pytest.fixture(scope="module")
 def small() -> SearchResult:
-    return search(load_config(SMALL, ["batch.global=32"]), 16, H100, STACK, memory_fraction=1.0)
+    return search(load_config(SMALL, ["batch.global=16"]), 8, H100, STACK, FIXED, memory_fraction=1.0)
 
 
 def test_results_are_legal_and_fit(small: SearchResult) -> None:
@@ -47,7 +48,7 @@ def test_results_are_legal_and_fit(small: SearchResult) -> None:
     for plan in small.best:
         keys = [f"{key}={str(value).lower()}" for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True)]
         keys += [f"parallel.layers_per_chunk={plan.config.parallel.layers_per_chunk or 'auto'}"]
-        assert load_config(SMALL, ["batch.global=32", *keys], world_size=16) == plan.config
+        assert load_config(SMALL, ["batch.global=16", *keys], world_size=8) == plan.config
         assert JobMemory(plan.config, STORAGE).fullest() == plan.memory
         assert plan.memory.total <= H100.memory_limit(1)
         assert sum(plan.estimate.causes.values()) == pytest.approx(plan.estimate.step_s)
@@ -62,7 +63,7 @@ def test_results_are_sorted_with_the_causes_of_slower_ones(small: SearchResult) 
 
 
 def test_every_layout_is_counted_once(small: SearchResult) -> None:
-    c, space = small.counts, Space(load_config(SMALL, ["batch.global=32"]), 16)
+    c, space = small.counts, Space(load_config(SMALL, ["batch.global=16"]), 8, frozenset(FIXED))
     assert c["legal"] == len(list(space.layouts([1, 2, 4, 8])))
     assert c["legal"] == c["too_large"] + c["pruned"] + c["simulated"]
     assert min(c["too_large"], c["pruned"], c["simulated"]) > 0
@@ -85,7 +86,7 @@ def test_an_exhaustive_search_has_equal_results() -> None:
 
 
 def test_layouts_that_differ_only_in_recomputation_share_a_row() -> None:
-    fixed = ["parallel.tp", "parallel.cp", "parallel.pp", "parallel.sp", "batch.micro"]
+    fixed = ["parallel.tp", "parallel.cp", "parallel.pp", "parallel.sp", "parallel.zero", "batch.micro"]
     config = load_config(SMALL, ["batch.global=32", "parallel.tp=2", "parallel.pp=2", "batch.micro=1"])
     (plan,) = search(config, 16, H100, STACK, fixed).best
     assert plan.layout.recompute == "none" and plan.layout.vpp > 1
@@ -120,9 +121,9 @@ def test_results_closer_than_the_error_are_reported(small: SearchResult, monkeyp
 
 
 def test_fixed_keys_keep_their_values() -> None:
-    overrides = ["batch.global=32", "parallel.tp=4", "parallel.zero=2", "batch.micro=2"]
-    fixed = ["parallel.tp", "parallel.zero", "batch.micro"]
-    result = search(load_config(SMALL, overrides), 16, H100, STACK, fixed, memory_fraction=1.0)
+    overrides = ["batch.global=16", "parallel.tp=4", "parallel.zero=2", "batch.micro=2"]
+    fixed = ["parallel.tp", "parallel.cp", "parallel.zero", "batch.micro", "train.recompute"]
+    result = search(load_config(SMALL, overrides), 8, H100, STACK, fixed, memory_fraction=1.0)
     assert {(plan.layout.tp, plan.layout.zero, plan.layout.micro) for plan in result.best} == {(4, 2, 2)}
     assert len({plan.layout.pp for plan in result.best}) > 1
 

@@ -15,6 +15,7 @@ from megascale.config.rules import RULES, run_rules, sections_of
 from megascale.config.run import RunConfig
 from megascale.config.world_rules import world_findings
 from megascale.plan.search.space import LAYOUT_KEYS, MIN_SHARED_TOKENS, Layout, Space
+from tests.marks import only_quick
 
 DEVICES = 12
 MICRO = (1, 2, 3, 4, 5, 6, 12)
@@ -78,21 +79,24 @@ def all_legal(space: Space) -> set[Layout]:
     return layouts
 
 
+SECTIONS: list[dict[str, Any]] = [
+    {},
+    {"parallel": {"sp": True, "tp": 3, "zero": 2}},
+    {"parallel": {"pp": 2, "vpp": 3, "layers_per_chunk": [0, 1, 1, 1, 1, 1]}},
+    {"parallel": {"pp": 2, "vpp": 2}, "train": {"recompute": "full", "recompute_model_chunks": [1]}},
+    {"train": {"precision": "fp8", "recompute": "selective", "recompute_ops": ["norm"]},
+     "fp8": {"first_layers_bf16": 0, "last_layers_bf16": 0}, "model": {"seq_length": 24}},
+    {"batch": {"global": 24, "rampup": [12, 6, 60]}},
+    {"model": {"experts": 1, "experts_per_token": 1, "router_normalize": False, "bias": False},
+     "moe": {"balance": "group", "balance_group": 4, "token_blocks": 8}},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "sections",
-    [
-        {},
-        {"parallel": {"sp": True, "tp": 3, "zero": 2}},
-        {"parallel": {"pp": 2, "vpp": 3, "layers_per_chunk": [0, 1, 1, 1, 1, 1]}},
-        {"parallel": {"pp": 2, "vpp": 2}, "train": {"recompute": "full", "recompute_model_chunks": [1]}},
-        {"train": {"precision": "fp8", "recompute": "selective", "recompute_ops": ["norm"]},
-         "fp8": {"first_layers_bf16": 0, "last_layers_bf16": 0}, "model": {"seq_length": 24}},
-        {"batch": {"global": 24, "rampup": [12, 6, 60]}},
-        {"model": {"experts": 1, "experts_per_token": 1, "router_normalize": False, "bias": False},
-         "moe": {"balance": "group", "balance_group": 4, "token_blocks": 8}},
-    ],
+    only_quick(SECTIONS, SECTIONS[1], SECTIONS[2], SECTIONS[5]),
     ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up", "groups and blocks"],
-)  # fmt: skip
+)
 def test_a_space_has_all_legal_layouts(sections: dict[str, Any]) -> None:
     space = Space(config_of(**sections), DEVICES, frozenset())
     layouts = all_of(space)
@@ -189,7 +193,10 @@ def test_a_layout_equals_its_keys_in_a_configuration() -> None:
         assert space.with_layout(layout) == load_config(path, ["batch.global=512", *overrides], world_size=devices)
 
 
-@pytest.mark.parametrize("key", LAYOUT_KEYS)
+QUICK_KEYS = ("parallel.tp", "parallel.schedule", "batch.micro", "train.recompute")
+
+
+@pytest.mark.parametrize("key", only_quick(LAYOUT_KEYS, *QUICK_KEYS))
 def test_fixed_keys_keep_their_values(key: str) -> None:
     parallel = {"tp": 3, "sp": True, "pp": 2, "vpp": 2, "dp": 2, "zero": 2, "schedule": "interleaved_1f1b"}
     config = config_of(parallel=parallel, train={"recompute": "full"})
