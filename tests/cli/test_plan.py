@@ -177,8 +177,8 @@ def test_a_near_number_may_have_more_stages_than_layers(capsys: pytest.CaptureFi
 
 def test_a_plan_that_no_number_of_devices_can_fix(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "32", "--hardware", "a100-40g"]
-    keys = ("parallel.schedule", "parallel.cp", "parallel.pp", "batch.micro", "train.recompute", "parallel.zero")
-    fixed = zip(keys, ("interleaved_1f1b", 1, 4, 4, "none", 1), strict=True)
+    keys = ("parallel.cp", "parallel.pp", "parallel.schedule", "batch.micro", "train.recompute", "parallel.zero")
+    fixed = zip(keys, (1, 4, "interleaved_1f1b", 4, "none", 1), strict=True)
     assert main([*job, *(f"{key}={value}" for key, value in fixed)]) == 2
     others = ", ".join(keys)
     assert f", and 64 times as many devices would not do: other values of {others}, a sh" in capsys.readouterr().err
