@@ -148,7 +148,7 @@ def _sizes(context: Context) -> BatchSizes:
     if schedule := context.get("step_batch_size_schedule"):
         made: Any = batch_schedule(schedule, context)
         return BatchSizes(made["batch.global"], *made["batch.rampup"])
-    batch = int(context["global_batch_size"][0])  # an unknown one is a text, which a product would repeat
+    batch = int(context["global_batch_size"][0])  # an unknown one is a text, and is refused here
     return BatchSizes(batch, *map(int, context.get("rampup_batch_size", (batch, batch, 0))))
 
 

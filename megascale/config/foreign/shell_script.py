@@ -93,7 +93,7 @@ class ShellScript:
         self._variables |= {**numbered, "@": list(arguments), "*": list(arguments), "#": [str(len(arguments))]}
         self._mentioned = set(re.findall(r"\$\{?([A-Za-z_]\w*)", text))
         self._blocks: list[_Block] = []
-        self._never: set[str] = set()  # variables that are not what is assigned: integers, and those of functions
+        self._never: set[str] = set()  # variables with other values than those assigned: integers, and those of functions
         self.unknown: dict[str, str] = {}
         self.commands: dict[tuple[str, ...], list[str]] = {}
         for statement in _statements(_HEREDOC.sub(_heredoc, text)):
@@ -105,7 +105,7 @@ class ShellScript:
         return [[], *self.commands.values()][-1]
 
     def expand(self, text: str, *, quoted: bool = False) -> list[str]:
-        """Return what a word becomes: several words for an array, or for text with spaces that is not `quoted`."""
+        """Return what a word becomes: several words for an array, or for text with spaces without quotes."""
         words, at = [""], 0
         for part in _PART.finditer(text):
             words[-1] += text[at : part.start()]
@@ -239,7 +239,7 @@ class ShellScript:
             self._forget([name], statement)
 
     def _test(self, words: list[str]) -> bool | None:
-        """Return the value of a condition, None if unknown, as in a block that may run later, or again. A variable
+        """Return the value of a condition, None if unknown, as in a block run later, or again. A variable
         without a value is empty.
         """
         if any(block.followed is None for block in self._blocks):
