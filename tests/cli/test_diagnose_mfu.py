@@ -14,11 +14,13 @@ from lab.fleet_tables import Table, write_store
 from lab.fleet_times import BACKWARD_S, FORWARD_S, FleetFault, FleetLayout
 from megascale.cli.main import main
 from megascale.config.toml_writer import to_toml
+from megascale.layout.stages import placement_of
 from megascale.layout.topology import Topology
 from megascale.plan.simulate.event_simulator import StageTimes
-from megascale.plan.simulate.extrapolate import Pipeline, compute_order
+from megascale.plan.simulate.extrapolate import Pipeline
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.ir import Kind, each_action
+from megascale.schedule.lower import compute_order
 from tests.runs import LLAMA, config_of, settings
 
 LAYOUT = FleetLayout(Topology(tp=2, pp=2, dp=2), steps=60)
@@ -92,7 +94,7 @@ def divided(rows: Table, schedule: str, p: int, v: int, m: int) -> Table:
     """Divide the backwards that a schedule splits into I and W of equal lengths."""
     places = Counter(
         (rank, action.chunk)
-        for rank, order in enumerate(compute_order(schedule, p, v, m))
+        for rank, order in enumerate(compute_order(schedule, placement_of(schedule, p, v), m))
         for action in each_action(order)
         if action.kind is Kind.W
     )

@@ -137,11 +137,11 @@ def test_ranks_have_equal_rows(tmp_path: Path) -> None:
         ({"parallel__pp": 2, "train__noise_scale_every": 1}, "end at different times"),
         (
             {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "v_half"},
-            "no room for passes between its forwards and backwards",
+            "no room for passes between forwards and backwards",
         ),
         (
             {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "dualpipev"},
-            "no room for passes between its forwards and backwards",
+            "no room for passes between forwards and backwards",
         ),
         ({"parallel__pp": 2, "optimizer__name": "lamb"}, "lamb needs norms of whole parameters"),
         (

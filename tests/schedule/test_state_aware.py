@@ -83,7 +83,7 @@ def test_chunks_are_shorter_than_the_sequences() -> None:
 def test_orders_are_complete_and_free_of_deadlock(p: int, sequences: list[int], keep: int) -> None:
     schedule = build_state_aware(p, sequences, keep)
     for rank, order in enumerate(schedule):
-        check_passes(order, rank, 1, sum(sequences))
+        check_passes(order, rank, looped(p, 1), sum(sequences))
     global_order(schedule, looped(p, 1))
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "optimizer-steps": "time steps of update rules beside AdamW's",
     "overlap": "measure how much communication overlap hides, on a cluster of network namespaces (needs root)",
     "replay": "replay published failures through driver and policy, in simulated time",
+    "schedules": "time a step by pipeline schedule, on a cluster of network namespaces (needs root)",
     "spin-gemm": "time GEMMs beside thread blocks that spin, as receives do",
     "startup": "measure what a start consists of: processes, imports, the job's store, and the opening of groups",
     "testbed": "run a command on every host of a temporary cluster of network namespaces (needs root)",

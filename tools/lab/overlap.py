@@ -58,7 +58,8 @@ PAPER_LAYER: Settings = {"model.block": '"parallel"', "model.activation": '"gelu
 @dataclass(frozen=True)
 class OverlapCase:
     """A job on `hosts` hosts with one rank per host, and the `axes` to measure. `cores`: processor time of a host, for
-    more hosts than cores. `others`: further values of the axes' switches, beside true, such as domino.
+    more hosts than cores. `others`: further values of the axes' switches, beside true, such as domino. `schedules`: to
+    compare in place of overlap.
     """
 
     name: str
@@ -67,15 +68,19 @@ class OverlapCase:
     settings: Settings
     cores: float | None = None
     others: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
 
     def overlap_settings(self, way: str) -> Settings:
+        if self.schedules:
+            return {"parallel.schedule": f'"{way}"'}
         if self.axes == ("ep",):  # hidden by another micro-batch
             return {"parallel.schedule": '"1f1b"' if way == "off" else '"combined_1f1b"'}
         value = {"off": "false"}.get(way, f'"{way}"' if way in self.others else "true")
         return {f"overlap.{axis}": value for axis in self.axes}
 
 
-def _model(layers: int, hidden: int, ffn: int) -> Settings:
+def model_keys(layers: int, hidden: int, ffn: int) -> Settings:
+    """Return the keys of a model's size; heads have 64 elements."""
     return {
         "model.num_layers": str(layers),
         "model.hidden_size": str(hidden),
@@ -84,7 +89,8 @@ def _model(layers: int, hidden: int, ffn: int) -> Settings:
     }
 
 
-def _batch(micro: int, total: int) -> Settings:
+def batch_keys(micro: int, total: int) -> Settings:
+    """Return the keys of the micro-batch and of the global batch."""
     return {"batch.micro": str(micro), "batch.global": str(total)}
 
 
@@ -93,37 +99,37 @@ CASES = {
     for case in (
         OverlapCase(
             "dp", 2, ("dp",),
-            _model(8, 256, 768) | _batch(24, 48) | {"parallel.dp": "2", "overlap.bucket_bytes": "4000000"},
+            model_keys(8, 256, 768) | batch_keys(24, 48) | {"parallel.dp": "2", "overlap.bucket_bytes": "4000000"},
         ),
         OverlapCase(
             "pp", 2, ("pp",),
-            _model(8, 256, 768) | _batch(2, 48) | {"parallel.pp": "2", "parallel.vpp": "2"},
+            model_keys(8, 256, 768) | batch_keys(2, 48) | {"parallel.pp": "2", "parallel.vpp": "2"},
         ),
         OverlapCase(
             "cp", 2, ("cp",),
-            _model(4, 256, 768) | _batch(1, 1) | {"model.seq_length": "4096", "parallel.cp": "2"},
+            model_keys(4, 256, 768) | batch_keys(1, 1) | {"model.seq_length": "4096", "parallel.cp": "2"},
         ),
         OverlapCase(
             "ep", 2, ("ep",),
-            _model(4, 256, 768) | _batch(2, 24) | {"parallel.dp": "2", "parallel.ep": "2"}
+            model_keys(4, 256, 768) | batch_keys(2, 24) | {"parallel.dp": "2", "parallel.ep": "2"}
             | {"model.experts": "8", "model.experts_per_token": "2", "model.expert_ffn_size": "512"},
         ),
         OverlapCase(
             "tp", 2, ("tp",),
-            _model(12, 1024, 4096) | _batch(4, 4) | {"model.vocab_size": "4096"}
+            model_keys(12, 1024, 4096) | batch_keys(4, 4) | {"model.vocab_size": "4096"}
             | {"parallel.tp": "2", "parallel.sp": "true"} | PAPER_LAYER,
         ),
         *(
             OverlapCase(
                 name, 2, ("tp",),
-                _model(4, 512, 2048) | _batch(4, 4) | {"parallel.tp": "2", "parallel.sp": sequence},
+                model_keys(4, 512, 2048) | batch_keys(4, 4) | {"parallel.tp": "2", "parallel.sp": sequence},
                 others=("domino",),
             )
             for name, sequence in (("tp-serial-sp", "true"), ("tp-serial", "false"))
         ),
         OverlapCase(
             "all", 8, ("tp", "pp", "dp"),
-            _model(4, 512, 2048) | _batch(2, 32)
+            model_keys(4, 512, 2048) | batch_keys(2, 32)
             | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pp": "2", "parallel.vpp": "2", "parallel.dp": "2"}
             | {"overlap.bucket_bytes": "4000000"} | PAPER_LAYER,
             cores=0.22,
@@ -174,7 +180,7 @@ def measure_overlap(case: OverlapCase, folder: Path, rounds: int, steps: int, lo
     Raises: TestbedError if this machine cannot have a testbed, OverlapError if a job fails
     """
     with Testbed(case.hosts, HostLink(), case.cores) as testbed:
-        job = _OverlapJob(testbed, case, folder, steps)
+        job = OverlapJob(testbed, case, folder, steps)
         rate = _calibrate_link_rate(job, log)
         testbed.set_link(HostLink(rate))
         times: dict[str, list[float]] = {name: [] for name in ("compute", "off", "on", *case.others)}
@@ -196,7 +202,7 @@ def measure_overlap(case: OverlapCase, folder: Path, rounds: int, steps: int, lo
     ]
 
 
-def _calibrate_link_rate(job: _OverlapJob, log: Log) -> float:
+def _calibrate_link_rate(job: OverlapJob, log: Log) -> float:
     """Find the link rate, in bits/s, at which communication takes COMMUNICATION_SHARE of a step without overlap."""
     compute, _ = job.measure_step("compute")
     target = compute * COMMUNICATION_SHARE / (1 - COMMUNICATION_SHARE)
@@ -210,7 +216,9 @@ def _calibrate_link_rate(job: _OverlapJob, log: Log) -> float:
 
 
 @dataclass(frozen=True)
-class _OverlapJob:
+class OverlapJob:
+    """Runs of a case on a testbed."""
+
     testbed: Testbed
     case: OverlapCase
     folder: Path
