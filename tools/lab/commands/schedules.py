@@ -20,6 +20,7 @@ CASES = {
     "dense": OverlapCase(
         "dense", 2, ("pp",),
         model_keys(8, 512, 2048) | batch_keys(4, 8) | PIPELINE,
+        cores=0.5,
         schedules=("interleaved_1f1b", "interleaved_zb", "zb_v"),
     ),
     "experts": OverlapCase(
@@ -27,7 +28,7 @@ CASES = {
         model_keys(8, 256, 768) | batch_keys(2, 16) | PIPELINE
         | {"parallel.dp": "2", "parallel.ep": "2"}
         | {"model.experts": "8", "model.experts_per_token": "2", "model.expert_ffn_size": "512"},
-        cores=0.5,
+        cores=0.4,
         schedules=("interleaved_1f1b", "combined_1f1b", "dualpipev"),
     ),
 }  # fmt: skip
