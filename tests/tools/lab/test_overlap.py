@@ -11,6 +11,7 @@ import pytest
 
 from lab import LAB, overlap
 from lab.__main__ import main
+from lab.commands import schedules
 from lab.overlap import CASES, COMMON_SETTINGS, OverlapResult, settings_to_toml, table
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
@@ -32,6 +33,17 @@ def test_every_case_is_a_run_of_one_rank_a_host(name: str, way: str, tmp_path: P
     value = {"off": False, "domino": "domino" if case.others else True}.get(way, True)
     assert switched == {axis: value if axis in case.axes else True for axis in switched}
     assert case.hosts * JobMemory(config).fullest().total < 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [(n, way) for n, (case, _) in schedules.CASES.items() for way in case.schedules]
+)
+def test_every_job_of_schedules_is_a_run_of_one_rank_a_host(name: str, way: str, tmp_path: Path) -> None:
+    case, _ = schedules.CASES[name]
+    settings = {"name": '"x"', "train.steps": "3"} | COMMON_SETTINGS | case.settings | case.overlap_settings(way)
+    (tmp_path / "run.toml").write_text(settings_to_toml(settings), encoding="utf-8")
+    config = load_config(str(tmp_path / "run.toml"), [], world_size=case.hosts)
+    assert (config.world_size, config.parallel.schedule) == (case.hosts, way)
 
 
 def test_the_hidden_share() -> None:

@@ -14,31 +14,31 @@ from megascale.cli.command_output import print_progress
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 
-PIPELINE = {"parallel.pp": "2", "parallel.vpp": "2"}
-
 CASES = {
-    "dense": OverlapCase(
-        "dense", 2, ("pp",),
-        model_keys(8, 512, 2048) | batch_keys(4, 8) | PIPELINE,
-        cores=0.5,
-        schedules=("interleaved_1f1b", "interleaved_zb", "zb_v"),
-    ),
-    "experts": OverlapCase(
-        "experts", 4, ("ep",),
-        model_keys(8, 256, 768) | batch_keys(2, 16) | PIPELINE
-        | {"parallel.dp": "2", "parallel.ep": "2"}
-        | {"model.experts": "8", "model.experts_per_token": "2", "model.expert_ffn_size": "512"},
-        cores=0.4,
-        schedules=("interleaved_1f1b", "combined_1f1b", "dualpipev"),
-    ),
+    case.name: (case, HostLink(mbit * 1e6))
+    for mbit, case in (
+        (400, OverlapCase(
+            "dense", 2, ("pp",),
+            model_keys(8, 512, 2048) | batch_keys(4, 8) | {"parallel.pp": "2", "parallel.vpp": "2"},
+            cores=0.5,
+            schedules=("interleaved_1f1b", "interleaved_zb", "zb_v"),
+        )),
+        (100, OverlapCase(
+            "experts", 8, ("ep",),
+            model_keys(8, 256, 768) | batch_keys(2, 32)
+            | {"parallel.pp": "4", "parallel.vpp": "2", "parallel.dp": "2", "parallel.ep": "2"}
+            | {"model.experts": "8", "model.experts_per_token": "2", "model.expert_ffn_size": "512"},
+            cores=0.22,
+            schedules=("interleaved_1f1b", "combined_1f1b", "dualpipev"),
+        )),
+    )
 }  # fmt: skip
-"""Jobs with a bubble of 20% and 11% in interleaved 1F1B, of 2 and 4 micro-batches."""
+"""Jobs whose bubble in interleaved 1F1B is 20% and 16%, with 2 and 8 micro-batches, and their links."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("case", choices=list(CASES), metavar="CASE", help=f"one of {', '.join(CASES)}")
-    parser.add_argument("--mbit", type=positive_int, default=200, metavar="N", help="Mbit/s of links (default: 200)")
+    parser.add_argument("cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument(
         "--rounds", type=positive_int, default=3, metavar="N", help="runs of each schedule (default: 3)"
     )
@@ -47,21 +47,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table of a case: medians over the rounds."""
-    case = CASES[options.case]
+    """Print a table: medians over the rounds, and how much faster than the first schedule."""
+    print("| job | schedule | s a step | speed-up |\n|---|---|---:|---:|")
+    with exit_on_stop_signals():
+        for case, link in (CASES[name] for name in options.cases):
+            medians = _measure(case, link, options.rounds, options.steps)
+            for schedule, median in medians.items():
+                ratio = medians[case.schedules[0]] / median
+                print(f"| {case.name} | `{schedule}` | {median:.2f} | {ratio:.2f} |", flush=True)
+    return Exit.OK
+
+
+def _measure(case: OverlapCase, link: HostLink, rounds: int, steps: int) -> dict[str, float]:
     times: dict[str, list[float]] = {schedule: [] for schedule in case.schedules}
-    with (
-        exit_on_stop_signals(),
-        tempfile.TemporaryDirectory() as folder,
-        Testbed(case.hosts, HostLink(options.mbit * 1e6), case.cores) as testbed,
-    ):
-        job = OverlapJob(testbed, case, Path(folder), options.steps)
-        for number in range(options.rounds):
+    with tempfile.TemporaryDirectory() as folder, Testbed(case.hosts, link, case.cores) as testbed:
+        job = OverlapJob(testbed, case, Path(folder), steps)
+        for number in range(rounds):
             for schedule, seconds in times.items():
                 seconds.append(job.measure_step(schedule)[0])
-                print_progress(f"round {number + 1}/{options.rounds}: {schedule} {seconds[-1]:.3f} s a step")
-    medians = {schedule: statistics.median(seconds) for schedule, seconds in times.items()}
-    print(f"| schedule, {case.name} | s a step | over {case.schedules[0]} |\n|---|---:|---:|")
-    for schedule, median in medians.items():
-        print(f"| {schedule} | {median:.3f} | {medians[case.schedules[0]] / median:.2f} |")
-    return Exit.OK
+                print_progress(f"round {number + 1}/{rounds}: {schedule} {seconds[-1]:.3f} s a step")
+    return {schedule: statistics.median(seconds) for schedule, seconds in times.items()}
