@@ -79,13 +79,13 @@ SCHEDULES = Registry(
         ),
         Card(
             "v_half",
-            "zb_v with half of its activations, and half of 1f1b's bubble (Qi et al. 2024)",
+            "zb_v with half of its activations, and half of 1f1b's bubble if F = I = W (Qi et al. 2024)",
             "megascale.schedule.building_blocks:v_half",
             {**V, "periodic": False, "peak": lambda p, v, m: 2 * (p // 2 + 1)},
         ),
         Card(
             "v_min",
-            "zb_v with a third of its activations, and two thirds of 1f1b's bubble (Qi et al. 2024)",
+            "zb_v with a third of its activations, and two thirds of 1f1b's bubble if F = I = W (Qi et al. 2024)",
             "megascale.schedule.building_blocks:v_min",
             {**V, "periodic": False, "peak": lambda p, v, m: 2 * ((p + 4) // 3)},
         ),

@@ -103,8 +103,9 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
 
 def schedule_microbatches(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
     """Check that a step has the micro-batches that the schedule needs."""
-    least = SCHEDULES[parallel.schedule].facts.get("min_m", 0) * parallel.pp if parallel.schedule else 0
-    unit = batch.micro * (parallel.dp if isinstance(parallel.dp, int) else 1)
+    if not parallel.schedule or not isinstance(parallel.dp, int):
+        return
+    least, unit = SCHEDULES[parallel.schedule].facts.get("min_m", 0) * parallel.pp, batch.micro * parallel.dp
     if (found := batch.total // unit) < least:
         message = (
             f"{found} micro-batches in a step of a rank, but {parallel.schedule} with pp = {parallel.pp} needs {least}"

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from megascale.config.exclusions import HYBRID, NOT_HYBRID
 from megascale.config.finding import Finding, divisors
-from megascale.config.parallel_rules import balance_group, expert_parallel, hybrid_tokens, skipped_stages
+from megascale.config.parallel_rules import (
+    balance_group,
+    expert_parallel,
+    hybrid_tokens,
+    schedule_microbatches,
+    skipped_stages,
+)
 from megascale.config.rules import Rule, run_rules
 from megascale.config.run import RunConfig
 from megascale.config.time_rules import unknown_ranks
@@ -40,5 +46,5 @@ def world_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
         return
     again: tuple[Rule, ...] = (NOT_HYBRID, hybrid_tokens, HYBRID, expert_parallel, balance_group)
     if not uneven:  # else the rule `batch_size` has reported
-        again += (batch_size, batch_rampup, skipped_stages)
+        again += (batch_size, batch_rampup, schedule_microbatches, skipped_stages)
     yield from run_rules(again, dict(config.resolve(world_size)))

@@ -33,6 +33,9 @@ def check_schedule(
     if len(compute) != p:
         raise ScheduleError(f"lists of actions for {len(compute)} ranks, not {p}")
     for rank, order in enumerate(compute):
+        if found := {type(each) for each in order} - {Action, Overlap} if isinstance(order, list) else {type(order)}:
+            what = ", ".join(sorted(each.__name__ for each in found))
+            raise ScheduleError(f"rank {rank}: {what}, not a list of Action and Overlap (megascale.schedule.ir)")
         check_passes(order, rank, placement, m)
         summed = [0] * v
         for action in (action for action in each_action(order) if Kind.W in RESULTS[action.kind]):

@@ -301,6 +301,7 @@ WORLDS = {
     (3, "parallel={tp=2, dp=2}"): "command line  parallel.dp: tp 2 x cp 1 x pp 1 x dp 2 = 4, but there are 3 processes  -> start 4 processes",
     (6, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 6  -> 6 or 12",
     (10**12, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 1000000000000  -> 1000000000000",
+    (8, 'parallel={pp=2, vpp=2, schedule="dualpipev"}'): "run.toml:9  batch.global: 2 micro-batches in a step of a rank, but dualpipev with pp = 2 needs 4  -> 16 or more, or another parallel.schedule",
     (2, "batch.micro=3"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 3 x 1  -> 6 or 9",
 }  # fmt: skip
 

@@ -448,8 +448,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     (
         "schedule_microbatches",
-        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "dualpipev", "batch__global": 3},
-        {"batch.global": "3 micro-batches in a step of a rank, but dualpipev with pp = 2 needs 4"},
+        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "dualpipev", "parallel__dp": 4},
+        {"batch.global": "2 micro-batches in a step of a rank, but dualpipev with pp = 2 needs 4"},
     ),
     (
         "fp8_shapes",

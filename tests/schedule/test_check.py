@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -77,3 +78,11 @@ def test_pairs_of_other_actions_are_refused(pair: Overlap) -> None:
 
 def test_pairs_pass() -> None:
     check_schedule([[forward(0, 0), Overlap(forward(0, 1), backward(0, 0)), backward(0, 1)]], looped(1, 1), 2)
+
+
+@pytest.mark.parametrize(
+    ("order", "found"), [(None, "NoneType"), ((forward(0, 0), backward(0, 0)), "tuple"), (["F0.0", 1], "int, str")]
+)
+def test_what_is_no_list_of_actions_is_refused(order: Any, found: str) -> None:
+    with pytest.raises(ScheduleError, match=f"rank 0: {found}, not a list of Action and Overlap"):
+        check_schedule([order], looped(1, 1), 1)
