@@ -118,7 +118,8 @@ def skipped_stages(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Fin
     m = batch.total // (batch.micro * parallel.dp) if isinstance(parallel.dp, int) else 0
     if m and parallel.skip_ratio * m > m - 1:
         message = f"leaves some stage none of the {m} micro-batches in a step of a rank"
-        yield Finding("parallel.skip_ratio", message, f"at most {math.floor(100 - 100 / m) / 100}, or a larger batch")
+        most = f"at most {math.floor(100 - 100 / m) / 100}, or " if m > 1 else ""
+        yield Finding("parallel.skip_ratio", message, f"{most}a larger batch")
 
 
 def paired_experts(

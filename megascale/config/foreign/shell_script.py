@@ -93,7 +93,9 @@ class ShellScript:
         self._variables |= {**numbered, "@": list(arguments), "*": list(arguments), "#": [str(len(arguments))]}
         self._mentioned = set(re.findall(r"\$\{?([A-Za-z_]\w*)", text))
         self._blocks: list[_Block] = []
-        self._never: set[str] = set()  # variables with other values than those assigned: integers, and those of functions
+        self._never: set[str] = (
+            set()
+        )  # variables with other values than those assigned: integers, and those of functions
         self.unknown: dict[str, str] = {}
         self.commands: dict[tuple[str, ...], list[str]] = {}
         for statement in _statements(_HEREDOC.sub(_heredoc, text)):
