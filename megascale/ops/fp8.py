@@ -125,8 +125,8 @@ def _blockwise_mm_fallback(a: Quantized, b: Quantized, dtype: torch.dtype) -> Te
 
 def _row_scales(x: Quantized) -> Tensor:
     """Return a scale for each row [rows, 1] of a matrix whose scales do not change along k."""
-    scale, rows = x.scale.reshape(-1, 1), x.shape[:-1].numel()
-    return scale.contiguous() if len(scale) == rows else scale.repeat_interleave(rows // len(scale), 0)
+    scale, rows = x.scale.reshape(-1), x.shape[:-1].numel()
+    return (scale.contiguous() if len(scale) == rows else scale.repeat_interleave(rows // len(scale))).unsqueeze(1)
 
 
 def scaled_wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:

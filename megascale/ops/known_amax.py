@@ -1,7 +1,7 @@
 """Amaxes of a tensor's rows and columns, kept with the tensor by a kernel that read or wrote it for another purpose.
 
 They hold for this tensor object until torch counts a change of it; a collective or a kernel that writes to it is not
-counted. A view or a copy has none, and is read once more.
+counted. A view or a copy has none, and is read once more, but for `detach_known`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ def known_amax(x: Tensor) -> Tensor | None:
 def known_column_amax(x: Tensor) -> Tensor | None:
     """Return max |x| of each column of x [..., k], f32 [k, 1], if it is known."""
     return _known(x).columns
+
+
+def detach_known(x: Tensor) -> Tensor:
+    """Return x outside of autograd, with what is kept with it."""
+    out = x.detach()
+    out.known_amax = _known(x)  # type: ignore[attr-defined]
+    return out
 
 
 def with_row_amax(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:

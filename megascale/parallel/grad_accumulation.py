@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.embedding_rows import add_rows_
+from megascale.ops.known_amax import detach_known
 from megascale.ops.wgrad import Wgrad, add_, torch_wgrad
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) ->
 
 def detached(operands: Sequence[object]) -> list[object]:
     """Return operands outside of autograd: a saved tensor holds the graph before it, with the input of a block."""
-    return [each.detach() if isinstance(each, Tensor) else each for each in operands]
+    return [detach_known(each) if isinstance(each, Tensor) else each for each in operands]
 
 
 def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
