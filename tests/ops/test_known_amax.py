@@ -11,7 +11,14 @@ import torch
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.ops import compiled, fp8, recipe, select
-from megascale.ops.known_amax import keep_amax, keeping_row_amax, known_amax, known_column_amax, with_row_amax
+from megascale.ops.known_amax import (
+    detach_known,
+    keep_amax,
+    keeping_row_amax,
+    known_amax,
+    known_column_amax,
+    with_row_amax,
+)
 from tests.runs import LLAMA, config_of, settings, train_curve
 from tests.worlds import run_world
 
@@ -25,8 +32,10 @@ def test_amaxes_hold_for_a_tensor_until_it_is_changed() -> None:
     keep_amax(x, columns=torch.tensor([[3.0], [5.0]]))
     assert known_amax(x) == 5 and known_column_amax(x) is not None
     assert known_amax(x.clone()) is None and known_amax(x.view(-1)) is None
+    apart = detach_known(x)
+    assert known_amax(apart) == 5 and known_column_amax(apart) is not None
     x[0, 0] = 7
-    assert known_amax(x) is None and known_column_amax(x) is None
+    assert all(known_amax(each) is None and known_column_amax(each) is None for each in (x, apart))
 
 
 def test_a_function_keeps_the_amaxes_of_its_last_result() -> None:
