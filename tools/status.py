@@ -32,8 +32,13 @@ class Feature:
 FEATURES = (
     Feature("tp, sp, pp, vpp, dp, ZeRO 0 to 2, mixed", ("parallel", "schedule", "layout"), ("layouts", "pipeline")),
     Feature(
-        "schedules with split backwards, on a V, in pairs",
-        ("schedule", "parallel/test_split_backward.py", "parallel/test_segments.py", "parallel/experts"),
+        "schedules with split backwards, on a V, in pairs, partial",
+        (
+            "schedule",
+            "parallel/test_split_backward.py",
+            "parallel/test_segments.py",
+            "parallel/test_partial_pipelines.py",
+        ),
     ),
     Feature(
         "vocabulary over pipeline stages", ("schedule/test_shared_vocabulary.py", "parallel/test_vocabulary_passes.py")
