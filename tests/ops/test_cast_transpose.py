@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -161,16 +162,34 @@ def test_amaxes_and_whole_rows_compile_for_hopper() -> None:
     assert "atom.global.gpu.relaxed.max.s32" in assembly, "maxima of columns order no other memory access"
 
 
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launches]:
+    """The launches of every kernel of casts."""
+    module = importlib.import_module(MODULE)
+    found = [Launches(getattr(module, name)) for name in ("_fp8_amax", "_fp8_cast", "_fp8_cast_rows")]
+    for each in found:
+        monkeypatch.setattr(module, each.kernel.__name__, each)
+    return found
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_kernels_are_not_compiled_for_shapes(kernels: Any, block: ScaleBlock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launch compiles in: constants, in capitals, and arguments that are None."""
-    names = ("_fp8_amax", "_fp8_cast", "_fp8_cast_rows")
-    launches = [Launches(name, getattr(kernels, name).arg_names) for name in names]
-    for stand_in in launches:
-        monkeypatch.setattr(kernels, stand_in.name, stand_in)
-    keys = []
-    for m, k in ((256, 128), (384, 1152)):
-        for x in (torch.zeros(m, k), torch.zeros(k, m).t()):
-            kernels.cast(x, None, block, Fp8Format.E4M3, True, None)
-        keys.append([stand_in.take_keys() for stand_in in launches])
-    assert keys[0] == keys[1] and any(keys[0])
+@pytest.mark.parametrize("turned", [False, True])
+def test_kernels_are_not_compiled_for_shapes(launches: list[Launches], block: ScaleBlock, turned: bool) -> None:
+    from megascale.ops.cast_transpose import cast
+
+    for m, k in ((256, 128), (384, 1152), (128, 640)):
+        cast(torch.zeros(k, m).t() if turned else torch.zeros(m, k), None, block, Fp8Format.E4M3, True, None)
+    assert [len(set(each.found)) for each in launches] == [min(1, len(each.found)) for each in launches]
+    assert any(each.found for each in launches)
+
+
+@pytest.mark.parametrize("block", [TENSOR, ROW], ids=str)
+def test_kernels_are_not_compiled_for_places_of_statistics(launches: list[Launches], block: ScaleBlock) -> None:
+    """Which are elements of tensors, as are amaxes of a history."""
+    from megascale.ops.cast_transpose import cast
+
+    x, amaxes, counts = torch.zeros(128, 64), torch.zeros(4), torch.zeros(4, 3, dtype=torch.int64)
+    for place in range(4):
+        expected = amaxes[place] if block == TENSOR else None
+        cast(x, expected, block, Fp8Format.E4M3, True, CastRecord(amaxes[place], counts[place]))
+    assert sorted((len(each.found), len(set(each.found))) for each in launches) == [(0, 0), (0, 0), (4, 1)]
