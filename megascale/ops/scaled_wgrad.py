@@ -53,20 +53,20 @@ def _fp8_gemm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     of_a, of_b = tl.minimum(i, m - 1 - top), tl.minimum(j, n - 1 - left)
     from_a = a + top.to(tl.int64) * k + (of_a[:, None] * k + along[None, :])
     from_b = b + left.to(tl.int64) * k + (of_b[None, :] * k + along[:, None])
-    scales_a, scales_b = scale_a + top * row_a + of_a * row_a, scale_b + left * row_b + of_b * row_b
+    scale_a, scale_b, of_a, of_b = scale_a + top * row_a, scale_b + left * row_b, of_a * row_a, of_b * row_b
     sums = tl.zeros([SIDE, SIDE], tl.float32)
     for block in range(tl.cdiv(k, BLOCK)):
         x = tl.load(from_a, mask=along[None, :] < k - block * BLOCK, other=0.0)
         y = tl.load(from_b, mask=along[:, None] < k - block * BLOCK, other=0.0)
         if IN_BLOCKS:
-            scale = tl.load(scales_a + block * along_a)[:, None] * tl.load(scales_b + block * along_b)[None, :]
-            sums += tl.dot(x, y) * scale
+            of_x, of_y = tl.load(scale_a + block * along_a + of_a), tl.load(scale_b + block * along_b + of_b)
+            sums += tl.dot(x, y) * (of_x[:, None] * of_y[None, :])
         else:
             sums = tl.dot(x, y, sums, max_num_imprecise_acc=BLOCK)
         from_a += BLOCK
         from_b += BLOCK
     if not IN_BLOCKS:
-        sums *= tl.load(scales_a)[:, None] * tl.load(scales_b)[None, :]
+        sums *= tl.load(scale_a + of_a)[:, None] * tl.load(scale_b + of_b)[None, :]
     places = total + top.to(tl.int64) * n + left + (i[:, None] * n + j[None, :])
     inside = (i < m - top)[:, None] & (j < n - left)[None, :]
     if ADD:
