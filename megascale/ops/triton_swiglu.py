@@ -104,7 +104,7 @@ def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
         )  # fmt: skip
     else:
         most = tl.max(tl.ravel(tl.abs(wide).to(tl.int32, bitcast=True)))
-        tl.atomic_max(record, most, mask=most > tl.load(record))  # few tiles have a larger one
+        tl.atomic_max(record, most, mask=most > tl.load(record), sem="relaxed")  # few tiles have a larger one
 
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]

@@ -147,19 +147,21 @@ def test_a_cast_compiles_for_hopper(block: ScaleBlock, fp8_type: str, counts: bo
     assembly = compile_for_hopper(MODULE, "_fp8_cast", types, {"FP8": fp8_type, **sides}, 16)
     assert {"fp8e4nv": ".e4m3x2", "fp8e5": ".e5m2x2"}[fp8_type] in assembly, "casts pairs to this format"
     assert "ld.global.v4" in assembly and "st.global.v4" in assembly
-    assert "ld.global.b16" not in assembly and "st.global.b8" not in assembly
+    assert "ld.global.b16" not in assembly and "st.global.b8" not in assembly and "acq_rel" not in assembly
 
 
 def test_amaxes_and_whole_rows_compile_for_hopper() -> None:
+    """Statistics order no other memory access."""
     sizes = {"m": "i32", "k": "i32"}
     for high, wide in ((0, 0), (0, 1), (1, 128)):
         types = {"x": "*bf16", "amax": "*i32"} | sizes
-        compile_for_hopper(MODULE, "_fp8_amax", types, {"HIGH": high, "WIDE": wide, "SIDE": 128}, 8)
+        assembly = compile_for_hopper(MODULE, "_fp8_amax", types, {"HIGH": high, "WIDE": wide, "SIDE": 128}, 8)
+        assert "atom.global.gpu.relaxed.max.s32" in assembly
     types = {"x": "*bf16", "scale": "*fp32", "data": "*fp8e4nv", "record": "*i32", "counts": "*i64", "largest": "fp32"}
     constants = {"FP8": "fp8e4nv", "BAND": 4, "SPAN": 2048}
-    compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes, constants, 8)
-    assembly = compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes | {"by_column": "*i32"}, constants, 8)
-    assert "atom.global.gpu.relaxed.max.s32" in assembly, "maxima of columns order no other memory access"
+    for more in ({}, {"by_column": "*i32"}):
+        assembly = compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes | more, constants, 8)
+        assert "atom.global.gpu.relaxed.max.s32" in assembly and "acq_rel" not in assembly
 
 
 @pytest.fixture
