@@ -59,8 +59,8 @@ def _patch(plain: Any, tensor: Any, *scope: Any) -> None:
 
 @dataclass
 class Launches:
-    """Stands in for a `kernel`, which the interpreter has not: notes what each launch is compiled for by Triton's own
-    rule, which is constants, types, and which numbers and addresses are multiples of 16. It computes nothing.
+    """Stands in for a `kernel` that was declared without the interpreter: notes what each launch is compiled for by
+    Triton's own rule: constants, types, and which numbers and addresses are multiples of 16. It computes nothing.
     """
 
     kernel: Any
