@@ -3,8 +3,8 @@
     total [m, n] = a b^T (+ total)        a [m, k], b [n, k], a scale per tensor, row, or 128 elements of a row
 
 Tensor cores accumulate FP8 GEMMs in fewer bits than fp32. After every 128 elements of k their sum is added to an fp32
-sum, as by cuBLAS (its split accumulator). A kernel is compiled for dtypes, kinds of scales, and whether k is a multiple
-of 16.
+sum, as by cuBLAS (its split accumulator). A kernel is compiled for dtypes, kinds of scales, and whether n and k are
+multiples of 16.
 """
 
 from __future__ import annotations
