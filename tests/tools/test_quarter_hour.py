@@ -94,7 +94,7 @@ def test_a_rehearsal_has_five_times_the_seconds(here: Path) -> None:
     assert call(here, "49", rehearse=True) == []
     rehearsed = call(here, rehearse=True)
     limits = [int(line) for line in (here / "limits").read_text().splitlines()]
-    assert len(rehearsed) == 17 and limits[:2] == [200, 500] and max(limits) == 900
+    assert len(rehearsed) == 17 and limits[:2] == [450, 500] and max(limits) == 900
     assert all("--rehearse" in words for words in rehearsed if "test_gpu.py" in words)
 
 
