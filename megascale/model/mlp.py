@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
 from megascale.model.modules import LayerContext, Linear
@@ -14,9 +12,6 @@ from megascale.parallel.segments import Steps, finish, run_through
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.parallel.tiles import run_in_tiles
 from megascale.record.label import Label
-
-if TYPE_CHECKING:
-    from megascale.model.experts import Experts
 
 
 class MLP(nn.Module):
@@ -73,24 +68,3 @@ class MLP(nn.Module):
     def recompute_activation(self, inner: Tensor) -> Recomputation | None:
         """Describe how the down layer recomputes its input activate(inner); None if the layer saves its input."""
         return recomputation(self.activate, inner, self._recompute)
-
-
-def feed_forward(context: LayerContext, index: int) -> MLP | Experts:
-    """Build the branch of layer `index` beside attention: an MLP, or experts (`model.experts`)."""
-    if not context.model.has_experts(index):
-        return MLP(context, index)
-    from megascale.model.experts import Experts
-
-    return Experts(context, index)
-
-
-def branch_steps(
-    branch: MLP | Experts, residual: Tensor, x_sbh: Tensor, batch: MicroBatch,
-    recompute_input: Recomputation | None = None, compute_output: bool = True,
-) -> Steps[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Run the branch on x; return the `residual` stream, which the segments of experts pass on, and the result. Other
-    arguments as in `MLP.steps`; experts save x for the router, and compute their result in any case.
-    """
-    if isinstance(branch, MLP):
-        return residual, (yield from branch.steps(x_sbh, batch, recompute_input, compute_output))
-    return (yield from branch.steps(residual, x_sbh, batch))

@@ -50,7 +50,9 @@ from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.schedule.state_aware import build_state_aware
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
+from megascale.train.exit_losses import ExitLosses
 from megascale.train.op_context import op_context
+from megascale.train.prediction_steps import PredictionSteps
 from megascale.train.run import Dtypes, Hooks, Run
 from megascale.train.stop import StopRequest
 
@@ -253,12 +255,8 @@ def build_step_hooks(
 
         hooks.add(ExpertSteps(expert_state))
     if config.model.mtp_layers:
-        from megascale.train.prediction_steps import PredictionSteps
-
         hooks.add(PredictionSteps())
     if config.model.exits:
-        from megascale.train.exit_losses import ExitLosses
-
         hooks.add(ExitLosses())
     return hooks
 
@@ -347,25 +345,27 @@ def build_context_parallel(
 
 def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[ExpertParallel | None, ExpertState | None]:
     """Return the parallelism of experts, and the state that balances them; None of a dense model."""
-    model = config.model
+    model, moe = config.model, config.moe
     if not model.experts:
         return None, None
     from megascale.ops.routing import Routing
     from megascale.parallel.experts.all_gather import plan_all_gather
     from megascale.parallel.experts.all_to_all import plan_all_to_all
+    from megascale.parallel.experts.capacity import Capacity
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.experts.rank_tokens import RankTokens
-    from megascale.train.expert_steps import BIAS, ExpertState, expert_capacity, router_losses
+    from megascale.parallel.experts.router_losses import RouterLosses
+    from megascale.train.expert_steps import BIAS, CHOICES, ExpertState
 
-    state = ExpertState(model, config.moe, mesh, device.torch_device)
+    state, losses, capacity = ExpertState(model, moe, mesh, device.torch_device), None, None
     tokens = RankTokens(model.seq_length, config.batch.micro, mesh.coord.tp, mesh.topology.dp, mesh.coord.dp)
-    losses = router_losses(config.moe, model, mesh, tokens, state)
-    capacity = expert_capacity(config.moe, model, mesh, tokens)
-    group, bias, moe = mesh.group("ep"), state.layers(BIAS), config.moe
+    if moe.balance != "none" or moe.z_loss_weight:
+        losses = RouterLosses(moe, model, tokens, mesh.group(*moe.region_axes(tokens.micro)), state.layers(CHOICES))
+    if moe.capacity_factor is not None:
+        capacity = Capacity(moe.capacity_factor, model, mesh.group("tp", "cp"), tokens)
     plan = {"all_to_all": plan_all_to_all, "all_gather": plan_all_gather}[moe.dispatcher]
-    read = device.read_counts
-    experts = ExpertParallel(group, Routing(model), plan, tokens, moe.token_blocks, read, bias, losses, capacity)
-    return experts, state
+    exchange = mesh.group("ep"), Routing(model), plan, tokens, moe.token_blocks, device.read_counts
+    return ExpertParallel(*exchange, state.layers(BIAS), losses, capacity), state
 
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:

@@ -75,12 +75,12 @@ class Family:
 
     name: str
     architecture: str
-    fixed: Mapping[str, Any]
+    fixed: dict[str, Any]
     keys: Mapping[str, Key]
     outer: Mapping[str, str]
     layer_prefix: str
-    layer: Mapping[str, str | Fused]
-    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    layer: dict[str, str | Fused]
+    required: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     read: Sequence[Callable[[ConfigKeys], ConfigKeys]] = ()
     write: Sequence[Callable[[ModelConfig], ConfigKeys]] = ()
     ignored_suffixes: tuple[str, ...] = ()
