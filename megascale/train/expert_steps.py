@@ -62,7 +62,8 @@ class ExpertSteps(Hook):
         sums = torch.zeros(model.total_layers * model.experts + 1, dtype=torch.float64, device=device)
         choices, slots = sums[:-1].view(model.total_layers, model.experts), sums[-1]
         if coord.pp == run.mesh.placement.ends[0] and coord.tp == 0:
-            slots.fill_(count_tokens(run.config, totals.batch) * model.experts_per_token)
+            tokens = count_tokens(totals.batch, run.config.batch.micro * model.seq_length)
+            slots.fill_(tokens * model.experts_per_token)
         parts = dict.fromkeys(ROUTER_TOTALS, choices.new_zeros(()))
         for micro_batch in totals.batch.micro_batches:
             for layer, choice in micro_batch.expert_choices.items():
