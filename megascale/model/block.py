@@ -107,7 +107,7 @@ class ParallelBlock(SteppedBlock):
         if self.mlp.tiles > 1:
             normed = self.norm(x_sbh)
             branch = yield from self.attention.steps(normed, batch, recompute_norm, compute_output)
-            branch = branch + (yield from self.mlp.steps(normed, batch, recompute_norm, compute_output))
+            branch = branch + (yield from self.mlp.steps(normed, recompute_norm, compute_output))
             return x_sbh + self._drop(branch, batch)
         columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
         qkv, inner = yield from column_parallel_steps(self.norm(x_sbh), columns, self._tp, label, recompute_norm)
@@ -137,7 +137,7 @@ class ParallelTwoNormsBlock(SteppedBlock):
         if self.mlp.tiles > 1:
             branch = yield from self.attention.steps(normed, batch, recompute_norm, compute_output)
             again = self.mlp_norm.recompute_norm(x_sbh)
-            mlp = yield from self.mlp.steps(self.mlp_norm(x_sbh), batch, again, compute_output)
+            mlp = yield from self.mlp.steps(self.mlp_norm(x_sbh), again, compute_output)
             return x_sbh + self._drop(branch + mlp, batch)
         (qkv,) = yield from self.attention.project(normed, recompute_norm)
         heads = self.attention.core_attention(qkv, batch)
@@ -174,5 +174,5 @@ def branch_steps(
     arguments as in `MLP.steps`; experts save x for the router, and compute their result in any case.
     """
     if isinstance(branch, MLP):
-        return residual, (yield from branch.steps(x_sbh, batch, recompute_input, compute_output))
+        return residual, (yield from branch.steps(x_sbh, recompute_input, compute_output))
     return (yield from branch.steps(residual, x_sbh, batch))

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from megascale.model.modules import LayerContext, Linear
 from megascale.ops.planned_cast import plan_casts
-from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.segments import Steps, finish, run_through
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
@@ -32,14 +31,10 @@ class MLP(nn.Module):
         self.tiles = context.recompute.mlp_tiles
 
     def steps(
-        self,
-        x_sbh: Tensor,
-        batch: MicroBatch | None = None,
-        recompute_input: Recomputation | None = None,
-        compute_output: bool = True,
+        self, x_sbh: Tensor, recompute_input: Recomputation | None = None, compute_output: bool = True
     ) -> Steps[Tensor]:
-        """Map x [s, b, h] to [s, b, h]. `batch` is unused; `recompute_input` recomputes x for wgrad;
-        `compute_output` as in `row_parallel_linear`.
+        """Map x [s, b, h] to [s, b, h]. `recompute_input` recomputes x for wgrad; `compute_output` as in
+        `row_parallel_linear`.
         """
         if self.tiles > 1:
             return run_in_tiles(self._run_tile, x_sbh, self.tiles, recompute_input, compute_output)

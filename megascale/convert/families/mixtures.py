@@ -8,12 +8,16 @@ from dataclasses import replace
 from functools import partial
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families import prediction_layers
 from megascale.convert.families.family import ConfigKeys, Key
 from megascale.convert.families.llama import FAMILY, KEYS, check_heads, kv_heads, read_head_dim, write_head_dim
 from megascale.convert.families.qwen import QWEN_KEYS, write_windows
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_one_window, read_windows, write_one_window
+
+PREDICTION_LAYER = {
+    "enorm": "embedding_norm", "hnorm": "hidden_norm", "eh_proj": "merge", "shared_head.norm": "final_norm",
+}  # fmt: skip
+"""Modules of a layer of multi-token prediction beside those of a block; `eh_proj` is of [embedding, hidden state]."""
 
 
 def _expert_keys(experts: int, chosen: int) -> dict[str, Key]:
@@ -36,7 +40,8 @@ def routed_keys(experts: int, width: int, dense: int, scale: float, groups: int,
         "router_scale": Key("routed_scaling_factor", scale, size=True),
         "router_groups": Key("n_group", groups, size=True),
         "router_top_groups": Key("topk_group", top_groups, size=True),
-    } | prediction_layers.KEYS
+        "mtp_layers": Key("num_nextn_predict_layers", 0),
+    }
 
 
 def read_groups(config: ConfigKeys, default: int) -> ConfigKeys:
@@ -162,7 +167,7 @@ GLM4_MOE = replace(
         "seq_length": Key("max_position_embeddings", 131_072, size=True),
         "qkv_bias": Key("attention_bias", False),
     } | routed_keys(128, 1408, dense=1, scale=1.0, groups=1, top_groups=1),
-    layer=BASE.layer | prediction_layers.LAYER | shared_layer("mlp.shared_experts"),
+    layer=BASE.layer | PREDICTION_LAYER | shared_layer("mlp.shared_experts"),
     read=(partial(read_rope, fraction=("partial_rotary_factor", 0.5)), read_head_dim,
           partial(read_shared, shared=1, width=1408), partial(read_groups, default=1),
           lambda config: {"qk_norm": "head" if config.get("use_qk_norm", False) else "none"}),

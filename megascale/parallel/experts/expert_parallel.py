@@ -10,8 +10,7 @@ from torch import Tensor
 from megascale.comm.group import Group
 from megascale.ops.routing import Routing, count_choices
 from megascale.parallel.experts.capacity import Capacity
-from megascale.parallel.experts.dispatcher import Dispatcher, PlanDispatch, ReadCounts
-from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.dispatcher import Dispatcher, ExpertChoice, PlanDispatch, ReadCounts
 from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.microbatch import MicroBatch

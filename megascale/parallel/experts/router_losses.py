@@ -25,7 +25,7 @@ from megascale.comm.work import Work
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.ops.routing import count_choices, largest
-from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.dispatcher import ExpertChoice
 from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.record.label import Label
 
