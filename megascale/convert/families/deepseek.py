@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import partial
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families.family import ConfigKeys, Fused, Key, Same, require
+from megascale.convert.families.family import ConfigKeys, Fused, Key, Layer, Same, require
 from megascale.convert.families.llama import LLAMA, SIZES, kv_heads
 from megascale.convert.families.mixtures import GLM4_MOE, read_groups, read_shared, routed_keys, write_shared
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 
 QUERIES = Fused(("attention.q", "attention.q_rope"), per_head=True, paired=("attention.q_rope",))
 
-DEEPSEEK_LAYER: dict[str, str | Fused] = {
+DEEPSEEK_LAYER: Layer = {
     **{theirs: ours for theirs, ours in GLM4_MOE.layer.items() if "self_attn" not in theirs},
     "self_attn.q_proj": QUERIES,
     "self_attn.q_a_proj": "attention.q_latent",

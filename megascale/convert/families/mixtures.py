@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families.family import ConfigKeys, Key
+from megascale.convert.families.family import ConfigKeys, Key, Layer
 from megascale.convert.families.llama import FAMILY, KEYS, check_heads, kv_heads, read_head_dim, write_head_dim
 from megascale.convert.families.qwen import QWEN_KEYS, write_windows
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_one_window, read_windows, write_one_window
 
-PREDICTION_LAYER = {
+PREDICTION_LAYER: Layer = {
     "enorm": "embedding_norm", "hnorm": "hidden_norm", "eh_proj": "merge", "shared_head.norm": "final_norm",
 }  # fmt: skip
 """Modules of a layer of multi-token prediction beside those of a block; `eh_proj` is of [embedding, hidden state]."""
@@ -61,7 +61,7 @@ def write_shared(model: ModelConfig) -> ConfigKeys:
     return {"n_shared_experts": model.shared_ffn_size // model.expert_ffn_size}
 
 
-def shared_layer(module: str) -> dict[str, str]:
+def shared_layer(module: str) -> Layer:
     """The modules of the shared expert."""
     return {f"{module}.{part}_proj": f"shared.{part}" for part in ("gate", "up", "down")}
 
