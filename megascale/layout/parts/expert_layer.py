@@ -34,7 +34,7 @@ SharedExpert = tuple[ColumnParallel, ActivationSpec, RowParallel]
 class ExpertLayer(Part):
     """`experts` of inner `width`, of which a token has `chosen`. `inputs`: elements of the activation's input, twice
     the width if gated. `normalized`: the weights of a token's experts add up to 1. `bias`: of the experts' layers;
-    `router_bias`: of the router's. `shared_gate`: of the `shared` expert's output, times its sigmoid.
+    `router_bias`: of the router's. `shared_gate`: a learned gate scales the output of the `shared` expert.
     """
 
     experts: int
@@ -69,7 +69,9 @@ class ExpertLayer(Part):
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         ratio, up = model.width_ratio, "gate_up" if model.gated else "up"
         first, last = (initial_std(model, residual) for residual in (False, True))
-        router = LinearSpec("router", "router", self.hidden, (("router", self.experts),), False, self.router_bias)
+        router = LinearSpec(
+            "router", "router", self.hidden, (("router", self.experts),), fp8=False, bias=self.router_bias
+        )
         inner = (self.experts, *([2] if model.gated else []), self.width, self.hidden)
         params = [
             *linear_params(f"{block}.router", model, router),
