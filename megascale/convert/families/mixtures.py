@@ -121,7 +121,7 @@ BASE = replace(
         "experts.down": ("mlp.experts.*.down_proj",),
     },
 )  # fmt: skip
-"""What the other families have in common."""
+"""The basis of the other families."""
 
 QWEN2_MOE = replace(
     BASE, name="qwen2_moe", architecture="Qwen2MoeForCausalLM", fixed=BASE.fixed | {"shared_gate": True},
