@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
-from megascale.config.train import BatchConfig
 from megascale.layout.parts.part import Scores
 from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.attended import count_scores_in
@@ -22,6 +20,8 @@ from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
+    from megascale.config.data import DataConfig
+    from megascale.config.train import BatchConfig
     from megascale.parallel.experts.router_losses import RouterLosses
     from megascale.train.noise_scale import NoiseScale
 
