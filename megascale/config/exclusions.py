@@ -15,7 +15,7 @@ from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
-from megascale.config.model import ModelConfig
+from megascale.config.model import EXPERT_KEYS, ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.section import Section
@@ -115,10 +115,8 @@ NO_ROPE = _without_effect("model.position", unless("rope"), {
 })  # fmt: skip
 
 NO_EXPERTS = _off(
-    "model.experts", only(0), ModelConfig, "experts_per_token", "dense_layers", "shared_ffn_size",
-    "shared_gate", "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize",
-    "router_scale", "router_bias", "balance_bias", "expert_ffn_size", hint="model.experts above 0, or remove the key",
-)  # fmt: skip
+    "model.experts", only(0), ModelConfig, *EXPERT_KEYS[1:], hint="model.experts above 0, or remove the key"
+)
 
 NO_BALANCED_EXPERTS = _without_effect("model.experts", only(0), {
     "moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None),

@@ -1,4 +1,4 @@
-"""Rules of `[parallel]` and `[nccl]`: what the axes of parallelism divide, and what ranks share."""
+"""Rules of `[parallel]`: what the axes of parallelism divide, and what ranks share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.finding import Finding, divisors, join_values
-from megascale.config.launch import NcclConfig
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MOST_BLOCKS, MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
@@ -277,11 +276,3 @@ def token_blocks(
     if (tokens := batch.micro * length // (parallel.cp * parallel.tp)) % blocks:
         message = f"the {tokens} tokens of a rank cannot be cut into {blocks} blocks"
         yield Finding("moe.token_blocks", message, f"one of {join_values(divisors(tokens, MOST_BLOCKS))}")
-
-
-def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:
-    """Check that minima do not exceed maxima."""
-    for key in ("tp_ctas", "cp_ctas", "ep_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
-        ctas = getattr(nccl, key)
-        if isinstance(ctas, list) and ctas[0] > ctas[1]:
-            yield Finding(f"nccl.{key}", f"at least {ctas[0]} and at most {ctas[1]}", f"[{ctas[1]}, {ctas[0]}]")

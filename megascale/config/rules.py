@@ -70,7 +70,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_CHECKPOINTS, exclusions.NO_COPIES, file_rules.memory_folder,
     file_rules.file_system,
     exclusions.NO_PRUNING,
-    parallel_rules.nccl_ctas, exclusions.NO_PIPELINE,
+    time_rules.nccl_ctas, exclusions.NO_PIPELINE,
     time_rules.timeouts, time_rules.fault_times,
     time_rules.injected_faults, time_rules.layout_ranks,
 )  # fmt: skip

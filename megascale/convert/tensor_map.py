@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
-from megascale.convert.families import prediction_layers
 from megascale.convert.families.family import Family, Fused, Stacked
 from megascale.layout.parameters import all_params
-from megascale.layout.tensors import TOKEN_EMBEDDING, TensorSpec
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, TensorSpec
 from megascale.parallel.stateful import BALANCE_BIAS
 
 
@@ -132,10 +131,11 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
 
 def stored_copies(family: Family, model: ModelConfig) -> dict[str, str]:
     """The megascale tensors that layers of multi-token prediction have copies of in files, by the copy's name."""
+    head = TOKEN_EMBEDDING if model.tie_embeddings else HEAD
     return {
-        f"{family.layer_prefix}.{layer}.{name}": TOKEN_EMBEDDING if model.tie_embeddings else ours
+        f"{family.layer_prefix}.{layer}.{name}": ours
         for layer in range(model.num_layers, model.total_layers)
-        for name, ours in prediction_layers.COPIES.items()
+        for name, ours in (("embed_tokens.weight", TOKEN_EMBEDDING), ("shared_head.head.weight", head))
     }
 
 

@@ -45,9 +45,7 @@ FAMILY = Family(
         "experts_per_token": Key("num_experts_per_tok", 4, size=True, also="experts_per_token"),
     },
     OUTER, "model.layers",
-    {theirs: ours for theirs, ours in LAYER.items() if "mlp." not in theirs} | {
-        "self_attn.sinks": "attention.sinks", "mlp.router": "router",
-    },
+    LAYER | {"self_attn.sinks": "attention.sinks", "mlp.router": "router"},
     {"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
     (_read, partial(read_head_dim, default=64)), (_write_rope, write_head_dim, write_layer_types),
     experts={"experts.gate_up": Stacked("mlp.experts.gate_up_proj"), "experts.down": Stacked("mlp.experts.down_proj")},

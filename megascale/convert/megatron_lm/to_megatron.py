@@ -60,7 +60,7 @@ def to_megatron(source: Location, output: Path) -> list[str]:
     step = saved.facts.progress.step if trained else 0
     precision = (saved.facts.config.get("train") or {}).get("precision")
     dtype = torch.float32 if precision in ("fp32", "fp64") else torch.bfloat16
-    dtype = dtype if precision else SavedWeights(source, saved).widest_dtype(model)
+    dtype = dtype if precision else SavedWeights(source, saved).widest_dtype()
     common = _optimizer(saved.facts, step) if trained else {}
     common["args"] = argparse.Namespace(
         **args, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1,

@@ -38,11 +38,10 @@ class Layout(NamedTuple):
     recompute: str = "none"
     zero: int = 1
     ep: int = 1
-    dispatcher: str = "all_to_all"
     token_blocks: int = 1
 
 
-SECTIONS = {"micro": "batch", "recompute": "train", "dispatcher": "moe", "token_blocks": "moe"}
+SECTIONS = {"micro": "batch", "recompute": "train", "token_blocks": "moe"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
@@ -84,9 +83,9 @@ class Space:
             micros = [micro for micro in micros if micro <= most and fits(tensors, micro=micro, **keys)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
-                experts = [e for e in self._experts(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=e[0])]
-                for zero, spread in itertools.product(self._values("parallel.zero", zeros), experts):
-                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, *spread, self._blocks)
+                eps = [ep for ep in self._eps(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=ep)]
+                for zero, ep in itertools.product(self._values("parallel.zero", zeros), eps):
+                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep, self._blocks)
 
     def token_blocks(self, layout: Layout) -> list[int]:
         """List the legal blocks of a layout's tokens, whatever its own: one where no GEMMs of other blocks can hide the
@@ -167,14 +166,11 @@ class Space:
         """
         return math.gcd(cp, micro) == 1 or not self.fixed.isdisjoint(("parallel.cp", "parallel.dp", "batch.micro"))
 
-    def _experts(self, ranks: int) -> list[tuple[int, str]]:
-        """List the legal ep on the `ranks` of a pipeline stage, each with the dispatchers: tokens are gathered only
-        where that is less to send.
-        """
-        experts, chosen = self.config.model.experts, self.config.model.experts_per_token
+    def _eps(self, ranks: int) -> list[int]:
+        """List the ep that divide the `ranks` of a pipeline stage."""
+        experts = self.config.model.experts
         eps = self._values("parallel.ep", divisors(math.gcd(ranks, experts)) if experts else [1])
-        ways = {ep: ("all_to_all", "all_gather") if 1 < ep < chosen else ("all_to_all",) for ep in eps}
-        return [(ep, way) for ep in eps if ranks % ep == 0 for way in self._values("moe.dispatcher", ways[ep])]
+        return [ep for ep in eps if ranks % ep == 0]
 
     def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool, int, str, int]]:
         """List all legal (tp, sp, cp, cp_mode, cp_a2a_size)."""

@@ -19,6 +19,7 @@ from megascale.operate.diagnose.slow.findings import findings
 from megascale.operate.store.node_rows import RankRows, Texts, take_rows
 from megascale.operate.store.query import open_store
 from megascale.operate.store.table_files import TableFile, write_rows
+from megascale.ops.routing import count_choices
 from megascale.parallel.experts import expert_parallel
 from megascale.plan.account.step_totals import EXPERT_LOAD, vector_name
 from megascale.record.log_reader import LogReader
@@ -207,14 +208,13 @@ def test_recomputation_counts_choices_once(exchange: dict[str, Any], tmp_path: P
 def test_a_lost_choice_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in production: tokens times experts a token are the sum of a layer's counts."""
     of = config_of(settings(MIXTRAL, tmp_path, train__steps=1, optimizer__warmup_steps=0), tmp_path)
-    count = expert_parallel._count
 
     def lossy(chosen: torch.Tensor, size: int) -> torch.Tensor:
-        counts = count(chosen, size)
+        counts = count_choices(chosen, size)
         counts[0, chosen[0, 0]] -= 1
         return counts
 
-    monkeypatch.setattr(expert_parallel, "_count", lossy)
+    monkeypatch.setattr(expert_parallel, "count_choices", lossy)
     with pytest.raises(MegascaleError, match="step 1 lacks choices of experts, or has too many"):
         run_threads(of, partial(curve_of, steps=1))
 

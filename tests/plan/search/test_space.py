@@ -158,16 +158,6 @@ def test_a_space_has_all_sizes_of_ep() -> None:
     assert {layout.ep for layout in one} == {1} and set(one) < expected
 
 
-def test_tokens_are_gathered_where_a_token_has_more_experts_than_ep() -> None:
-    model = {"experts": 8, "experts_per_token": 3, "bias": False, "block": "serial"}
-    space = Space(config_of(model=model), DEVICES, frozenset())
-    gathered = {layout.ep for layout in all_of(space) if layout.dispatcher == "all_gather"}
-    assert gathered == {2}
-    config = config_of(model=model, moe={"dispatcher": "all_gather"})
-    fixed = all_of(Space(config, DEVICES, frozenset(["moe.dispatcher"])))
-    assert {layout.dispatcher for layout in fixed} == {"all_gather"} and {layout.ep for layout in fixed} == {1, 2, 4}
-
-
 def test_groups_of_samples_may_span_ranks() -> None:
     """A micro-batch of one sample is legal where the ranks of dp have a group together."""
     config = config_of(
