@@ -27,14 +27,19 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
 
 
 def _waiting(config: RunConfig) -> Iterator[Finding]:
-    """Warn of keys without effect for which any of several others would have one."""
-    parallel, data = config.parallel, config.data
+    """Warn of keys without effect for which any of several others would have one, and of a capacity that is none."""
+    parallel, data, model, factor = config.parallel, config.data, config.model, config.moe.capacity_factor
     ring = parallel.hybrid_dp or (parallel.cp_keys > 1 and parallel.cp_mode != "allgather")
     if not config.overlap.cp and not ring:
         message = f"has no effect without a ring (cp = {parallel.cp}, cp_mode = {parallel.cp_mode})"
         yield Finding("overlap.cp", message, REMOVE)
     if data.reader != "host" and not data.blend_policy and data.prefetch != DataConfig.model_fields["prefetch"].default:
         yield Finding("data.prefetch", f"has no effect with reader = {data.reader}", f"data.reader = host, or {REMOVE}")
+    if factor is not None and factor * model.experts_per_token >= model.experts:
+        yield Finding("moe.capacity_factor", "has no effect: an expert has room for a whole sequence", REMOVE)
+    elif factor is not None and factor < 1:
+        message = f"= {factor:g} drops {1 - factor:.0%} of the choices or more, which FLOPs and MFU count"
+        yield Finding("moe.capacity_factor", message, "1 or more")
 
 
 def _nothing_saved(config: RunConfig, restarts: bool) -> Iterator[Finding]:

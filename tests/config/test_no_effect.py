@@ -92,6 +92,23 @@ def test_a_key_that_waits_for_its_switch(key: str, switch: str) -> None:
     assert warnings(key, switch) == []
 
 
+EXPERTS = ["model.experts=8", "model.bias=false", "batch.global=16"]
+
+
+@pytest.mark.parametrize("key", ["moe.dispatcher=all_gather", "moe.token_blocks=2"])
+def test_an_exchange_without_ranks(key: str) -> None:
+    (line,) = warnings(*EXPERTS, key)
+    assert line.startswith(f"{key.partition('=')[0]} has no effect with ep = 1")
+    assert warnings(*EXPERTS, key, "parallel.ep=2") == []
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(0.5, "= 0.5 drops 50%"), (1.0, ""), (3.9, ""), (4.0, "has no effect")])
+def test_a_capacity_that_is_none(factor: float, warned: str) -> None:
+    """An expert of 8, of which a token has 2, has at most four times the mean load."""
+    found = warnings(*EXPERTS, f"moe.capacity_factor={factor}")
+    assert len(found) == bool(warned) and all(line.startswith(f"moe.capacity_factor {warned}") for line in found)
+
+
 def test_a_ring_of_hybrid_data_parallelism_overlaps() -> None:
     keys = ["parallel.hybrid_dp=true", "data.attention_mask=document", "data.max_tokens_per_rank=16"]
     assert warnings(*keys, "overlap.cp=false") == []
