@@ -122,12 +122,9 @@ def _find_problems(
     findings = list(run_rules(RULES, checked))
     yield from (_to_problem(source, finding) for finding in findings)
     yield from _shared_folders(source)
-    if all(isinstance(valid.get(name), Section) for name in types):
+    if (world_size or not findings) and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
-        if world_size is not None:
-            yield from _world_problems(source, config, world_size, world_option)
-        elif not findings:
-            yield from (_to_problem(source, finding) for finding in layout_findings(config.resolve(None)))
+        yield from _world_problems(source, config, world_size, world_option)
 
 
 def _without_misspelled(types: dict[str, type[Section]], tree: Tree) -> dict[str, type[Section]]:
@@ -137,9 +134,11 @@ def _without_misspelled(types: dict[str, type[Section]], tree: Tree) -> dict[str
     return {name: section for name, section in types.items() if name in tree or name not in meant}
 
 
-def _world_problems(source: Source, config: RunConfig, world_size: int, option: str) -> Iterator[Problem]:
-    """Find what is wrong with the number of processes, at the `option` of the command line that gives it."""
-    for finding in world_findings(config, world_size):
+def _world_problems(source: Source, config: RunConfig, world_size: int | None, option: str) -> Iterator[Problem]:
+    """Find what is wrong with the number of processes, at the `option` of the command line that gives it, or with the
+    smallest number.
+    """
+    for finding in world_findings(config, world_size) if world_size else layout_findings(config.resolve(None)):
         if option and finding.key in WORLD_KEYS:
             yield Problem("command line", option, finding.message, finding.hint)
         else:
