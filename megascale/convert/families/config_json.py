@@ -33,6 +33,8 @@ BY_EFFECT = ("expert_ffn_size", "value_head_dim", "latent_norm_eps")
 IGNORED = {"preset", "dropout", "window", *(f"explicit_{key}" for key in BY_EFFECT)}
 """`[model]` keys that a conversion need not keep; `window` and `BY_EFFECT` are compared by their effect."""
 
+NEAREST = 3  # families that a refusal names
+
 ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"}
 """`[model]` keys without effect on learned positions."""
 
@@ -76,18 +78,19 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
 
     Raises: CheckpointError if there is none
     """
-    reasons = {}
+    reasons = list[tuple[int, str]]()
     for family in sorted(FAMILIES.values(), key=lambda family: family.name != preferred):
         try:
             again = read_model(fresh_config(family, model), "its config.json")
         except CheckpointError as error:
-            reasons[family.name] = error.message
+            reasons.append((len(ModelConfig.model_fields), f"{family.name}: {error.message}"))
             continue
         if not (different := differences(again, model)):
             return family
-        reasons[family.name] = ", ".join(f"{key} = {value!r}" for key, value in different.items())
-    listed = "; ".join(f"{name} has {reason}" for name, reason in reasons.items())
-    raise CheckpointError(f"no supported Hugging Face architecture computes this model: {listed}")
+        values = ", ".join(f"{key} = {value!r}" for key, value in different.items())
+        reasons.append((len(different), f"{family.name} has {values}"))
+    nearest = "; ".join(reason for _, reason in sorted(reasons)[:NEAREST])
+    raise CheckpointError(f"no supported Hugging Face architecture computes this model; the nearest: {nearest}")
 
 
 def differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _expert_keys(experts: int, chosen: int) -> dict[str, Key]:
     }
 
 
-def _write_expert_size(model: ModelConfig) -> ConfigKeys:
+def write_expert_size(model: ModelConfig) -> ConfigKeys:
     """The key of the inner width of a family without dense layers."""
     return {"intermediate_size": model.expert_ffn_size}
 
@@ -97,7 +97,7 @@ MIXTRAL = Family(
     },
     OUTER, "model.layers", MIXTRAL_LAYER, {"hidden_act": ("silu",)},
     (partial(read_rope, theta=1_000_000.0), read_head_dim, partial(read_one_window, default=None)),
-    (write_rope, write_head_dim, write_one_window, _write_expert_size), ROTARY_BUFFERS, MIXTRAL_EXPERTS,
+    (write_rope, write_head_dim, write_one_window, write_expert_size), ROTARY_BUFFERS, MIXTRAL_EXPERTS,
 )  # fmt: skip
 
 QWEN2_MOE = Family(
@@ -141,7 +141,7 @@ OLMOE = Family(
     },
     OUTER, "model.layers", LAYER | ROUTER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "clip_qkv": (None,)},
-    (read_rope, check_heads), (write_rope, _write_expert_size), ROTARY_BUFFERS, EXPERTS,
+    (read_rope, check_heads), (write_rope, write_expert_size), ROTARY_BUFFERS, EXPERTS,
 )  # fmt: skip
 
 GLM4_MOE = Family(
