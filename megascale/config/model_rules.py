@@ -122,17 +122,15 @@ def experts(model: ModelConfig) -> Iterator[Finding]:
     if experts % groups:
         message = f"{experts} experts cannot be split into {groups} groups"
         yield Finding("model.router_groups", message, f"one of {join_values(divisors(experts))}")
-        return
-    if top > groups:
+    elif top > groups:
         message = f"a token cannot choose {top} of {groups} group{'s' if groups > 1 else ''} of experts"
         yield Finding("model.router_top_groups", message, f"at most {groups}, or more router_groups")
-        return
-    if model.router_group_value == "top2" and (groups == 1 or groups == experts):
-        message = f"top2 is for several groups of two experts or more, and router_groups = {groups}"
-        yield Finding("model.router_group_value", message, f"max, or router_groups from 2 to {experts // 2}")
-    if chosen > (available := experts // groups * top):
+    elif chosen > (available := experts // groups * top):
         message = f"{chosen} experts a token, of {available} to choose from"
         yield Finding("model.experts_per_token", message, f"at most {available}")
+    if model.router_group_value == "top2" and groups in (1, experts):
+        message = f"top2 is for several groups of two experts or more, and router_groups = {groups}"
+        yield Finding("model.router_group_value", message, "max, or groups of two experts or more")
     if model.shared_gate and not model.shared_ffn_size:
         yield Finding(
             "model.shared_gate", "has no effect without a shared expert", "shared_ffn_size, or remove the key"

@@ -115,9 +115,7 @@ class RunConfig(RunKeys):
 
     @property
     def _least_dp(self) -> int:
-        """The fewest replicas whose stages have ranks for all experts, and whose micro-batches have whole groups of
-        samples; with `hybrid_dp`, room for the longest document.
-        """
+        """The fewest replicas with ranks for all experts, whole groups of samples, room for the longest document."""
         p, batch, moe = self.parallel, self.batch, self.moe
         if p.hybrid_dp and self.data.max_tokens_per_rank:
             return -(-self.model.seq_length // (self.data.max_tokens_per_rank * p.cp))

@@ -72,7 +72,8 @@ def test_every_switch_warns_of_keys_that_wait_for_it() -> None:
 
 def test_a_router_of_given_weights_may_stay_as_it_is() -> None:
     """A published model with one normalized expert a token is trained with a warning; a new one is refused."""
-    config = load_config("run.toml", ["model={preset='mixtral-8x7b', experts_per_token=1, router_normalize=false}"])
+    model = "model={preset='mixtral-8x7b', experts_per_token=1, router_normalize=false}"
+    config = load_config("run.toml", [model, "moe.balance=sequence"])
     normalized = config.model.model_copy(update={"router_normalize": True})
     assert [len(list(new_router(normalized, CheckpointConfig(resume=of)))) for of in ("auto", "hf:folder")] == [1, 0]
     (warning,) = run_warnings(config.model_copy(update={"model": normalized}))
@@ -92,7 +93,13 @@ def test_a_key_that_waits_for_its_switch(key: str, switch: str) -> None:
     assert warnings(key, switch) == []
 
 
-EXPERTS = ["model.experts=8", "model.bias=false", "batch.global=16"]
+EXPERTS = ["model.experts=8", "model.bias=false", "batch.global=16", "moe.balance=sequence"]
+
+
+def test_experts_without_a_balance() -> None:
+    assert warnings(*EXPERTS) == warnings(*EXPERTS[:3], "model.balance_bias=true") == []
+    (line,) = warnings(*EXPERTS[:3])
+    assert line.startswith("moe.balance = none") and "  -> " in line
 
 
 @pytest.mark.parametrize("key", ["moe.dispatcher=all_gather", "moe.token_blocks=2"])

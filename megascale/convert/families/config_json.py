@@ -33,8 +33,6 @@ BY_EFFECT = ("expert_ffn_size", "value_head_dim", "latent_norm_eps")
 IGNORED = {"preset", "dropout", "window", *(f"explicit_{key}" for key in BY_EFFECT)}
 """`[model]` keys that a conversion need not keep; `window` and `BY_EFFECT` are compared by their effect."""
 
-NEAREST = 3  # families that a refusal names
-
 ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"}
 """`[model]` keys without effect on learned positions."""
 
@@ -89,7 +87,7 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
             return family
         values = ", ".join(f"{key} = {value!r}" for key, value in different.items())
         reasons.append((len(different), f"{family.name} has {values}"))
-    nearest = "; ".join(reason for _, reason in sorted(reasons)[:NEAREST])
+    nearest = "; ".join(reason for _, reason in sorted(reasons)[:3])
     raise CheckpointError(f"no supported Hugging Face architecture computes this model; the nearest: {nearest}")
 
 
