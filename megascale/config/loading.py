@@ -122,7 +122,8 @@ def _find_problems(
     findings = list(run_rules(RULES, checked))
     yield from (_to_problem(source, finding) for finding in findings)
     yield from _shared_folders(source)
-    if (world_size or not findings) and all(isinstance(valid.get(name), Section) for name in types):
+    least = not findings and "parallel" not in skip_sections
+    if (world_size or least) and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
         yield from _world_problems(source, config, world_size, world_option)
 
@@ -135,9 +136,7 @@ def _without_misspelled(types: dict[str, type[Section]], tree: Tree) -> dict[str
 
 
 def _world_problems(source: Source, config: RunConfig, world_size: int | None, option: str) -> Iterator[Problem]:
-    """Find what is wrong with the number of processes, at the `option` of the command line that gives it, or with the
-    smallest number.
-    """
+    """Find what is wrong with the number of processes, which an `option` of the command line gives, or the smallest."""
     for finding in world_findings(config, world_size) if world_size else layout_findings(config.resolve(None)):
         if option and finding.key in WORLD_KEYS:
             yield Problem("command line", option, finding.message, finding.hint)

@@ -14,6 +14,7 @@ from megascale.config.backends import BackendsConfig, Fp8Config
 from megascale.config.batch_rampup import samples_of_run, schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
+from megascale.config.finding import divisors
 from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
@@ -118,7 +119,8 @@ class RunConfig(RunKeys):
         """The fewest replicas with ranks for all experts, whole groups of samples, room for the longest document."""
         p, batch, moe = self.parallel, self.batch, self.moe
         if p.hybrid_dp and self.data.max_tokens_per_rank:
-            return -(-self.model.seq_length // (self.data.max_tokens_per_rank * p.cp))
+            least = -(-self.model.seq_length // (self.data.max_tokens_per_rank * p.cp))
+            return next((dp for dp in divisors(batch.total) if dp >= least), least)
         group = moe.balance_group if moe.balance == "group" else 1
         return math.lcm(p.ep // math.gcd(p.ep, p.tp * p.cp), group // math.gcd(group, batch.micro))
 

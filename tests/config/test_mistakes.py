@@ -334,10 +334,16 @@ def test_the_smallest_world_is_checked(layout: list[str], found: str) -> None:
 
 
 def test_the_smallest_world_has_room() -> None:
-    """Groups of samples and pools of documents need replicas."""
+    """Groups of samples and pools of documents need replicas, which divide the batch."""
     groups = load_config("good.toml", [*EXPERTS, "parallel.ep=2", "moe.balance=group", "moe.balance_group=4"])
-    pool = ("parallel.hybrid_dp=true", "data.max_tokens_per_rank=8", "data.attention_mask=document")
-    assert (groups.dp, load_config("good.toml", pool).dp) == (4, 2)
+    pool = ("parallel.hybrid_dp=true", "data.max_tokens_per_rank=6", "data.attention_mask=document")
+    assert (groups.dp, load_config("good.toml", pool).dp) == (4, 4)
+
+
+def test_the_layout_of_a_search_is_not_checked() -> None:
+    """The search replaces the layout, which fits no number of processes."""
+    config = load_config("good.toml", [*EXPERTS, "parallel.ep=8", "batch.micro=2"], skip_sections=["parallel"])
+    assert config.parallel.ep == 8
 
 
 @pytest.mark.parametrize("layout", [{"parallel.ep": 3}, {"parallel.tp": 2, "parallel.ep": 2}])

@@ -44,10 +44,9 @@ class ExpertLoads:
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """A row of LOAD_HEAD for each layer, of means over the steps."""
-        means = zip(self.layers, np.nanmean(self.loads, 0), self.idle, strict=True)
         return [
             (str(layer), str(int(np.nanargmax(mine))), f"{np.nanmax(mine):.2f}", f"{np.nanmin(mine):.2f}", str(idle))
-            for layer, mine, idle in means
+            for layer, mine, idle in zip(self.layers, np.nanmean(self.loads, 0), self.idle, strict=True)
         ]
 
 
