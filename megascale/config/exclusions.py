@@ -355,9 +355,8 @@ BLOCK_SCALES = _off(
     Fp8Config, "fast_dgrad", hint="another fp8.recipe, or remove the key",
 )  # fmt: skip
 
-NO_HOST_READER = _off(
-    "data.reader", unless("host"), DataConfig, "reader_timeout_s", hint="data.reader = host, or remove the key"
-)  # fmt: skip
+NO_HOST_READER = _off("data.reader", unless("host"), DataConfig, "reader_timeout_s",
+                      hint="data.reader = host, or remove the key")  # fmt: skip
 
 MODES = (NO_ROPE, NO_TAIL, CONSTANT_RATE, NO_AVERAGE, NO_EMA, NO_LAWA, NO_HISTORY, NO_HOST_READER)
 
@@ -385,6 +384,7 @@ SWITCHED_OFF = (
     OWN_VALIDATION,
     _off("parallel.tp", only(1), ParallelConfig, "sp", hint="parallel.tp above 1, or remove the key"),
     _off("parallel.cp", only(1), ParallelConfig, "cp_mode", hint="parallel.cp above 1, or remove the key"),
+    _without_effect("parallel.ep", only(1), {"moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1)}),
     _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")},
                     "parallel.vpp above 1, or remove the key"),
     _off("train.eval_every", only(0), TrainConfig, "eval_steps"),

@@ -318,6 +318,42 @@ def test_a_world_holds_the_longest_document() -> None:
     ]
 
 
+EXPERTS = ("model.experts=8", "model.bias=false")
+
+
+@pytest.mark.parametrize(("layout", "found"), [
+    (["parallel.ep=8", "batch.micro=2"], "good.toml:9  batch.global: 8 is not divisible by micro x dp = 2 x 8  -> 16"),
+    (["parallel.ep=4", "moe.balance=group", "moe.balance_group=3"],
+     "good.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 12  -> 12"),
+])  # fmt: skip
+def test_the_smallest_world_is_checked(layout: list[str], found: str) -> None:
+    """Without a number of processes the layout's fewest have micro-batches, and whole groups of samples."""
+    with pytest.raises(ConfigError) as caught:
+        load_config("good.toml", [*EXPERTS, *layout])
+    assert str(caught.value).splitlines()[:-1] == [found]
+
+
+def test_the_smallest_world_has_room() -> None:
+    """Groups of samples and pools of documents need replicas, which divide the batch."""
+    groups = load_config("good.toml", [*EXPERTS, "parallel.ep=2", "moe.balance=group", "moe.balance_group=4"])
+    pool = ("parallel.hybrid_dp=true", "data.max_tokens_per_rank=6", "data.attention_mask=document")
+    assert (groups.dp, load_config("good.toml", pool).dp) == (4, 4)
+
+
+def test_the_layout_of_a_search_is_not_checked() -> None:
+    """The search replaces the layout, which fits no number of processes."""
+    config = load_config("good.toml", [*EXPERTS, "parallel.ep=8", "batch.micro=2"], skip_sections=["parallel"])
+    assert config.parallel.ep == 8
+
+
+@pytest.mark.parametrize("layout", [{"parallel.ep": 3}, {"parallel.tp": 2, "parallel.ep": 2}])
+@pytest.mark.parametrize("world", [None, 8])
+def test_a_mistake_is_listed_once(layout: dict[str, int], world: int | None) -> None:
+    """Rules that are checked again for the number of processes find the same, once."""
+    lines = problems(GOOD, *EXPERTS, *(f"{key}={value}" for key, value in layout.items()), world=world)
+    assert len(lines) == 1, lines
+
+
 @pytest.mark.parametrize(
     ("world", "override", "dp"), [(8, "parallel.tp=2", 4), (2, "parallel.dp=2", 2), (1, "name=a", 1)]
 )

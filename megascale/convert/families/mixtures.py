@@ -66,7 +66,7 @@ def shared_layer(module: str) -> Layer:
     return {f"{module}.{part}_proj": f"shared.{part}" for part in ("gate", "up", "down")}
 
 
-def _write_expert_size(model: ModelConfig) -> ConfigKeys:
+def write_expert_size(model: ModelConfig) -> ConfigKeys:
     """The key of the inner width of a family without dense layers."""
     return {"intermediate_size": model.expert_ffn_size}
 
@@ -107,7 +107,7 @@ MIXTRAL = replace(
     },
     layer=FAMILY.layer | {"block_sparse_moe.gate": "router"},
     read=(partial(read_rope, theta=1_000_000.0), read_head_dim, partial(read_one_window, default=None)),
-    write=(write_rope, write_head_dim, write_one_window, _write_expert_size),
+    write=(write_rope, write_head_dim, write_one_window, write_expert_size),
     experts={
         "experts.gate_up": ("block_sparse_moe.experts.*.w1", "block_sparse_moe.experts.*.w3"),
         "experts.down": ("block_sparse_moe.experts.*.w2",),
@@ -155,7 +155,7 @@ OLMOE = replace(
         "seq_length": Key("max_position_embeddings", 4096, size=True),
     },
     required=BASE.required | {"attention_bias": (False,), "clip_qkv": (None,)},
-    read=(read_rope, check_heads), write=(write_rope, _write_expert_size),
+    read=(read_rope, check_heads), write=(write_rope, write_expert_size),
 )  # fmt: skip
 
 GLM4_MOE = replace(
