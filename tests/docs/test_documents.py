@@ -131,7 +131,8 @@ def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, ROOT / "tools/corpus.py", "--output", data], check=True, capture_output=True)
     for split in ("train", "valid"):
         source, prefix = str(data / f"{split}.jsonl"), str(data / split)
-        assert main(["data", "prepare", source, "--output", prefix, "--tokenizer", str(data / "tokenizer.json")]) == 0
+        words = ["--output", prefix, "--tokenizer", str(data / "tokenizer.json"), "--workers", "1"]
+        assert main(["data", "prepare", source, *words]) == 0
     return folder
 
 
