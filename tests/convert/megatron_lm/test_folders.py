@@ -345,7 +345,7 @@ def test_what_is_refused_is_said_in_a_line(name: str, intact: Path, tmp_path: Pa
     with pytest.raises(CheckpointError) as error:
         from_megatron(folder, tmp_path / "again")
     assert words in str(error.value) and "\n" not in str(error.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"theirs"}
     assert not Path("/tmp/never").exists()
 
 
