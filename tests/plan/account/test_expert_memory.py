@@ -69,7 +69,8 @@ def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
     assert peak > 4e9 and -0.01 < error < 0.01
 
 
-@pytest.mark.parametrize("ep", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [4, 8])
 def test_biases_need_no_copies_of_all_rows(ep: int, tmp_path: Path) -> None:
     """Of eight experts, several or one on a rank: the formula is as near as without biases."""
     keys = {"train__precision": "bf16", "batch__micro": 2, "batch__global": 16, "parallel__dp": ep, "parallel__ep": ep}
