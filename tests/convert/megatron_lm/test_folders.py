@@ -333,14 +333,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return theirs(tmp_path_factory.mktemp("intact"), LLAMA)
+
+
 @pytest.mark.parametrize("name", sorted(DAMAGES))
-def test_what_is_refused_is_said_in_a_line(name: str, tmp_path: Path) -> None:
+def test_what_is_refused_is_said_in_a_line(name: str, intact: Path, tmp_path: Path) -> None:
     damage, words = DAMAGES[name]
-    damage(folder := theirs(tmp_path, LLAMA))
+    damage(folder := shutil.copytree(intact, tmp_path / "theirs"))
     with pytest.raises(CheckpointError) as error:
         from_megatron(folder, tmp_path / "again")
     assert words in str(error.value) and "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} <= {"made", "theirs"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"theirs"}
     assert not Path("/tmp/never").exists()
 
 
