@@ -76,17 +76,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         with writing(options.output):
             write_text(options.output, text)
-    report = sys.stderr if options.output is None else sys.stdout
-    total = len(made.mapped) + len(made.dropped)
+    total, stored = len(made.mapped) + len(made.dropped), options.source.startswith(CHECKPOINT)
     counts = f"{total} arguments: {len(made.mapped)} mapped, {len(made.dropped)} dropped"
-    print(f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written", file=report)
-    for note in made.notes.values():
-        print(f"converted {note}", file=report)
-    for dropped, why in made.dropped.items():
-        if (
-            not options.source.startswith(CHECKPOINT) or given[dropped][0] is True
-        ):  # a checkpoint has the default of any other argument
-            print(f"dropped {dropped}: {why}", file=report)
+    report = [f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written"]
+    report += [f"converted {note}" for note in made.notes.values()]
+    # a checkpoint has the defaults of other arguments, too
+    report += [f"dropped {one}: {why}" for one, why in made.dropped.items() if not stored or given[one][0] is True]
+    print("\n".join(report), file=sys.stderr if options.output is None else sys.stdout)
     return Exit.OK
 
 

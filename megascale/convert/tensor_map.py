@@ -222,22 +222,18 @@ def parts_by_name(model: ModelConfig, places: Mapping[str, Places]) -> dict[str,
     return parts
 
 
-def assemble(parts: Sequence[tuple[Place, Tensor]]) -> Tensor:
+ReadMatrix = Callable[[str, tuple[int, ...]], Tensor]
+"""Reads a tensor by its megascale name, or of a stack the matrix at an index."""
+
+
+def assemble(parts: Sequence[Part], read: ReadMatrix) -> Tensor:
     """Hugging Face's tensor that holds `parts`, which are all of it."""
-    (place, first), transposed = parts[0], parts[0][0].transposed
-    if place.stack:
-        stack = first.new_empty(place.stored_shape(first.shape))
-        for part, tensor in parts:
-            for rows in part.pieces(0, part.rows):
-                stack[part.box(rows, *[slice(None)] * (tensor.dim() - 1))] = tensor.t() if transposed else tensor
-        return stack
-    if len(parts) == 1 and not place.paired:
-        return (first.t() if transposed else first).contiguous()
-    stored = first.new_empty((place.groups, place.period, *first.shape[1:]))
-    for part, tensor in parts:
-        width, grouped = part.rows // part.groups, tensor.view(part.groups, -1, *tensor.shape[1:])
-        if part.paired:
-            grouped = grouped.unflatten(1, (-1, 2, part.paired // 2)).transpose(2, 3).flatten(1, 3)
-        stored[:, part.start : part.start + width] = grouped
-    stored = stored.flatten(0, 1)
-    return stored.t().contiguous() if transposed else stored
+    tensors = [read(part.tensor, part.at) for part in parts]
+    stored = tensors[0].new_empty(parts[0].place.stored_shape(tensors[0].shape))
+    for (_, _, place), tensor in zip(parts, tensors, strict=True):
+        pieces = list(place.pieces(0, place.rows))
+        counts = [len(range(rows.start, rows.stop, rows.step or 1)) for rows in pieces]
+        for rows, values in zip(pieces, tensor.split(counts), strict=True):
+            box = place.box(rows, *(slice(None) for _ in tensor.shape[1:]))
+            stored[box] = values.t() if place.transposed else values
+    return stored

@@ -24,7 +24,7 @@ from megascale.config.train import BatchConfig, OptimizerConfig
 from megascale.convert.dcp import DcpFolder, write_dcp
 from megascale.convert.families.config_json import family_of_model
 from megascale.convert.families.family import Family, Fused
-from megascale.convert.saved_weights import planned_steps, saved_model
+from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
 from megascale.convert.tensor_map import Places, assemble, model_tensors, parts_by_name, read_region, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -194,9 +194,9 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
 
     def items() -> Iterator[tuple[str, Any]]:
         for kind, form, places in states:
+            read = SavedWeights(source, saved, (kind,)).read
             for name, parts in parts_by_name(model, places).items():
-                read = [(part.place, offline.read_tensor(source, saved, kind + part.tensor)) for part in parts]
-                yield form.format(name), assemble(read)
+                yield form.format(name), assemble(parts, read)
         if model.tie_embeddings:
             yield HEAD, offline.read_tensor(source, saved, WEIGHTS + TOKEN_EMBEDDING)
         if moments:

@@ -77,10 +77,9 @@ _OF_EXPERTS = (
     switch("--moe-router-enable-expert-bias", "model.balance_bias", True),
     same("--moe-router-bias-update-rate", "moe.bias_rate"),
     replace(words(
-        "--moe-router-load-balancing-type", "moe.balance", LOSSES, "one loss: several are not supported", takes=MANY,
-        aux_loss="with moe.balance_group = batch.micro",
-        global_aux_loss="the nearest, by the loads of the step before",
-        sinkhorn="not supported: write another moe.balance, or model.balance_bias = true"), convert=balance),
+        "--moe-router-load-balancing-type", "moe.balance", LOSSES, "one loss: several are not supported",
+        aux_loss="with moe.balance_group = batch.micro", global_aux_loss="the nearest, by the loads of the step before",
+        sinkhorn="not supported: write another moe.balance, or model.balance_bias = true"), convert=balance, takes=MANY),
     computed("--moe-aux-loss-coeff", "moe.balance_weight", balance_weight, "0, their default: moe.balance is none",
              takes=MANY),
     same("--moe-z-loss-coeff", "moe.z_loss_weight"),

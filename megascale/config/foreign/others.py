@@ -181,13 +181,13 @@ TORCHTITAN = (
     needless("dataloader.num_workers, training.dataloader.num_workers", "write data.reader = host"),
 )  # fmt: skip
 
-TORCHTITAN_BEGINNINGS = {
-    **dict.fromkeys(("profiling.", "metrics.", "comm.", "memory_estimation.", "job."), "for logs alone"),
-    **dict.fromkeys(("compile.", "checkpoint.", "activation_checkpoint.", "parallelism.", "debug.deterministic",
-                     "model.name", "model.print"), "the run is the same"),
-    "validation.": "as in training",
-}  # fmt: skip
-"""Beginnings of the names of other settings of torchtitan, which a run does not need."""
+TORCHTITAN_BEGINNINGS = (
+    needless("profiling., metrics., comm., memory_estimation., job.", "for logs alone"),
+    needless("compile., checkpoint., activation_checkpoint., parallelism., debug.deterministic, model.name, "
+             "model.print", "the run is the same"),
+    needless("validation.", "as in training"),
+)  # fmt: skip
+"""By the beginnings of the names of other settings of torchtitan."""
 
 NEMO = (
     same("trainer.max_steps, max_steps", "train.steps"),

@@ -11,20 +11,9 @@ from functools import cache
 from typing import Any
 
 from megascale.config.foreign.megatron import SETTINGS as MEGATRON
-from megascale.config.foreign.megatron_others import PREFIXES
+from megascale.config.foreign.megatron_others import BEGINNINGS
 from megascale.config.foreign.others import DEEPSPEED, NEMO, TORCHTITAN, TORCHTITAN_BEGINNINGS, TRANSFORMERS
-from megascale.config.foreign.setting import (
-    Advice,
-    Context,
-    Needless,
-    Setting,
-    Several,
-    Values,
-    absent,
-    as_word,
-    needless,
-    plain,
-)
+from megascale.config.foreign.setting import Advice, Context, Needless, Setting, Several, Values, as_word, plain
 from megascale.config.toml_writer import toml_value
 
 SYSTEMS: dict[str, tuple[Setting, ...]] = {
@@ -92,11 +81,8 @@ def find(name: str, of: str = "") -> tuple[str, Setting] | None:
     for known in (key,) if of == "torchtitan" else (key, key.rpartition(".")[2]):
         if known in _by_name(of):
             return _by_name(of)[known]
-    beginnings = TORCHTITAN_BEGINNINGS if of == "torchtitan" else PREFIXES
-    reason = next((note for beginning, note in beginnings.items() if key.startswith(beginning)), None)
-    if not reason:
-        return None
-    return (of, needless(name, reason)) if of == "torchtitan" else ("Megatron-LM", absent(name, reason))
+    system, rows = ("torchtitan", TORCHTITAN_BEGINNINGS) if of == "torchtitan" else ("Megatron-LM", BEGINNINGS)
+    return next(((system, setting) for setting in rows if key.startswith(setting.names)), None)
 
 
 def translate(name: str, values: Values = (), context: Context | None = None, of: str = "") -> Translation | None:
