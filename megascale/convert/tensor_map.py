@@ -100,11 +100,8 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
     """The places of all tensors of a model, by megascale name."""
     tensors = {tensor.name: tensor for tensor in model_tensors(model)}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    places: dict[str, Places] = {
-        ours: (Place(theirs, shapes[ours][0], shapes[ours][0]),)
-        for ours, theirs in family.outer.items()
-        if ours in shapes
-    }
+    outer = {ours: theirs for ours, theirs in family.outer.items() if ours in shapes}
+    places: dict[str, Places] = {ours: (Place(outer[ours], shapes[ours][0], shapes[ours][0]),) for ours in outer}
     for index in range(model.total_layers):
         prefix = f"{family.layer_prefix}.{index}"
         for module, content in family.layer.items():
@@ -116,14 +113,12 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
                 if names := {part: name for part, name in names.items() if name in shapes}:
                     places |= _fused_places(f"{prefix}.{module}{kind}", names, shapes, fused, model)
         for part, modules in family.experts.items():
-            weight, bias = (f"layers.{index}.{part}.{kind}" for kind in ("weight", "bias"))
-            if isinstance(modules, Stacked):
-                stored_names = {weight: f"{prefix}.{modules.name}", bias: f"{prefix}.{modules.name}_bias"}
-                places |= {
-                    name: _stacked(stored_names[name], tensors[name]) for name in stored_names if name in tensors
-                }
-            elif weight in shapes:
-                places[weight] = tuple(_expert_places(prefix, modules, tensors[weight]))
+            for kind, suffix in (("weight", ""), ("bias", "_bias")):
+                tensor = tensors.get(f"layers.{index}.{part}.{kind}")
+                if tensor and isinstance(modules, Stacked):
+                    places[tensor.name] = _stacked(f"{prefix}.{modules.name}{suffix}", tensor)
+                elif tensor and kind == "weight":
+                    places[tensor.name] = tuple(_expert_places(prefix, modules, tensor))
     for layer, name in bias_names(model).items():
         stored_name = f"{family.layer_prefix}.{layer}.{family.balance_bias}"
         places[name] = (Place(stored_name, model.experts, model.experts),)

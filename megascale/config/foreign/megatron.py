@@ -40,6 +40,7 @@ from megascale.config.foreign.setting import (
     every,
     needless,
     same,
+    same_values,
     switch,
     two_shares,
     words,
@@ -61,20 +62,22 @@ _BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
 
 
 MODEL = (
-    same("--num-layers", "model.num_layers"),
-    same("--hidden-size", "model.hidden_size"),
-    same("--num-attention-heads", "model.num_heads"),
+    *same_values({
+        "--num-layers": "model.num_layers", "--hidden-size": "model.hidden_size",
+        "--num-attention-heads": "model.num_heads", "--kv-channels": "model.head_dim",
+        "--seq-length, sequence_length": "model.seq_length", "--norm-epsilon, --layernorm-epsilon": "model.norm_eps",
+        "--rotary-base": "model.rope_theta", "--rotary-percent": "model.rotary_fraction",
+        "--init-method-std": "model.init_std", "--mup-base-hidden-size": "model.mup_base_width",
+        "--mtp-num-layers": "model.mtp_layers", "--mtp-loss-scaling-factor": "train.mtp_loss_weight",
+    }),
     computed("--group-query-attention", "model.num_kv_heads", query_groups, "1, or --num-query-groups", takes=0),
     computed("--num-query-groups", "model.num_kv_heads", query_groups),
     same("--ffn-hidden-size", "model.ffn_size", "for a gated activation the width of one of the two matrices"),
-    same("--kv-channels", "model.head_dim"),
     same("--vocab-size", "model.vocab_size", "the true size; it is padded to a multiple of 64 x tp"),
     needless("--make-vocab-size-divisible-by", "nothing to write: padded to a multiple of 64 x tp, theirs of 128 x tp"),
-    same("--seq-length, sequence_length", "model.seq_length"),
     computed("--max-position-embeddings", "model.seq_length", positions,
              "nothing to write beside --seq-length; with learned positions of a longer model: model.positions"),
     computed("--normalization", "model.norm", norm),
-    same("--norm-epsilon, --layernorm-epsilon", "model.norm_eps"),
     computed("--apply-layernorm-1p", "model.norm", lambda _, context: norm(context.get("normalization") or [
              "layernorm" if "num_layers" in context else "rmsnorm"], {"apply_layernorm_1p": [], **context}),
              "for RMSNorm; LayerNorm has gain 1 from the start", takes=0),
@@ -89,8 +92,6 @@ MODEL = (
           "off-by-one: not supported"),
     words("--position-embedding-type", "model.position", {"learned_absolute": "learned", "rope": "rope"}),
     switch("--use-rotary-position-embeddings", "model.position", "rope"),
-    same("--rotary-base", "model.rope_theta"),
-    same("--rotary-percent", "model.rotary_fraction"),
     computed("--rotary-seq-len-interpolation-factor", "model.rope_scaling",
              lambda values, _: {"type": "linear", "factor": float(values[0])}),
     computed("--use-rope-scaling", "model.rope_scaling", lambda _, context: {
@@ -113,10 +114,8 @@ MODEL = (
              context.get(name, [0.1] if "num_layers" in context else values)[0] == values[0]
              for name in ("hidden_dropout", "attention_dropout")) else
              Advice("not supported: two probabilities; write one for both"), "one value for both", 0.1),
-    same("--init-method-std", "model.init_std"),
     absent("--init-method-xavier-uniform", "not supported: write model.init_std", 0),
     needless("--use-cpu-initialization", "nothing to write: train.seed gives the same weights in every layout", 0),
-    same("--mup-base-hidden-size", "model.mup_base_width"),
     needless("--use-mup", "nothing to write: model.mup_base_width says it", 0),
     computed("--window-size", "model.window", window, "their number of keys before the query, plus 1"),
     needless("--window-attn-skip-freq", "written by --window-size: a list, with 0 for layers without a window"),
@@ -134,18 +133,19 @@ MODEL = (
              'written by --rotary-scaling-factor: model.rope_scaling, a table of type "yarn"'),
     absent("--yarn-beta-fast", "not supported with latent attention but 32", harmless={"32": "nothing to write: 32"}),
     absent("--yarn-beta-slow", "not supported with latent attention but 1", harmless={"1": "nothing to write: 1"}),
-    same("--mtp-num-layers", "model.mtp_layers"),
-    same("--mtp-loss-scaling-factor", "train.mtp_loss_weight"),
     needless("--use-mcore-models, --use-legacy-models", "nothing to write: one model", 0),
     needless("--transformer-impl", "write backends.* for single operations; auto takes what is installed"),
     absent("--spec", "not supported: layers of another kind", MANY, {"local": "as --transformer-impl"}),
 )  # fmt: skip
 
 PARALLEL = (
-    same("--tensor-model-parallel-size", "parallel.tp"),
-    same("--pipeline-model-parallel-size", "parallel.pp"),
-    same("--context-parallel-size", "parallel.cp"),
-    same("--num-virtual-stages-per-pipeline-rank, --virtual-pipeline-model-parallel-size", "parallel.vpp"),
+    *same_values({
+        "--tensor-model-parallel-size": "parallel.tp", "--pipeline-model-parallel-size": "parallel.pp",
+        "--context-parallel-size": "parallel.cp",
+        "--num-virtual-stages-per-pipeline-rank, --virtual-pipeline-model-parallel-size": "parallel.vpp",
+        "--max-seqlen-per-dp-cp-rank": "data.max_tokens_per_rank", "--micro-batch-size": "batch.micro",
+        "--global-batch-size": "batch.global", "--distributed-timeout-seconds-after-init": "comm.timeout_s",
+    }),
     computed("--num-layers-per-virtual-pipeline-stage", "parallel.vpp",
              lambda values, context: context["num_layers"][0] // (
                  context["pipeline_model_parallel_size"][0] * values[0]),
@@ -162,7 +162,6 @@ PARALLEL = (
     computed("--hierarchical-context-parallel-sizes", "parallel.cp_a2a_size", lambda values, _: values[0],
              "with cp_mode = usp", takes=MANY),
     switch("--hybrid-context-parallel", "parallel.hybrid_dp", True),
-    same("--max-seqlen-per-dp-cp-rank", "data.max_tokens_per_rank"),
     computed("--use-distributed-optimizer", "parallel.zero", zero, theirs=0, takes=0),
     needless("--DDP-impl", "nothing to write: parallel.zero says it"),
     computed("--data-parallel-sharding-strategy", "parallel.zero", zero,
@@ -175,8 +174,6 @@ PARALLEL = (
     switch("--no-overlap-p2p-communication", "overlap.pp", False),
     computed("--ddp-bucket-size", "overlap.bucket_bytes", lambda values, _: 4.0 * values[0],
              "bytes of fp32 gradients, theirs are elements"),
-    same("--micro-batch-size", "batch.micro"),
-    same("--global-batch-size", "batch.global"),
     computed("--rampup-batch-size", "batch.rampup", every, takes=MANY),
     computed("--step-batch-size-schedule", "batch.rampup", batch_schedule,
              "[start, increment, samples], and batch.global: equal increments at equal distances of samples",
@@ -185,7 +182,6 @@ PARALLEL = (
              if values[0] <= 30 else Several({"comm.timeout_s": values[0] * 60.0, "launch.start_timeout_s":
                                               values[0] * 60.0}),
              "in seconds; launch.start_timeout_s is no less"),
-    same("--distributed-timeout-seconds-after-init", "comm.timeout_s"),
     needless("--distributed-backend", "nothing to write: NCCL on GPUs, gloo on CPUs"),
     needless("--nccl-communicator-config-path", "write nccl.*_ctas"),
     needless("--use-tp-pp-dp-mapping", "not supported: tp is fastest, pp slowest", 0),
@@ -266,7 +262,9 @@ TRAIN = (
 OPTIMIZER = (
     words("--optimizer", "optimizer.name",
           {"adam": "adamw", "lion": "lion", "soap": "soap"}, "sgd is not supported", muon=MUON, dist_muon=MUON),
-    same("--lr", "optimizer.lr"),
+    *same_values({
+        "--lr": "optimizer.lr", "--adam-eps": "optimizer.eps", "--clip-grad": "optimizer.clip_norm",
+    }),
     computed("--min-lr", "optimizer.min_lr", lambda values, context: Needless("nothing to write: a constant rate")
              if value_of(context, "lr_decay_style") == "constant" else values[0]),
     computed("--lr-warmup-iters", "optimizer.warmup_steps", lambda values, _: values[0] + 1, _WARMUP, 1),
@@ -294,8 +292,6 @@ OPTIMIZER = (
     absent("--weight-decay-incr-style", _DECAY, harmless={"constant": "nothing to write: constant"}),
     computed("--adam-beta1", "optimizer.betas", _BETAS),
     computed("--adam-beta2", "optimizer.betas", _BETAS, theirs=[0.9, 0.999]),
-    same("--adam-eps", "optimizer.eps"),
-    same("--clip-grad", "optimizer.clip_norm"),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
     absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",

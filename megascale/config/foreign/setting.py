@@ -78,6 +78,11 @@ def same(names: str, key: str, note: str = "", theirs: Any = None, only_with: st
     return computed(names, key, first, note, theirs, only_with=only_with)
 
 
+def same_values(keys: Mapping[str, str]) -> list[Setting]:
+    """Make settings with the same values, by names."""
+    return [same(names, key) for names, key in keys.items()]
+
+
 def switch(names: str, key: str, value: Any, note: str = "", theirs: Any = None) -> Setting:
     """Make a switch, which means `value` if it is on."""
     on = dict.fromkeys(("true", "1"), value)

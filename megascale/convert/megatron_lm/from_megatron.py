@@ -55,23 +55,22 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
 
 def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> ModelConfig:
     """The model of Megatron-LM's arguments, or of `config`. Raises: CheckpointError if they differ, or both lack"""
-    if not args and config is None:
-        raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
-    size = {"vocab_size": config.model.vocab_size} if config else {}
-    there = model_of({**args, **size}, f"{path}: args") if args else None
-    if config and there and (different := model_differences(there.model_dump(by_alias=True), config.model)):
+    if config is None:
+        if not args:
+            raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
+        return model_of(args, f"{path}: args")
+    here = config.model
+    there = model_of({**args, "vocab_size": here.vocab_size}, f"{path}: args") if args else here
+    if different := model_differences(there.model_dump(by_alias=True), here):
         raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
-    if config and there:
-        rotary = ("rope_theta", "rotary_fraction", "rope_scaling") if there.position == "rope" else ()
-        pairs = {key: (getattr(there, key), getattr(config.model, key)) for key in ("norm_eps", "window", *rotary)}
-        pairs["vocab_size"] = args.get("vocab_size") or config.model.vocab_size, config.model.vocab_size
-        for key, (stored, ours) in pairs.items():
-            if stored != ours:
-                what = f"{path} is of another model: {key} {stored} there, {ours} here"
-                raise CheckpointError(what, hint="[model] as there: a run that goes on with it may change it")
-    model = config.model if config else there
-    assert model is not None, "either tells the model"
-    return model
+    rotary = ("rope_theta", "rotary_fraction", "rope_scaling") if there.position == "rope" else ()
+    stored = {key: getattr(there, key) for key in ("norm_eps", "window", *rotary)}
+    stored["vocab_size"] = args.get("vocab_size") or here.vocab_size
+    for key, value in stored.items():
+        if value != (ours := getattr(here, key)):
+            what = f"{path} is of another model: {key} {value} there, {ours} here"
+            raise CheckpointError(what, hint="[model] as there: a run that goes on with it may change it")
+    return here
 
 
 def _progress(
@@ -91,9 +90,7 @@ def _progress(
     notes = [f"{samples} samples count as read: Megatron-LM's, in its first epoch and if data and train.seed are equal"]
     schedule = source.common.get("opt_param_scheduler") or {}
     if schedule.get("num_steps", 0) < schedule.get("lr_warmup_steps", 0):
-        notes.append(
-            "the learning rate is above Megatron-LM's, whose warm-up begins at 0, up to the end of the warm-up"
-        )
+        notes.append("the learning rate is above Megatron-LM's up to the end of the warm-up, which begins at 0 there")
     if source.step != step:
         notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
     return Progress(step, samples, samples * (args.get("seq_length") or model.seq_length)), notes
