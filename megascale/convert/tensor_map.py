@@ -113,12 +113,12 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
                 if names := {part: name for part, name in names.items() if name in shapes}:
                     places |= _fused_places(f"{prefix}.{module}{kind}", names, shapes, fused, model)
         for part, modules in family.experts.items():
-            for kind, suffix in (("weight", ""), ("bias", "_bias")):
-                tensor = tensors.get(f"layers.{index}.{part}.{kind}")
-                if tensor and isinstance(modules, Stacked):
-                    places[tensor.name] = _stacked(f"{prefix}.{modules.name}{suffix}", tensor)
-                elif tensor and kind == "weight":
-                    places[tensor.name] = tuple(_expert_places(prefix, modules, tensor))
+            weight, bias = (tensors.get(f"layers.{index}.{part}.{kind}") for kind in ("weight", "bias"))
+            if weight and isinstance(modules, Stacked):
+                places[weight.name] = _stacked(f"{prefix}.{modules.name}", weight)
+                places |= {bias.name: _stacked(f"{prefix}.{modules.name}_bias", bias)} if bias else {}
+            elif weight:
+                places[weight.name] = tuple(_expert_places(prefix, modules, weight))
     for layer, name in bias_names(model).items():
         stored_name = f"{family.layer_prefix}.{layer}.{family.balance_bias}"
         places[name] = (Place(stored_name, model.experts, model.experts),)

@@ -17,14 +17,13 @@ from megascale.config.foreign.megatron_values import (
     positions,
     query_groups,
     schedule,
+    steps_of,
     steps_of_run,
     steps_of_share,
     swiglu,
     value_of,
-    whole_batches,
     window,
     with_quick_geglu,
-    wsd_steps,
     zero,
 )
 from megascale.config.foreign.setting import (
@@ -53,8 +52,8 @@ _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activatio
 _LOAD = "auto, the default, is the run's newest; theirs: `megascale ckpt convert megatron:FOLDER DIR`"
 _TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
 _DECAY = "not supported: optimizer.weight_decay is constant"
-_WSD = "with decay = wsd; linear, theirs exponential by default"
-_WARMUP = "Megatron-LM's + 1: its step k has the rate after k - 1 steps"
+_WSD = "with decay = wsd, which begins and ends a step before theirs; linear, theirs exponential by default"
+_WARMUP = "steps of batch.global, + 1: Megatron-LM's step k has the rate after k - 1 steps"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _CLAMP = "not supported but for --quick-geglu: 7 and 1"
@@ -78,9 +77,7 @@ MODEL = (
     computed("--max-position-embeddings", "model.seq_length", positions,
              "nothing to write beside --seq-length; with learned positions of a longer model: model.positions"),
     computed("--normalization", "model.norm", norm),
-    computed("--apply-layernorm-1p", "model.norm", lambda _, context: norm(context.get("normalization") or [
-             "layernorm" if "num_layers" in context else "rmsnorm"], {"apply_layernorm_1p": [], **context}),
-             "for RMSNorm; LayerNorm has gain 1 from the start", takes=0),
+    computed("--apply-layernorm-1p", "model.norm", norm, "for RMSNorm; LayerNorm has gain 1 from the start", takes=0),
     computed("--swiglu", "model.activation", swiglu, theirs="gelu_tanh", takes=0),
     switch("--openai-gelu", "model.activation", "gelu_tanh"),
     absent("--squared-relu", "not supported: one of the choices of model.activation", 0),
@@ -267,16 +264,15 @@ OPTIMIZER = (
     }),
     computed("--min-lr", "optimizer.min_lr", lambda values, context: Needless("nothing to write: a constant rate")
              if value_of(context, "lr_decay_style") == "constant" else values[0]),
-    computed("--lr-warmup-iters", "optimizer.warmup_steps", lambda values, _: values[0] + 1, _WARMUP, 1),
+    computed("--lr-warmup-iters, --lr-warmup-samples", "optimizer.warmup_steps",
+             lambda _, context: steps_of("lr_warmup", context) + 1, _WARMUP, 1),
     computed("--lr-warmup-fraction", "optimizer.warmup_steps", steps_of_share, "share x --lr-decay-iters, + 1"),
-    computed("--lr-warmup-samples", "optimizer.warmup_steps", lambda values, context: whole_batches(
-             values, context) + 1, "samples / batch.global, + 1"),
     words("--lr-decay-style", "optimizer.decay",
           {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}, theirs="linear"),
     computed("--lr-decay-iters, --lr-decay-samples", "optimizer.schedule_steps", schedule, "steps of batch.global"),
     computed("--lr-wsd-decay-iters, --lr-wsd-decay-samples", "optimizer.decay_steps", lambda values, context: Advice(
              _WSD) if value_of(context, "lr_wsd_decay_style") != "linear" and "num_layers" in context
-             else wsd_steps(values, context), _WSD),
+             else steps_of("lr_wsd_decay", context) - 1, _WSD),
     computed("--lr-wsd-decay-style", "", lambda values, context: Needless("nothing to write: linear, or not wsd")
              if values[0] == "linear" or str(value_of(context, "lr_decay_style")).lower() != "wsd"
              else Advice("not supported: linear alone"), "linear alone"),
