@@ -14,16 +14,13 @@ from megascale.core.storage import Location
 
 
 class System(NamedTuple):
-    """A system. `read` makes a checkpoint, in a new folder, of its folder, for a run with a configuration, if one is
-    given; `write` makes its folder of a checkpoint. Both return what differs, a line each.
-    """
+    """Conversions to a new folder, which return what differs, a line each. A run has a configuration or None."""
 
     read: Callable[[Path, Path, RunConfig | None], list[str]]
     write: Callable[[Location, Path], list[str]]
 
 
-SYSTEMS = {
+SYSTEMS = {  # by prefix
     "torchtitan": System(torchtitan.import_checkpoint, torchtitan.export_checkpoint),
     "megatron": System(from_megatron, to_megatron),
 }
-"""Systems by prefix."""

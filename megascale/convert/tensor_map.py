@@ -114,9 +114,9 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
                     places |= _fused_places(f"{prefix}.{module}{kind}", names, shapes, fused, model)
         for part, modules in family.experts.items():
             weight, bias = (tensors.get(f"layers.{index}.{part}.{kind}") for kind in ("weight", "bias"))
-            if weight and isinstance(modules, Stacked):
-                places[weight.name] = _stacked(f"{prefix}.{modules.name}", weight)
-                places |= {bias.name: _stacked(f"{prefix}.{modules.name}_bias", bias)} if bias else {}
+            if isinstance(modules, Stacked):
+                stacks = ((weight, modules.name), (bias, f"{modules.name}_bias"))
+                places |= {one.name: _stacked(f"{prefix}.{name}", one) for one, name in stacks if one}
             elif weight:
                 places[weight.name] = tuple(_expert_places(prefix, modules, weight))
     for layer, name in bias_names(model).items():

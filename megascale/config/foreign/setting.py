@@ -141,9 +141,7 @@ def blend(values: Values, context: Context) -> Any:
 
 
 def two_shares(values: Values, context: Context) -> list[float]:
-    """Return the shares of training and validation, with that of a test in the second. The values: a text with commas,
-    or a list.
-    """
+    """Return the shares, of a text or a list: training, and validation with a test."""
     given = values[0] if isinstance(values[0], list) else str(values[0]).strip("'\"").split(",")
     shares = [float(share) for share in given]
     return [int(share) if share.is_integer() else share for share in (shares[0], sum(shares[1:], 0.0))]

@@ -57,10 +57,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: lambda a, b: int(math.fmod(a, b)),
 }  # fmt: skip
 _NO_INTEGER = (SyntaxError, LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RecursionError)
-_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
-    "-le": operator.le,
-}  # fmt: skip
+_COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 
 class _Statement(NamedTuple):
@@ -257,9 +254,7 @@ class ShellScript:
             self._forget([name], statement)
 
     def _test(self, words: list[str]) -> bool | None:
-        """Return the value of a condition, None if unknown, as in a block run later, or again. A variable
-        without a value is empty.
-        """
+        """Return the value of a condition, None if unknown, as in a block run later, or again."""
         if any(block.followed is None for block in self._blocks):
             return None
         results, joints = list[bool | None](), {word for word in words if word in ("&&", "||")}

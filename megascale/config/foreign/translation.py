@@ -58,9 +58,7 @@ class Translation:
 
 @cache
 def _by_name(of: str) -> dict[str, tuple[str, Setting]]:
-    """Return system and setting by `plain` name, whole and without its table; the first that has a name. `of`: the one
-    system to look at, "" for all.
-    """
+    """Return system and setting by `plain` name, whole and without its table; the first that has a name."""
     systems = {"": SYSTEMS, "NeMo": {"NeMo": NEMO, "Megatron-LM": MEGATRON}}.get(of) or {of: SYSTEMS[of]}
     named = [(system, setting, name) for system, rows in systems.items() for setting in rows for name in setting.names]
     found: dict[str, tuple[str, Setting]] = {}
@@ -86,9 +84,7 @@ def find(name: str, of: str = "") -> tuple[str, Setting] | None:
 
 
 def translate(name: str, values: Values = (), context: Context | None = None, of: str = "") -> Translation | None:
-    """Return what to write in place of a setting with these values; None for an unknown name. `of`: its system, "" for
-    any.
-    """
+    """Return what to write in place of a setting with these values; None for an unknown name. `of`: as of `find`."""
     if (found := find(name, of)) is None:
         return None
     system, setting = found
