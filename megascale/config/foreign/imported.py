@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megascale.config.foreign.setting import Context, Values, plain
+from megascale.config.foreign.setting import MANY, Context, Values, plain
 from megascale.config.foreign.translation import SYSTEMS, Translation, context_of, find, translate
 from megascale.config.loading import sections
 from megascale.config.toml_reader import Source
@@ -85,8 +85,8 @@ def _translation(name: str, values: Values, context: Context, system: str, chang
     """Return an argument's translation, with a note if it has no value here."""
     found, one = find(name, system), translate(name, values, context, system)
     unknown = next(filter(None, (_UNKNOWN_TEXT.search(str(text)) for text in (name, *values))), None)
-    if one is not None and one.needless:
-        return one
+    if one is not None and one.needless and not (unknown and found and found[1].takes == MANY):
+        return one  # an unknown word behind a list may be another argument
     if unknown:
         why = f"has no one value: {changed[unknown[1]]} may set it" if unknown[1] in changed else "has no value"
         return Translation(system, "", None, f"{unknown[1] or unknown[0]} {why} in the script")
@@ -95,7 +95,8 @@ def _translation(name: str, values: Values, context: Context, system: str, chang
     if (only := found[1].only_with) and plain(only) not in context:
         return Translation(system, "", None, f"nothing to write without {only}", needless=True)
     if one.key and one.value is None:
-        note = one.note or f"no value of {one.key} means it"
+        note = f"no value of {one.key} means it" if values or not found[1].takes else "no value stands behind it"
+        note = one.note if "not supported" in one.note else f"{note}: {one.note}".removesuffix(": ")
         return replace(one, note=note, needless=one.key.partition(".")[0] not in LOSS_SECTIONS)
     return one
 

@@ -258,7 +258,8 @@ TRAIN = (
 
 OPTIMIZER = (
     words("--optimizer", "optimizer.name",
-          {"adam": "adamw", "lion": "lion", "soap": "soap"}, "sgd is not supported", muon=MUON, dist_muon=MUON),
+          {"adam": "adamw", "lion": "lion", "soap": "soap"},
+          "sgd is not supported, nor others than adam, lion and soap", muon=MUON, dist_muon=MUON),
     *same_values({
         "--lr": "optimizer.lr", "--adam-eps": "optimizer.eps", "--clip-grad": "optimizer.clip_norm",
     }),

@@ -56,7 +56,7 @@ def _global_batch(values: Values, context: Context) -> Any:
     if values[0] != -1:
         return values[0]
     if "gpus" not in context:
-        return Advice("write batch.global: local_batch_size x dp")
+        return Advice("local_batch_size x dp by default: give --gpus N, or write batch.global")
     ranks = math.prod(
         _first(context, f"parallelism.{axis}_parallel_degree") for axis in ("tensor", "pipeline", "context")
     )
