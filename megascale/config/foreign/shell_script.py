@@ -172,7 +172,7 @@ class ShellScript:
         return sum(block.keyword in keywords for block in self._blocks)
 
     def _train(self, commands: Iterable[list[str]]) -> None:
-        """Take down those of the commands that train."""
+        """Add the training commands of a list."""
         for command in commands:
             training = _training([word for text in command for word in self.expand(text)])
             if training and training[0] not in _NAMES_ALONE:

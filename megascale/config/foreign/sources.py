@@ -64,7 +64,7 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
 
 
 def _from_script(text: str, script: ShellScript, source: str) -> Arguments:
-    """Read the one training command of a script, or a file of words."""
+    """Read the training command of a script, or a file of words."""
     command, is_script = script.command or ["pretrain_gpt.py", *split_words(text)], bool(script.command)
     if (count := len(script.commands)) > 1:
         what, hint = f"has {count} training commands", "leave one of them in a copy"

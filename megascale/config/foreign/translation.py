@@ -58,7 +58,7 @@ class Translation:
 
 @cache
 def _by_name(of: str) -> dict[str, tuple[str, Setting]]:
-    """Return system and setting by `plain` name, whole and without its table; the first that has a name."""
+    """Return system and setting by `plain` name, whole and without its table: the first of each name."""
     systems = {"": SYSTEMS, "NeMo": {"NeMo": NEMO, "Megatron-LM": MEGATRON}}.get(of) or {of: SYSTEMS[of]}
     named = [(system, setting, name) for system, rows in systems.items() for setting in rows for name in setting.names]
     found: dict[str, tuple[str, Setting]] = {}

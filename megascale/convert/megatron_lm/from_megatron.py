@@ -13,6 +13,7 @@ from megascale.checkpoint import offline
 from megascale.checkpoint.format.state import Progress
 from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
 from megascale.config.run import RunConfig
+from megascale.convert.dcp import DAMAGED_HINT
 from megascale.convert.families.megatron_lm import FAMILY, VOCAB_MULTIPLE, VOCABULARY
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, iteration_folder
 from megascale.convert.megatron_lm.legacy import LegacyFolder
@@ -34,6 +35,13 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     Raises: CheckpointError if the folder is unreadable, its model is unsupported or not that of `config`; OSError
     """
     path = iteration_folder(folder)
+    try:
+        return _convert(path, output, config)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not what Megatron-LM writes: {error!r}", hint=DAMAGED_HINT) from error
+
+
+def _convert(path: Path, output: Path, config: RunConfig | None) -> list[str]:
     source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
     args = vars(source.common["args"]) if "args" in source.common else {}
     tensors = _Tensors(source, model := _model(args, path, config), args)
@@ -78,14 +86,14 @@ def _progress(
 ) -> tuple[Progress, list[str]]:
     """The progress of a run that goes on, and what differs. Raises: CheckpointError if the state is not Adam's"""
     step = int(source.common.get("iteration", 0))
-    if source.step is None or not step:
+    if source.step is None or step < 1:
         what = "no optimizer state is read: a run begins at step 0 with the weights alone"
         return Progress(), [what + (f"; to keep it, {RESHARDABLE_HINT}" if "optimizer" in source.common else "")]
     if missing := sorted(set(MOMENTS) - source.states):
         what = f"{source.path}: the optimizer has no {' and no '.join(missing)}"
         raise CheckpointError(what, hint="the state of --optimizer adam, or weights saved with --no-save-optim")
-    samples = args.get("consumed_train_samples") or step * (config.batch.total if config else 0)
-    if not samples:
+    samples = int(args.get("consumed_train_samples") or step * (config.batch.total if config else 0))
+    if samples <= 0:
         raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
     notes = [f"{samples} samples count as read: Megatron-LM's, in its first epoch and if data and train.seed are equal"]
     schedule = source.common.get("opt_param_scheduler") or {}

@@ -281,6 +281,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_common(lambda state: state.update(opt_param_scheduler=[1])),
         "writes: opt_param_scheduler is a list",
     ),
+    "a number as optimizer": (
+        change_common(lambda state: state.update(optimizer=5)),
+        "iter_0000003 is not what Megatron-LM writes: TypeError",
+    ),
+    "a word as samples": (set_argument("consumed_train_samples", "x"), "is not what Megatron-LM writes: ValueError"),
+    "no layers": (set_argument("num_layers", None), "args has no num_layers"),
     "another format": (
         lambda folder: (folder / "iter_0000003/metadata.json").write_text('{"sharded_backend": "zarr"}'),
         "metadata.json says that the format is zarr",
