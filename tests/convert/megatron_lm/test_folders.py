@@ -458,6 +458,9 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert tensors_of(tmp_path / "again").keys() == tensors_of(tmp_path / "ours").keys()
     assert main(["ckpt", "convert", f"megatron:{tmp_path}", str(tmp_path / "third")]) == 4
     assert f"{tmp_path} is no checkpoint of Megatron-LM" in capsys.readouterr().err
+    for folder in (tmp_path / "theirs", tmp_path / "theirs/iter_0000003"):
+        assert main(["ckpt", "convert", str(folder), str(tmp_path / "third")]) == 4
+        assert f"as a folder of another system  -> write megatron:{folder}" in capsys.readouterr().err
 
 
 def test_arguments_of_a_gelu_model_are_read(tmp_path: Path) -> None:
