@@ -52,7 +52,7 @@ _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activatio
 _LOAD = "auto, the default, is the run's newest; theirs: `megascale ckpt convert megatron:FOLDER DIR`"
 _TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
 _DECAY = "not supported: optimizer.weight_decay is constant"
-_WSD = "with decay = wsd, which begins and ends a step before theirs; linear, theirs exponential by default"
+_WSD = "with decay = wsd; linear, theirs exponential by default"
 _WARMUP = "steps of batch.global, + 1: Megatron-LM's step k has the rate after k - 1 steps"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
@@ -273,7 +273,7 @@ OPTIMIZER = (
     computed("--lr-decay-iters, --lr-decay-samples", "optimizer.schedule_steps", schedule, "steps of batch.global"),
     computed("--lr-wsd-decay-iters, --lr-wsd-decay-samples", "optimizer.decay_steps", lambda values, context: Advice(
              _WSD) if value_of(context, "lr_wsd_decay_style") != "linear" and "num_layers" in context
-             else steps_of("lr_wsd_decay", context) - 1, _WSD),
+             else steps_of("lr_wsd_decay", context) - 1, _WSD),  # theirs begins and ends a step later
     computed("--lr-wsd-decay-style", "", lambda values, context: Needless("nothing to write: linear, or not wsd")
              if values[0] == "linear" or str(value_of(context, "lr_decay_style")).lower() != "wsd"
              else Advice("not supported: linear alone"), "linear alone"),
