@@ -117,8 +117,7 @@ def _tensors(
     for (state, prefix), (name, parts) in itertools.product(states.items(), found.items()):
         if (bias := parts[0].tensor.startswith(BALANCE_BIAS)) and state != MODEL:
             continue
-        read = SavedWeights(source, saved, (prefix,)).read
-        whole = assemble([(part.place, read(part.tensor, part.at)) for part in parts])
+        whole = assemble(parts, SavedWeights(source, saved, (prefix,)).read)
         if name in VOCABULARY:
             whole = pad(whole, (0, 0, 0, -len(whole) % VOCAB_MULTIPLE))
         whole = whole.to(dtype if state == MODEL and not bias else torch.float32)
