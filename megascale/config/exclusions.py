@@ -41,8 +41,8 @@ def is_full_precision(precision: object) -> bool:
 
 def can_wait(schedule: object) -> bool:
     """Return True for a schedule whose backwards can come some forwards later."""
-    facts = {} if schedule is None else SCHEDULES[str(schedule)].facts
-    return facts.get("periodic", True) and not facts.get("pairs")
+    facts = SCHEDULES["1f1b" if schedule is None else str(schedule)].facts
+    return facts["periodic"] and not facts["pairs"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from megascale.config.parallel_rules import (
     balance_group,
     expert_parallel,
     hybrid_tokens,
-    schedule_microbatches,
     skipped_stages,
 )
 from megascale.config.rules import Rule, run_rules
@@ -45,6 +44,6 @@ def world_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
         yield Finding("parallel.tp", f"{processes} not a multiple of {shape} = {replica}", f"start {near}{why}")
         return
     again: tuple[Rule, ...] = (NOT_HYBRID, hybrid_tokens, HYBRID, expert_parallel, balance_group)
-    if not uneven:  # else the rule `batch_size` has reported
-        again += (batch_size, batch_rampup, schedule_microbatches, skipped_stages)
+    of_batch: tuple[Rule, ...] = (batch_size, batch_rampup, skipped_stages)
+    again += tuple(rule for rule in of_batch if not any(run_rules([rule], dict(config))))  # else reported
     yield from run_rules(again, dict(config.resolve(world_size)))

@@ -52,7 +52,7 @@ class Bounds:
         m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp, layout.schedule)
         block, flat = self._reset(self.in_blocks(layout))
         (network, layer, head, *apart), (reduce, gather) = self._seconds(block), self._link(flat)
-        path, direct, fill = apart if SCHEDULES[layout.schedule].facts.get("split") else (network, layer, layer)
+        path, direct, fill = apart if SCHEDULES[layout.schedule].facts["split"] else (network, layer, layer)
         busiest = max(before * fill + m * held * layer + (m * head if last else 0.0) for before, held, last in ranks)
         one_by_one = path + (m - 1) * largest * direct / 2
         overlaps, hidden = self._stack.overlaps.dp, self._hardware.attained.overlap
@@ -164,7 +164,7 @@ class Bounds:
         collectives over dp, except for padding.
         """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
-        schedule = SPLIT if SCHEDULES[layout.schedule].facts.get("split") else "1f1b"
+        schedule = SPLIT if SCHEDULES[layout.schedule].facts["split"] else "1f1b"
         block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1)
         flat = layout._replace(sp=False, cp_mode="ring", cp_a2a_size=1, vpp=vpp, schedule="1f1b", micro=1)
         return block, flat._replace(recompute="none", token_blocks=1)
