@@ -98,7 +98,7 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
         yield Finding("parallel.schedule", message, f"{' or '.join(suited)}, or vpp = 1")
     elif (facts["v"] or vpp) != vpp:
         message = f"{parallel.schedule} runs {facts['v']} chunks a stage, but vpp = {vpp}"
-        yield Finding("parallel.vpp", message, f"vpp = {facts['v']}")
+        yield Finding("parallel.vpp", message, f"vpp = {facts['v']}" + " and pp above 1" * (parallel.pp == 1))
 
 
 def skipped_stages(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:

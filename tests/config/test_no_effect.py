@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.catalog.decays import DECAYS
+from megascale.catalog.schedules import SCHEDULES
 from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.loading import load_config
 from megascale.config.model_rules import new_router
@@ -90,6 +91,12 @@ def test_a_key_that_waits_for_its_switch(key: str, switch: str) -> None:
     (line,) = warnings(key)
     assert line.startswith(f"{key.partition('=')[0]} has no effect with") and "  -> " in line
     assert warnings(key, switch) == []
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if not SCHEDULES[name].facts["v"]])
+def test_a_schedule_of_one_stage(name: str) -> None:
+    found = warnings(f"parallel.schedule={name}")
+    assert len(found) == (name != "1f1b") and all(line.startswith("parallel.schedule ") for line in found)
 
 
 def test_a_ring_of_hybrid_data_parallelism_overlaps() -> None:

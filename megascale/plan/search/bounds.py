@@ -53,6 +53,8 @@ class Bounds:
         block, flat = self._reset(self.in_blocks(layout))
         (network, layer, head, *apart), (reduce, gather) = self._seconds(block), self._link(flat)
         path, direct, fill = apart if SCHEDULES[layout.schedule].facts["split"] else (network, layer, layer)
+        if self._space.config.parallel.vocab_pp and layout.pp > 1:  # all stages share the head
+            path, head = path - head, 0.0
         busiest = max(before * fill + m * held * layer + (m * head if last else 0.0) for before, held, last in ranks)
         one_by_one = path + (m - 1) * largest * direct / 2
         overlaps, hidden = self._stack.overlaps.dp, self._hardware.attained.overlap
@@ -80,7 +82,8 @@ class Bounds:
     def balanced(self, layout: Layout) -> list[int]:
         """Split the layers over a layout's stages by time."""
         first, *layers, last = (pair.total for pair in self._passes(self._reset(self.in_blocks(layout))[0]))
-        return balanced(layers, first, last, layout.pp * layout.vpp)
+        shared = self._space.config.parallel.vocab_pp
+        return balanced(layers, first, 0.0 if shared else last, layout.pp * layout.vpp)
 
     def _micro_batches(self, layout: Layout) -> int:
         return self._space.config.batch.total // (layout.dp * layout.micro)
@@ -119,9 +122,7 @@ class Bounds:
 
     def _passes_of(self, layout: Layout) -> list[PassTimes]:
         """Time the embedding, each layer, and the head with the layers after it."""
-        pairs = list(chunk_times(self._layers(layout)).values())
-        shared = self._space.config.parallel.vocab_pp  # all stages share the head
-        return [*pairs[:-1], PassTimes()] if shared else pairs
+        return list(chunk_times(self._layers(layout)).values())
 
     def _layers(self, layout: Layout) -> LayerTimes:
         """Time layers on one pipeline stage, with a chunk for each, and for the embedding and the head."""
