@@ -94,22 +94,20 @@ class Registry:
         cards = {card.name: card for card in self._builtin_cards}
         for point in installed_entry_points().select(group=self.group):
             try:
-                card = point.load()
+                card: Card = point.load()
+                facts = {**self._facts, **card.facts}
             except Exception as error:
-                message = f"{self.kind} of {point.value} cannot be imported: {type(error).__name__}: {error}"
+                message = f"{self.kind} of {point.value} is no card: {type(error).__name__}: {error}"
                 raise CardError(message, hint="repair or uninstall its package") from error
-            if not isinstance(card, Card):
-                message = f"{self.kind} of {point.value} is {type(card).__name__}"
-                raise CardError(message, hint="a Card of megascale.core.registry")
             if card.name in cards:
                 raise CardError(
                     f"{self.kind} {card.name!r} is registered twice, the second time by {point.value}",
                     hint="rename the card, or uninstall one of the packages",
                 )
-            if unknown := sorted(card.facts.keys() - self._facts) if self._facts else []:
+            if self._facts and (unknown := sorted(facts.keys() - self._facts)):
                 message = f"{self.kind} {card.name!r} of {point.value} has the unknown fact {unknown[0]!r}"
                 raise CardError(message, hint=f"one of {', '.join(self._facts)}")
-            cards[card.name] = replace(card, facts={**self._facts, **card.facts})
+            cards[card.name] = replace(card, facts=facts)
         return cards
 
     def nearest(self, name: str, also: Iterable[str] = ()) -> str | None:

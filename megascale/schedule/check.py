@@ -69,17 +69,12 @@ def check_entries(order: RankSchedule, rank: int) -> None:
 
 
 def check_facts(compute: Schedule, facts: Mapping[str, Any]) -> None:
-    """Check that the facts of a schedule's card tell of its split backwards and pairs, which plans ask for.
-
-    Raises: ScheduleError
-    """
+    """Check that a schedule's card tells of split backwards and pairs, as plans ask for them. Raises: ScheduleError"""
     entries = list(chain(*compute))
-    is_split = any(action.kind is Kind.W for action in each_action(entries))
-    for fact, found, what in (
-        ("split", is_split, "split backwards"), ("pairs", any(isinstance(each, Overlap) for each in entries), "pairs"),
-    ):  # fmt: skip
-        if found and not facts[fact]:
-            raise ScheduleError(f"has {what}, but its card not the fact {fact} = True")
+    found = {"split": any(action.kind is Kind.W for action in each_action(entries)),
+             "pairs": any(isinstance(entry, Overlap) for entry in entries)}  # fmt: skip
+    if missing := [fact for fact in found if found[fact] and not facts[fact]]:
+        raise ScheduleError(f"its card has not the fact {missing[0]} = True")
 
 
 def check_passes(order: RankSchedule, rank: int, placement: Placement, m: int) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.core.errors import ConfigError, Problem
@@ -35,6 +35,7 @@ from megascale.schedule.ir import (
     RankSchedule,
     Schedule,
     ScheduleError,
+    build_schedule,
     each_action,
     parts,
     weights_at_once,
@@ -42,7 +43,7 @@ from megascale.schedule.ir import (
 from megascale.schedule.one_f_one_b import partial_1f1b
 from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
 
-CACHED_ORDERS = 32  # schedules of a search's layouts
+CACHED_ORDERS, CACHED_RANKS = 32, 64  # layouts of a search often share the order of actions
 
 
 def lower(compute: Schedule, placement: Placement, *, training: bool = True, reduce_each: bool = False) -> Schedule:
@@ -52,7 +53,8 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
     Raises: ScheduleError if the ranks wait for each other
     """
     exchanges = Exchanges(placement, microbatches(compute), training)
-    lowered = [exchanges.at_the_start for _ in compute]
+    first = [Action(kind, placement.v, 0) for kind in (Kind.WAIT_PARAMS, Kind.EMBED) if placement.barriers]
+    lowered: Schedule = [[*first] for _ in compute]
     last = [{a.chunk: a.microbatch for a in each_action(order) if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered = set[tuple[int, int]]()
     for rank, entry in global_order([[order] for order in compute], placement):
@@ -74,7 +76,8 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
         joint = [exchange for action in actions for exchange in exchanges.after(action, rank)]
         for own in lowered if joint else ():
             own.extend(joint)
-    return [[*own, *exchanges.at_the_end] for own in lowered]
+    end = [Action(Kind.REDUCE, placement.v, exchanges.count - 1)] if training and placement.barriers else []
+    return [[*own, *end] for own in lowered]
 
 
 def with_passes(compute: Schedule, placement: Placement) -> Schedule:
@@ -103,7 +106,7 @@ def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ..
     if placement.skip_ratio:
         return [partial_1f1b(placement, m, rank) for rank in range(placement.p)]
     p, v, card = placement.p, placement.v, SCHEDULES[name]
-    orders = [rank_actions(name, p, v, m, rank) for rank in range(p)]
+    orders = build_schedule(partial(rank_actions, name), p, v, m)
     if not card.built_in:
         with _as_problem(card):
             check_schedule(orders, placement, m, card.facts["peak"])
@@ -111,6 +114,7 @@ def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ..
     return with_passes([weights_at_once(order, joined) for order in orders], placement)
 
 
+@lru_cache(CACHED_RANKS)
 def rank_actions(name: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
     """List the compute actions of a rank in the schedule `name`. Raises: ConfigError"""
     card = SCHEDULES[name]

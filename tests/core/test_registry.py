@@ -64,11 +64,11 @@ def test_a_plug_in_without_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     def fail() -> Card:
         raise ImportError("no module")
 
-    for load, message in ((fail, "cannot be imported: ImportError: no module"), (lambda: 3, "is int")):
+    for load, message in ((fail, "ImportError: no module"), (lambda: 3, "AttributeError: .*")):
         point = SimpleNamespace(load=load, value="other.package:CARD")
         points = SimpleNamespace(select=lambda group, point=point: [point])
         monkeypatch.setattr(registry, "installed_entry_points", lambda points=points: points)
-        with pytest.raises(MegascaleError, match=rf"thing of other\.package:CARD {message}  -> "):
+        with pytest.raises(MegascaleError, match=rf"thing of other\.package:CARD is no card: {message}  -> "):
             Registry("thing", "megascale.things", []).names()
 
 

@@ -15,12 +15,11 @@ from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.layout.stages import Placement, placement_of
 from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, each_action, parts
-from megascale.schedule.lower import compute_order, lower, rank_actions
+from megascale.schedule.lower import CACHED_ORDERS, compute_order, lower, rank_actions
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
 FORWARDS = (Kind.F, Kind.R, Kind.VS)
-CACHED_ORDERS = 64  # layouts of a search often share the order of actions
 
 
 def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: int) -> RankSchedule:
@@ -38,10 +37,7 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     if p.vocab_pp or p.skip_ratio:
         placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
         return compute_order(p.schedule, placement, m)[stage]
-    return _actions(p.schedule, p.pp, p.vpp, m, stage)
-
-
-_actions = lru_cache(CACHED_ORDERS)(rank_actions)
+    return rank_actions(p.schedule, p.pp, p.vpp, m, stage)
 
 
 def representative_microbatches(p: int, m: int) -> int:

@@ -20,7 +20,6 @@ from functools import cache
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
-from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.rank_actions import most_inputs, rank_order
@@ -42,7 +41,8 @@ class Bounds:
     def __init__(self, space: Space, hardware: Hardware, stack: Stack) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._cut, self._seconds, self._link = cache(self._cut_of), cache(self._seconds_of), cache(self._link_of)
-        self._passes, self._blocks = cache(self._passes_of), cache(self._blocks_of)
+        self._passes = cache(lambda layout: list(chunk_times(self._layers(layout)).values()))
+        self._blocks = cache(self._blocks_of)
         self._most = cache(self._most_of)
         self._state = cache(lambda layout: state_bytes(space.with_layout(layout), 0, stack.storage).total)
         self._saved = cache(self._saved_of)
@@ -120,12 +120,10 @@ class Bounds:
         forward = min(pair.forward.total for pair in pairs[1:-1])
         return sum(seconds), min(seconds[1:-1]), seconds[-1], sum(direct), min(direct[1:-1]), forward
 
-    def _passes_of(self, layout: Layout) -> list[PassTimes]:
-        """Time the embedding, each layer, and the head with the layers after it."""
-        return list(chunk_times(self._layers(layout)).values())
-
     def _layers(self, layout: Layout) -> LayerTimes:
-        """Time layers on one pipeline stage, with a chunk for each, and for the embedding and the head."""
+        """Time layers on one pipeline stage, with a chunk for each, for the embedding, and for the head with the layers
+        after it.
+        """
         config = self._space.config
         recompute = "none" if config.train.recompute_model_chunks else layout.recompute
         dp = self._space.devices // (layout.tp * layout.cp)
