@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -77,6 +78,11 @@ class ParallelConfig(Section):
         if not isinstance(self.dp, int):
             raise ValueError("parallel.dp is 'auto': resolve the configuration for a number of processes first")
         return self.dp
+
+    @property
+    def least_replicas(self) -> int:
+        """Number of data-parallel ranks; with auto the fewest, whose stages have ranks for all experts."""
+        return self.dp if isinstance(self.dp, int) else self.ep // math.gcd(self.ep, self.tp * self.cp)
 
     @property
     def replica_size(self) -> int:

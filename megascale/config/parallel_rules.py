@@ -103,7 +103,7 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
 
 def skipped_stages(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
     """Check that every stage is left with a micro-batch in every step."""
-    m = batch.total // (batch.micro * (parallel.dp if isinstance(parallel.dp, int) else 1))
+    m = batch.total // (batch.micro * parallel.least_replicas)
     if m and parallel.skip_ratio * m > m - 1:
         message = f"leaves some stage none of the {m} micro-batches in a step of a rank"
         most = f"at most {math.floor(100 - 100 / m) / 100}, or " if m > 1 else ""

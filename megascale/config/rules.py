@@ -88,10 +88,13 @@ def sections_of(rule: Rule) -> frozenset[str]:
 
 
 def run_rules(rules: Iterable[Rule], sections: Mapping[str, Any]) -> Iterator[Finding]:
-    """Run the rules whose sections are all there."""
+    """Run the rules whose sections are all there; of exclusions the rows whose are."""
     for rule in rules:
-        if sections_of(rule) <= sections.keys():
+        given = {name: sections[name] for name in sections_of(rule) if name in sections}
+        if len(given) == len(sections_of(rule)) or (
+            isinstance(rule, Exclusions) and rule.key.partition(".")[0] in given
+        ):
             try:
-                yield from rule(**{name: sections[name] for name in sections_of(rule)})
+                yield from rule(**given)
             except InvalidValueError:
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -119,8 +118,7 @@ class RunConfig(RunKeys):
         `world_size`: processes of the job, or None for the smallest number that the layout allows.
         """
         p = self.parallel
-        least = p.ep // math.gcd(p.ep, p.tp * p.cp)  # replicas whose stages have ranks for all experts
-        dp = p.dp if isinstance(p.dp, int) else (world_size or least * p.replica_size) // p.replica_size
+        dp = p.least_replicas if isinstance(p.dp, int) or not world_size else world_size // p.replica_size
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
         optimizer = self.optimizer

@@ -34,7 +34,7 @@ def recompute_model_chunks(parallel: ParallelConfig, train: TrainConfig) -> Iter
 
 def batch_size(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
     """Check that micro x dp divides the global batch."""
-    dp = parallel.dp if isinstance(parallel.dp, int) else 1
+    dp = parallel.least_replicas
     unit = batch.micro * dp
     if batch.total % unit:
         near = sorted({max(unit, batch.total // unit * unit), (batch.total // unit + 1) * unit})
@@ -47,7 +47,7 @@ def batch_rampup(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Findi
     if batch.rampup is None:
         return
     start, increment, _ = batch.rampup
-    unit, key = batch.micro * (parallel.dp if isinstance(parallel.dp, int) else 1), "batch.rampup"
+    unit, key = batch.micro * parallel.least_replicas, "batch.rampup"
     if start >= batch.total or (batch.total - start) % increment:
         message = f"the batch does not grow from {start} by {increment} to batch.global = {batch.total}"
         yield Finding(key, message, "[start, increment, samples] with a multiple of increment between start and global")
@@ -63,7 +63,7 @@ def counts(model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, dat
     if batch.micro * model.seq_length >= 2**31:
         message = f"{batch.micro} sequences of {model.seq_length} tokens are over 2^31 tokens in a micro-batch"
         yield Finding("batch.micro", message, "a smaller batch.micro or model.seq_length")
-    micro_batches = batch.total // (batch.micro * (parallel.dp if isinstance(parallel.dp, int) else 1))
+    micro_batches = batch.total // (batch.micro * parallel.least_replicas)
     if micro_batches > MAX_MICROBATCHES:
         message = f"{micro_batches} micro-batches in a step of a rank, over {MAX_MICROBATCHES}"
         yield Finding("batch.global", message, "a smaller batch.global, or a larger batch.micro or parallel.dp")

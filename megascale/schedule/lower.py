@@ -106,7 +106,7 @@ def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ..
     if placement.skip_ratio:
         return [partial_1f1b(placement, m, rank) for rank in range(placement.p)]
     p, v, card = placement.p, placement.v, SCHEDULES[name]
-    orders = build_schedule(partial(rank_actions, name), p, v, m)
+    orders = build_schedule(partial(order_of, name), p, v, m)
     if not card.built_in:
         with _as_problem(card):
             check_schedule(orders, placement, m, card.facts["peak"])
@@ -115,7 +115,7 @@ def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ..
 
 
 @lru_cache(CACHED_RANKS)
-def rank_actions(name: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
+def order_of(name: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
     """List the compute actions of a rank in the schedule `name`. Raises: ConfigError"""
     card = SCHEDULES[name]
     with _as_problem(card):

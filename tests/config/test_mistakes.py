@@ -307,6 +307,13 @@ WORLDS = {
 }  # fmt: skip
 
 
+def test_the_fewest_processes_have_a_batch() -> None:
+    """Without a world, the fewest replicas whose stages have ranks for all experts."""
+    keys = ["model.experts=8", "model.experts_per_token=2", "parallel.ep=8", "batch.micro=2"]
+    (found,) = problems(GOOD, *keys)
+    assert "batch.global: 8 is not divisible by micro x dp = 2 x 8  -> 16" in found
+
+
 @pytest.mark.parametrize(("world", "override"), WORLDS)
 def test_a_world_that_does_not_fit(world: int, override: str) -> None:
     assert problems(GOOD, override, world=world) == [WORLDS[world, override]]

@@ -15,7 +15,7 @@ from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.layout.stages import Placement, placement_of
 from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, each_action, parts
-from megascale.schedule.lower import CACHED_ORDERS, compute_order, lower, rank_actions
+from megascale.schedule.lower import CACHED_ORDERS, compute_order, lower, order_of
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
@@ -37,7 +37,7 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     if p.vocab_pp or p.skip_ratio:
         placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
         return compute_order(p.schedule, placement, m)[stage]
-    return rank_actions(p.schedule, p.pp, p.vpp, m, stage)
+    return order_of(p.schedule, p.pp, p.vpp, m, stage)
 
 
 def representative_microbatches(p: int, m: int) -> int:

@@ -79,8 +79,7 @@ class Space:
             if rest or total % dp or dp not in self._values("parallel.dp", [dp]):
                 continue
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
-            keys = {"dp": dp, "token_blocks": self._blocks}
-            micros = [micro for micro in micros if fits(tensors, micro=micro, **keys)]
+            micros = [micro for micro in micros if fits(tensors, dp=dp, micro=micro, token_blocks=self._blocks)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
                 experts = [e for e in self._experts(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=e[0])]
