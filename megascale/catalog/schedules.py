@@ -73,7 +73,7 @@ SCHEDULES = Registry(
         ),
         Card(
             "zb_v",
-            "split backwards on a V of two chunks per rank: a bubble of (p-1)F/2, and p micro-batches in flight",
+            "split backwards on a V of two chunks per rank: a bubble of (p-1)max(F,I)/2, and p micro-batches in flight",
             "megascale.schedule.v_shaped:zb_v",
             {**V, "peak": lambda p, v, m: 2 * p},
         ),

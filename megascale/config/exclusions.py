@@ -68,10 +68,10 @@ class Exclusions:
 
         if not self.when(given := read(self.key)):
             return []
-        name, rows = self.key.rpartition(".")[2], [row for row in self.rows if row[0].partition(".")[0] in sections]
+        name, values = self.key.rpartition(".")[2], [read(key) for key, _, _, _ in self.rows]
         return [
             Finding(key, message.format(value=_as_toml(value), given=_as_toml(given), name=name), hint)
-            for value, (key, passes, message, hint) in [(read(row[0]), row) for row in rows]
+            for value, (key, passes, message, hint) in zip(values, self.rows, strict=True)
             if not passes(value)
         ]
 

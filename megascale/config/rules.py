@@ -76,6 +76,9 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """In the order of their findings. A rule runs if its sections are tables, whatever else is wrong."""
 
+DATA_RULES = (file_rules.data_source, file_rules.data_files, file_rules.data_samples, train_rules.counts)
+"""Rules of a run on its data, which a plan does not have."""
+
 
 class InvalidValueError(Exception):
     """A rule has read a key without a valid value, and judges nothing."""
@@ -88,13 +91,10 @@ def sections_of(rule: Rule) -> frozenset[str]:
 
 
 def run_rules(rules: Iterable[Rule], sections: Mapping[str, Any]) -> Iterator[Finding]:
-    """Run the rules whose sections are all there; of exclusions the rows whose are."""
+    """Run the rules whose sections are all there."""
     for rule in rules:
-        given = {name: sections[name] for name in sections_of(rule) if name in sections}
-        if len(given) == len(sections_of(rule)) or (
-            isinstance(rule, Exclusions) and rule.key.partition(".")[0] in given
-        ):
+        if sections_of(rule) <= sections.keys():
             try:
-                yield from rule(**given)
+                yield from rule(**{name: sections[name] for name in sections_of(rule)})
             except InvalidValueError:
                 continue
