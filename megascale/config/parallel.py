@@ -82,7 +82,9 @@ class ParallelConfig(Section):
     @property
     def least_replicas(self) -> int:
         """Number of data-parallel ranks; with auto the fewest, whose stages have ranks for all experts."""
-        return self.dp if isinstance(self.dp, int) else self.ep // math.gcd(self.ep, self.tp * self.cp)
+        if isinstance(self.dp, int) or self.ep == 1:  # rules of the batch hold whatever is wrong with tp
+            return 1 if self.dp == "auto" else self.dp
+        return self.ep // math.gcd(self.ep, self.tp * self.cp)
 
     @property
     def replica_size(self) -> int:

@@ -138,8 +138,7 @@ def placement_of(schedule: str | None, p: int, v: int, barriers: int = 0, skip_r
 
     Raises: CardError for a plug-in without a placement
     """
-    card = SCHEDULES.cards.get(schedule or "")
-    name = "loop" if card is None else card.facts["placement"]
+    name = card.facts["placement"] if (card := SCHEDULES.cards.get(schedule or "")) else "loop"
     if name not in PLACEMENTS:
         raise CardError(
             f"schedule {schedule!r} has the unknown placement {name!r}", hint=f"one of {', '.join(PLACEMENTS)}"
