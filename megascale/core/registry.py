@@ -94,8 +94,7 @@ class Registry:
         cards = {card.name: card for card in self._builtin_cards}
         for point in installed_entry_points().select(group=self.group):
             try:
-                card: Card = point.load()
-                facts = {**self._facts, **card.facts}
+                card = self.complete(point.load())
             except Exception as error:
                 message = f"{self.kind} of {point.value} is no card: {type(error).__name__}: {error}"
                 raise CardError(message, hint="repair or uninstall its package") from error
@@ -104,11 +103,14 @@ class Registry:
                     f"{self.kind} {card.name!r} is registered twice, the second time by {point.value}",
                     hint="rename the card, or uninstall one of the packages",
                 )
-            if self._facts and (unknown := sorted(facts.keys() - self._facts)):
-                message = f"{self.kind} {card.name!r} of {point.value} has the unknown fact {unknown[0]!r}"
-                raise CardError(message, hint=f"one of {', '.join(self._facts)}")
-            cards[card.name] = replace(card, facts=facts)
+            cards[card.name] = card
         return cards
+
+    def complete(self, card: Card) -> Card:
+        """Add the facts that a plug-in's card leaves out. Raises: ValueError for unknown ones"""
+        if self._facts and (unknown := sorted(card.facts.keys() - self._facts)):
+            raise ValueError(f"the unknown fact {unknown[0]!r}, none of {', '.join(self._facts)}")
+        return replace(card, facts={**self._facts, **card.facts})
 
     def nearest(self, name: str, also: Iterable[str] = ()) -> str | None:
         """Return the card, or name of `also`, that `name` means or is close to; None without one."""

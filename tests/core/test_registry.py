@@ -78,5 +78,7 @@ def test_facts_of_a_plug_in_are_known_or_have_values(monkeypatch: pytest.MonkeyP
     point = SimpleNamespace(load=lambda: Card("theirs", "", "math:cos", {"b": 2}), value="other.package:CARD")
     things = Registry("thing", "megascale.things", [], facts={"a": 0, "b": 1})
     assert things["theirs"].facts == {"a": 0, "b": 2}
-    with pytest.raises(MegascaleError, match=r"thing 'theirs' of .* has the unknown fact 'b'  -> one of a"):
+    with pytest.raises(
+        MegascaleError, match=r"thing of .* is no card: ValueError: the unknown fact 'b', none of a  -> "
+    ):
         Registry("thing", "megascale.things", [], facts={"a": 0}).names()
