@@ -139,9 +139,8 @@ def test_schedules_without_a_period_are_simulated_in_full(monkeypatch: pytest.Mo
         return [action(0, i) for wave in waves for action in (forward, backward) for i in wave]
 
     monkeypatch.setitem(in_waves.__globals__, "in_waves", in_waves)
-    facts = {**SCHEDULES["1f1b"].facts, "periodic": False, "peak": None}
-    card = Card("in_waves", "", f"{__name__}:in_waves", facts)
-    monkeypatch.setitem(SCHEDULES.cards, card.name, card)
+    card = Card("in_waves", "", f"{__name__}:in_waves", {"multi_chunk": False, "unbounded_in_flight": False})
+    monkeypatch.setitem(SCHEDULES.cards, card.name, SCHEDULES.complete(card))
     times = StageTimes(
         *(dict.fromkeys([(rank, 0) for rank in range(3)], took) for took in (1.0, 2.0)), 0.0, 0.0, {}, {}
     )
