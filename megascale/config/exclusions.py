@@ -41,8 +41,8 @@ def is_full_precision(precision: object) -> bool:
 
 def can_wait(schedule: object) -> bool:
     """Return True for a schedule whose backwards can come some forwards later."""
-    facts = {} if schedule is None else SCHEDULES[str(schedule)].facts
-    return facts.get("periodic", True) and not facts.get("pairs")
+    facts = SCHEDULES["1f1b" if schedule is None else str(schedule)].facts
+    return facts["periodic"] and not facts["pairs"]
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ VOCABULARY = _unsupported(
     ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported", REMOVE),
     ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported", "false"),
     ("train.noise_scale_every", only(0), "the gradients of a micro-batch end at different times", "0"),
-    ("parallel.schedule", can_wait, "no room for passes between forwards and backwards", "another schedule"),
+    ("parallel.schedule", can_wait, "no room for passes between forwards and backwards", "interleaved_zb or zb_v"),
     ("data.blend_policy", only(None), "the loss of a micro-batch is not the last stage's", "no policy"),
     ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw"),
 )  # fmt: skip
@@ -385,6 +385,10 @@ SWITCHED_OFF = (
     _off("parallel.tp", only(1), ParallelConfig, "sp", hint="parallel.tp above 1, or remove the key"),
     _off("parallel.cp", only(1), ParallelConfig, "cp_mode", hint="parallel.cp above 1, or remove the key"),
     _without_effect("parallel.ep", only(1), {"moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1)}),
+    Exclusions("parallel.pp", only(1), (
+        ("parallel.schedule", only("1f1b", "interleaved_1f1b"), "schedules stages, and there is one with pp = 1",
+         "parallel.pp above 1, or remove the key"),
+    )),
     _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")},
                     "parallel.vpp above 1, or remove the key"),
     _off("train.eval_every", only(0), TrainConfig, "eval_steps"),

@@ -18,7 +18,7 @@ from megascale.config.finding import Finding
 from megascale.config.hints import unknown_key_hint, unsupported, value_hint
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
 from megascale.config.renamed import renamed
-from megascale.config.rules import RULES, InvalidValueError, run_rules
+from megascale.config.rules import DATA_RULES, RULES, InvalidValueError, run_rules
 from megascale.config.run import NAME_PATTERN, RunConfig, RunKeys
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
@@ -34,8 +34,8 @@ def load_config(
     """Read, check and resolve a configuration.
 
     `world_size`: number of processes; None for the smallest number that the layout allows. `skip_sections`: sections
-    without rule checks, such as `data` before the files exist. `world_option`: option of the command line that gives
-    `world_size`, for messages.
+    without rule checks; of `data` without those of the files, before they exist. `world_option`: option of the command
+    line that gives `world_size`, for messages.
     Raises: ConfigError with all problems.
     """
     return _check_and_resolve(read_toml(path, overrides, _is_text_key), world_size, skip_sections, world_option)
@@ -118,8 +118,9 @@ def _find_problems(
     top = {key: source.tree[key] for key in RunKeys.model_fields if key in source.tree}
     if wrong := [detail for detail in _validate(RunKeys, top)[0] if detail["loc"] == ("output_dir",)]:
         yield _problem_of_key(source, RunKeys, "output_dir", top, wrong)
-    checked = {name: section for name, section in valid.items() if name not in skip_sections}
-    findings = list(run_rules(RULES, checked))
+    checked = {name: section for name, section in valid.items() if name == "data" or name not in skip_sections}
+    rules = [rule for rule in RULES if "data" not in skip_sections or rule not in DATA_RULES]
+    findings = list(run_rules(rules, checked))
     yield from (_to_problem(source, finding) for finding in findings)
     yield from _shared_folders(source)
     least = not findings and "parallel" not in skip_sections

@@ -92,24 +92,12 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
     facts, vpp = SCHEDULES[parallel.schedule].facts, parallel.vpp
     if vpp > 1 and not facts["multi_chunk"]:
         facts_of = {name: card.facts for name, card in SCHEDULES.cards.items()}
-        suited = [name for name, of in facts_of.items() if of["multi_chunk"] and (of.get("v") or vpp) == vpp]
+        suited = [name for name, of in facts_of.items() if of["multi_chunk"] and (of["v"] or vpp) == vpp]
         message = f"{parallel.schedule} runs one chunk a stage, but vpp = {vpp}"
         yield Finding("parallel.schedule", message, f"{' or '.join(suited)}, or vpp = 1")
-    elif (facts.get("v") or vpp) != vpp:
+    elif (facts["v"] or vpp) != vpp:
         message = f"{parallel.schedule} runs {facts['v']} chunks a stage, but vpp = {vpp}"
-        yield Finding("parallel.vpp", message, f"vpp = {facts['v']}")
-
-
-def schedule_microbatches(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
-    """Check that a step has the micro-batches that the schedule needs."""
-    if not parallel.schedule or not isinstance(parallel.dp, int):
-        return
-    least, unit = SCHEDULES[parallel.schedule].facts.get("min_m", 0) * parallel.pp, batch.micro * parallel.dp
-    if (found := batch.total // unit) < least:
-        message = (
-            f"{found} micro-batches in a step of a rank, but {parallel.schedule} with pp = {parallel.pp} needs {least}"
-        )
-        yield Finding("batch.global", message, f"{unit * least} or more, or another parallel.schedule")
+        yield Finding("parallel.vpp", message, f"vpp = {facts['v']}" + " and pp above 1" * (parallel.pp == 1))
 
 
 def skipped_stages(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
@@ -125,7 +113,7 @@ def paired_experts(
     model: ModelConfig, parallel: ParallelConfig, moe: MoeConfig, train: TrainConfig
 ) -> Iterator[Finding]:
     """Check that layers with experts have segments, in which a schedule's pairs hide the exchange of tokens."""
-    if not model.experts or not parallel.schedule or not SCHEDULES[parallel.schedule].facts.get("pairs"):
+    if not model.experts or not parallel.schedule or not SCHEDULES[parallel.schedule].facts["pairs"]:
         return
     why = f"the exchange of tokens is hidden by another micro-batch (parallel.schedule = {parallel.schedule})"
     if moe.token_blocks > 1:

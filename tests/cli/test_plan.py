@@ -65,6 +65,27 @@ def test_a_timeline_is_one_that_viewers_open(capsys: pytest.CaptureFixture[str],
     assert max(each["ts"] + each["dur"] for each in slices) / 1e6 == pytest.approx(report["step_time_s"])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_timeline_has_the_exchanges_of_a_shared_vocabulary(
+    schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, chunks = tmp_path / "step.json", 2 if schedule == "zb_v" else 1
+    keys = ["parallel.pp=4", f"parallel.vpp={chunks}", f"parallel.schedule={schedule}", "parallel.vocab_pp=2"]
+    answer(capsys, "--timeline", str(path), *keys, job=LLAMA)
+    names = {item["name"] for item in json.loads(path.read_text())["traceEvents"]}
+    assert any(name.startswith("pp.exchange vocabulary") for name in names)
+
+
+@pytest.mark.parametrize("keys", [
+    ["parallel.vocab_pp=1", "model.exits=[4]"],
+    ["parallel.skip_ratio=0.5", "parallel.schedule=gpipe"],
+    ["parallel.vocab_pp=1", "parallel.vpp=2", "parallel.schedule=v_half"],
+])  # fmt: skip
+def test_a_plan_needs_no_data_and_has_the_other_rules(keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "parallel.pp=4", *keys]) == 2
+    assert "  -> " in capsys.readouterr().err
+
+
 def test_a_timeline_changes_no_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert answer(capsys, "--timeline", str(tmp_path / "step.json"), job=LLAMA) == answer(capsys, job=LLAMA)
 

@@ -301,9 +301,16 @@ WORLDS = {
     (3, "parallel={tp=2, dp=2}"): "command line  parallel.dp: tp 2 x cp 1 x pp 1 x dp 2 = 4, but there are 3 processes  -> start 4 processes",
     (6, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 6  -> 6 or 12",
     (10**12, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 1000000000000  -> 1000000000000",
-    (8, 'parallel={pp=2, vpp=2, schedule="dualpipev"}'): "run.toml:9  batch.global: 2 micro-batches in a step of a rank, but dualpipev with pp = 2 needs 4  -> 16 or more, or another parallel.schedule",
+    (8, "parallel={pp=4, skip_ratio=0.8}"): "command line  parallel.skip_ratio: leaves some stage none of the 4 micro-batches in a step of a rank  -> at most 0.75, or a larger batch",
     (2, "batch.micro=3"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 3 x 1  -> 6 or 9",
 }  # fmt: skip
+
+
+def test_the_fewest_processes_have_a_batch() -> None:
+    """Without a world, the fewest replicas whose stages have ranks for all experts."""
+    keys = ["model.experts=8", "model.experts_per_token=2", "parallel.ep=8", "batch.micro=2"]
+    (found,) = problems(GOOD, *keys)
+    assert "batch.global: 8 is not divisible by micro x dp = 2 x 8  -> 16" in found
 
 
 @pytest.mark.parametrize(("world", "override"), WORLDS)

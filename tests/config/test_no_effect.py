@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.catalog.decays import DECAYS
+from megascale.catalog.schedules import SCHEDULES
 from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.loading import load_config
 from megascale.config.model_rules import new_router
@@ -114,6 +115,12 @@ def test_a_capacity_that_is_none(factor: float, warned: str) -> None:
     """An expert of 8, of which a token has 2, has at most four times the mean load."""
     found = warnings(*EXPERTS, f"moe.capacity_factor={factor}")
     assert len(found) == bool(warned) and all(line.startswith(f"moe.capacity_factor {warned}") for line in found)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if not SCHEDULES[name].facts["v"]])
+def test_a_schedule_of_one_stage(name: str) -> None:
+    found = warnings(f"parallel.schedule={name}")
+    assert len(found) == (name != "1f1b") and all(line.startswith("parallel.schedule ") for line in found)
 
 
 def test_a_ring_of_hybrid_data_parallelism_overlaps() -> None:

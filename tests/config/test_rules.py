@@ -446,10 +446,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"parallel__pp": 2, "parallel__schedule": "zb_v"},
         {"parallel.vpp": "zb_v runs 2 chunks a stage, but vpp = 1"},
     ),
+    ("schedule", {"parallel__schedule": "zb_v"}, {"parallel.vpp": "zb_v runs 2 chunks a stage, but vpp = 1"}),
     (
-        "schedule_microbatches",
-        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "dualpipev", "parallel__dp": 4},
-        {"batch.global": "2 micro-batches in a step of a rank, but dualpipev with pp = 2 needs 4"},
+        "skipped_stages",
+        {"parallel__pp": 4, "parallel__skip_ratio": 0.9},
+        {"parallel.skip_ratio": "leaves some stage none of the 8 micro-batches in a step of a rank"},
     ),
     (
         "fp8_shapes",

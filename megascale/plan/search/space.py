@@ -78,9 +78,7 @@ class Space:
             if rest or total % dp or dp not in self._values("parallel.dp", [dp]):
                 continue
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
-            most = self.config.batch.total // dp // _least_microbatches(schedule, pp)
-            keys = {"dp": dp, "token_blocks": self._blocks}
-            micros = [micro for micro in micros if micro <= most and fits(tensors, micro=micro, **keys)]
+            micros = [micro for micro in micros if fits(tensors, dp=dp, micro=micro, token_blocks=self._blocks)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
                 eps = [ep for ep in self._eps(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=ep)]
@@ -91,7 +89,7 @@ class Space:
         """List the legal blocks of a layout's tokens, whatever its own: one where no GEMMs of other blocks can hide the
         exchange.
         """
-        pairs = SCHEDULES[layout.schedule].facts.get("pairs")
+        pairs = SCHEDULES[layout.schedule].facts["pairs"]
         if layout.ep == 1 or pairs or "moe.token_blocks" in self.fixed:
             return [self._blocks]
         length = self.config.data.sequence_chunk_tokens or self.config.model.seq_length
@@ -200,15 +198,8 @@ class Space:
             for vpp in self._values("parallel.vpp", range(1, self._most_chunks // pp + 1))
             for schedule in self._schedules(pp, vpp)
             for recompute in self._values("train.recompute", RECOMPUTE)
-            if self._with_microbatches(_least_microbatches(schedule, pp)).is_legal(
-                self._in_one(most, pp=pp, vpp=vpp, schedule=schedule, recompute=recompute)
-            )
+            if self.is_legal(self._in_one(most, pp=pp, vpp=vpp, schedule=schedule, recompute=recompute))
         ]
-
-    def _with_microbatches(self, times: int) -> Space:
-        """Return the space with a batch `times` as large."""
-        batch = self.config.batch.model_copy(update={"total": times * self.config.batch.total})
-        return replace(self, config=self.config.model_copy(update={"batch": batch}))
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
         """List the schedules with as many chunks. Those with all micro-batches in flight, such as GPipe, are skipped:
@@ -216,15 +207,10 @@ class Space:
         """
         bounded = {name: card.facts for name, card in SCHEDULES.cards.items() if not card.facts["unbounded_in_flight"]}
         if not self.config.model.experts:  # pairs hide nothing
-            bounded = {name: facts for name, facts in bounded.items() if not facts.get("pairs")}
+            bounded = {name: facts for name, facts in bounded.items() if not facts["pairs"]}
         suited = [name for name, facts in bounded.items()
-                  if facts["multi_chunk"] == (vpp > 1) and (facts.get("v") or vpp) == vpp]  # fmt: skip
+                  if facts["multi_chunk"] == (vpp > 1) and (facts["v"] or vpp) == vpp]  # fmt: skip
         return self._values("parallel.schedule", suited[:1] if pp == 1 else suited)
-
-
-def _least_microbatches(schedule: str, pp: int) -> int:
-    """The fewest micro-batches of a step that a schedule has."""
-    return max(1, SCHEDULES[schedule].facts.get("min_m", 0) * pp)
 
 
 def layout_of(config: RunConfig) -> Layout:
