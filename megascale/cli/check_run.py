@@ -24,13 +24,10 @@ def check_plug_in_schedule(config: RunConfig) -> None:
 
     Raises: ConfigError
     """
-    placement, name, m = (
-        stages_of(config.model, config.parallel).placement,
-        config.parallel.schedule,
-        config.num_microbatches,
-    )
+    name, m = config.parallel.schedule, config.num_microbatches
     if name is None or SCHEDULES[name].built_in:
         return
+    placement = stages_of(config.model, config.parallel).placement
     few = max(2 * placement.p, CHECKED // placement.count)
     compute_order(name, placement, m if m < few else few + (m - few) % placement.p)
 

@@ -385,10 +385,8 @@ SWITCHED_OFF = (
     _off("parallel.tp", only(1), ParallelConfig, "sp", hint="parallel.tp above 1, or remove the key"),
     _off("parallel.cp", only(1), ParallelConfig, "cp_mode", hint="parallel.cp above 1, or remove the key"),
     _without_effect("parallel.ep", only(1), {"moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1)}),
-    Exclusions("parallel.pp", only(1), (
-        ("parallel.schedule", only("1f1b", "interleaved_1f1b"), "schedules stages, and there is one with pp = 1",
-         "parallel.pp above 1, or remove the key"),
-    )),
+    _without_effect("parallel.pp", only(1), {"parallel.schedule": only("1f1b", "interleaved_1f1b")},
+                    "parallel.pp above 1, or remove the key"),
     _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")},
                     "parallel.vpp above 1, or remove the key"),
     _off("train.eval_every", only(0), TrainConfig, "eval_steps"),
