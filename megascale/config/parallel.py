@@ -65,10 +65,16 @@ class ParallelConfig(Section):
         description="experimental, changes the model that is trained: share of the stages between first and last "
         "that a micro-batch skips in training; all are skipped equally often",
     )
-    zero: Annotated[int, Field(ge=0, le=2)] = Field(
+    zero: Annotated[int, Field(ge=0, le=3)] = Field(
         1,
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "
-        "2 optimizer state and gradients",
+        "2 optimizer state and gradients, 3 also weights",
+    )
+    reshard: Literal["keep", "microbatch", "forward"] | None = Field(
+        None,
+        description="with zero = 3, when gathered weights are released: keep: at a step's last backward; microbatch: "
+        "when a stage turns to another of its model chunks; forward: layer by layer, and gathered again in backward; "
+        "default forward, with pp > 1 keep",
     )
 
     @property

@@ -11,6 +11,7 @@
                     one on the same rank is handed the tensor itself, without an action
     RECV_F, RECV_B  post a receive; the F, B or I that consumes the message waits for it
     WAIT_PARAMS     wait for the all-gather of the chunk's first bucket group, started by `train_step` after its update
+    GATHER, RELEASE  with sharded weights: gather a chunk's before F or B, release them (`parallel.sharded_weights`)
     REDUCE          start the reduction of that group's gradients over the data-parallel group
     others          pass over this rank's rows of the vocabulary, or exchange with all stages (`vocabulary_passes`)
 
@@ -183,6 +184,12 @@ class _Execution:
                         self._receive(action)
                 case Kind.WAIT_PARAMS:
                     self._p.buffers.wait_params(action.chunk)
+                case Kind.GATHER_F | Kind.GATHER_B:
+                    with recorder.scope(*key):
+                        self._p.buffers.gather_weights(action.chunk, backward=action.kind is Kind.GATHER_B)
+                case Kind.RELEASE:
+                    with recorder.scope(*key):
+                        self._p.buffers.release_weights(action.chunk)
                 case Kind.REDUCE:
                     with recorder.scope(*key):
                         self._reduce(action)
