@@ -78,6 +78,12 @@ class ParallelConfig(Section):
     )
 
     @property
+    def resharding(self) -> Literal["keep", "microbatch", "forward"] | None:
+        """When gathered weights are released, with the default; None unless weights are sharded."""
+        default: Literal["keep", "forward"] = "keep" if self.pp > 1 else "forward"
+        return (self.reshard or default) if self.zero == 3 else None
+
+    @property
     def replicas(self) -> int:
         """Number of data-parallel ranks of a resolved configuration."""
         if not isinstance(self.dp, int):

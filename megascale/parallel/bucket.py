@@ -72,8 +72,8 @@ class Bucket:
         yield from ((self.parameters[slot.parameter.name], slot.parameter) for slot in self.layout.slots)
 
     def bind_weights(self, whole: Tensor | None) -> None:
-        """Make the parameters views of `whole` [size], or NaN without it: a layer that runs too early or too late shows.
-        What autograd has saved are the parameters themselves.
+        """Make the parameters views of `whole` [size], or NaN without it, in which a layer shows that runs without its
+        weights. Autograd has saved the parameters themselves, and reads what they are views of in backward.
         """
         for slot in self.layout.slots:
             parameter = self.parameters[slot.parameter.name]

@@ -5,10 +5,12 @@
     1     Sharded      reduce-scatter of gradients  its shard          all-gather of parameters  full
     2     ShardedEach  as 1, after every backward   its shard          all-gather of parameters  shard; full for the
                                                                        chunks in backward and being reduced
-    3     ShardedAll   as 2                         its shard          -                         as 2, for two units
+    3     ShardedAll   as 2                         its shard          -                         shard; full for 2 units
 
-With zero = 3 a rank keeps its shard of the weights as well, which are gathered where they are used, and the unit is not
-a chunk but the modules of a bucket (`parallel.sharded_weights`). Who reduces and who shards are declared by the bucket's layout (`layout.buckets.ShardAxes`). Users acquire what they
+With zero = 3 a rank keeps its shard of the weights as well, which are gathered where they are used, and gradients are
+full for the modules of two buckets (`parallel.sharded_weights`).
+
+Who reduces and who shards are declared by the bucket's layout (`layout.buckets.ShardAxes`). Users acquire what they
 need whole, and release it: a storage decides what that takes. Between `start_gather` and `acquire_weights` weights of
 other ranks' shards are outdated; a full gradient exists from `acquire_gradient` to the end of the reduction that
 `release_gradient` starts, or always.

@@ -127,9 +127,11 @@ class ParamAndGradBuffers:
         for bucket in self.buckets:
             bucket.begin_step()
 
-    def wait_params(self, chunk: int) -> None:
-        """Wait for the all-gather of the weights of a chunk's first bucket group, before a forward of the chunk."""
-        self._enter(chunk, 0)
+    def wait_params(self, chunk: int, *, backward: bool = False) -> None:
+        """Wait for the all-gather of the weights of a chunk's first bucket group, before a forward of the chunk; of its
+        last one before a `backward`.
+        """
+        self._enter(chunk, -1 if backward else 0)
 
     def gather_weights(self, chunk: int, *, backward: bool) -> None:
         """Gather sharded weights of a chunk before a forward or a backward of it."""
@@ -168,10 +170,7 @@ class ParamAndGradBuffers:
         `last`: the chunk's last backward before a reduction.
         """
         self._last_backward = last
-        if self._sharded is None:
-            self._acquire_gradients(self.chunks[chunk])
-        elif groups := self._by_first_module[chunk]:
-            self._enter_backward(chunk, len(groups) - 1)
+        self._acquire_gradients(self.chunks[chunk] if self._sharded is None else self._group(chunk, -1))
         yield
         for bucket in self.chunks[chunk]:
             bucket.read_full_grad()
@@ -198,18 +197,17 @@ class ParamAndGradBuffers:
         self._enter(chunk, at)
 
     def leave_modules(self, chunk: int, at: int) -> None:
-        """Launch the reduction of bucket group `at`, whose modules the current backward has left, if it is a last
-        backward. Sharded weights of a group to come set out before.
+        """Leave bucket group `at` of a chunk in a backward, and launch its reduction, if it is a last backward. Sharded
+        weights of the group to come next but one set out before; in an I the gradients are left for W.
         """
-        if self._left is not None:
-            self._left.add(lambda: self.leave_modules(chunk, at))
-            return
         if self._sharded is not None:
             self._sharded.leave()
-        if self._last_backward and self._overlap.in_backward:
-            self._start_reductions(self._group(chunk, at))
+        if self._left is not None:
+            self._left.add(lambda: self._turn_gradients(chunk, at))
+        else:
+            self._turn_gradients(chunk, at)
         if self._sharded is not None:
-            self._enter_backward(chunk, at - 1)
+            self._enter(chunk, at - 1)
 
     def start_chunk_reduction(self, chunk: int) -> None:
         """Launch the reduction of a chunk's first bucket group after a last backward, or of all that it left."""
@@ -244,23 +242,26 @@ class ParamAndGradBuffers:
             bucket.storage.acquire_weights()
 
     def _group(self, chunk: int, at: int) -> Sequence[Bucket]:
-        return list(self._by_first_module[chunk].values())[at]
+        groups = list(self._by_first_module[chunk].values())
+        return groups[at] if groups else ()
 
     def _enter(self, chunk: int, at: int) -> None:
         """Have the weights of a bucket group: on a GPU the stream waits, not the host."""
         if self._sharded is not None:
             self._sharded.enter(chunk, at)
-        for bucket in self._group(chunk, at) if self._by_first_module[chunk] else ():
+        for bucket in self._group(chunk, at):
             bucket.storage.acquire_weights()
 
-    def _enter_backward(self, chunk: int, at: int) -> None:
-        """Have the weights and the full gradients of a bucket group, if weights are sharded."""
-        self._enter(chunk, at)
-        self._acquire_gradients(self._group(chunk, at))
+    def _turn_gradients(self, chunk: int, at: int) -> None:
+        """Launch the reduction of group `at`, and have the gradients of the one before it, if they are by group."""
+        if self._last_backward and self._overlap.in_backward:
+            self._start_reductions(self._group(chunk, at))
+        if self._sharded is not None:
+            self._acquire_gradients(self._group(chunk, at - 1))
 
     def _acquire_gradients(self, buckets: Sequence[Bucket]) -> None:
-        """Have full gradients. Before an allocation wait until at most one chunk's reduction is in flight, or one bucket
-        group's if weights are sharded, to bound memory.
+        """Have full gradients. Before an allocation wait until at most one chunk's reduction is in flight, to bound
+        memory; one bucket group's if weights are sharded.
         """
         frees = any(bucket.layout.shard_axes.gradient for bucket in buckets)
 

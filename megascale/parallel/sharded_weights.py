@@ -120,7 +120,7 @@ class ShardedWeights:
 
     def _drop(self, use: _Use) -> None:
         self._uses.remove(use)
-        for bucket, whole in use.parts():
+        for bucket in use.buckets:
             bucket.bind_weights(None)
         if self._streams and use.memory is not None:
             self._free.append(use.memory)
