@@ -148,6 +148,7 @@ def sharded_weights(
     for key, fails, message, hint in (
         ("model.mtp_layers", model.mtp_layers, "MTP layers use the head's weights again", "0"),
         ("model.exits", model.exits, "an evaluation leaves out exits", "[]"),
+        ("overlap.bucket_bytes", overlap.bucket_bytes != "auto", "every layer has a bucket", "auto"),
         ("overlap.tp", overlap.tp == "domino", "two halves of a micro-batch are in different layers", "true"),
         ("parallel.vocab_pp", parallel.vocab_pp, "passes use the vocabulary's weights at any time", "0"),
         ("train.precision", train.quantizes, "every rank has fp8 copies of whole weights", "bf16"),

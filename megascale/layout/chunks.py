@@ -126,10 +126,10 @@ def _bounds(parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig
     data-parallel rank communicates nothing. With zero = 3 every module has its own: memory holds two whole buckets.
     """
     _, element_bytes = train.element_bytes
-    if overlap.bucket_bytes != "auto":
-        return 0, overlap.bucket_bytes // element_bytes
     if parallel.zero == 3:
         return 0, 0
+    if overlap.bucket_bytes != "auto":
+        return 0, overlap.bucket_bytes // element_bytes
     shards = topology_of(parallel).size(*DATA_AXES)
     if shards == 1:
         return 0, MAX_BUCKET_BYTES // element_bytes

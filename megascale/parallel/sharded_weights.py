@@ -74,11 +74,11 @@ class ShardedWeights:
 
     def gather(self, chunk: int, *, backward: bool) -> None:
         """Announce that a chunk's weights are needed next, and start to gather what there is memory for."""
-        held = set[Bucket]() if self._streams else {bucket for use in self._uses for bucket in use.buckets}
         for unit in self._units[chunk][:: -1 if backward else 1]:
             if self._streams and self._uses and self._uses[-1].unit is unit:
                 self._uses[-1].times += 1
             else:
+                held = () if self._streams else {bucket for use in self._uses for bucket in use.buckets}
                 self._uses.append(_Use(unit, [bucket for bucket in unit.buckets if bucket not in held]))
         self._start()
 
@@ -111,7 +111,8 @@ class ShardedWeights:
         for use in islice(self._uses, SLOTS if self._streams else None):
             if use.memory is None:
                 size = sum(bucket.layout.numel for bucket in use.buckets)
-                use.memory = self._free.pop() if self._streams else self._shard.new_empty(size)
+                with use.unit.buckets[0].group.recorder.memory_kind("buffers"):
+                    use.memory = self._free.pop() if self._streams else self._shard.new_empty(size)
                 for bucket, whole in use.parts():
                     assert isinstance(bucket.storage, ShardedAll)
                     use.arriving.append(bucket.storage.gather_into(whole))

@@ -10,12 +10,12 @@ A backward needs weights for the gradient of its input, and W needs none.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal
 
-from megascale.schedule.ir import Action, Kind, RankSchedule, parts
+from megascale.schedule.ir import Action, Kind, RankSchedule, each_action, parts
 
 Reshard = Literal["keep", "microbatch", "forward"]
 
@@ -39,6 +39,20 @@ def place_gathers(order: RankSchedule, reshard: Reshard) -> tuple[Placed, Placed
         after[last].append(ends._replace(kind=Kind.RELEASE))
         ahead = first
     return before, after
+
+
+def count_gathers(order: RankSchedule, reshard: Reshard, chunk: int, units: int) -> list[int]:
+    """Count the gathers of each of a chunk's units: unit by unit, uses in a row share one."""
+    uses = [use for use in enumerate(each_action(order)) if use[1].kind in GATHERS]
+    if reshard != "forward":
+        return [sum(run[0][1].chunk == chunk for run in _runs(uses, reshard))] * units
+    kinds = [GATHERS[action.kind] if action.chunk == chunk else None for _, action in uses]
+    counts, pairs = [len(kinds) - kinds.count(None)] * units, Counter(pairwise(kinds))
+    counts[0] -= pairs[Kind.GATHER_B, Kind.GATHER_F]
+    counts[-1] -= pairs[Kind.GATHER_F, Kind.GATHER_B]
+    if units == 1:
+        counts[0] -= pairs[Kind.GATHER_F, Kind.GATHER_F] + pairs[Kind.GATHER_B, Kind.GATHER_B]
+    return counts
 
 
 def _runs(uses: Sequence[Use], reshard: Reshard) -> Iterator[list[Use]]:

@@ -126,6 +126,17 @@ def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: b
     return UnitBytes(saved, forward, backward, 0, elements, casting, experts, left, wgrad)
 
 
+def backward_by_unit(units: Sequence[UnitBytes], gradients: Sequence[tuple[int, int]], stay: bool) -> int:
+    """Size the transient bytes of a backward with the `gradients` of two units at a time: unsharded, and the shard that
+    their reduction leaves, which begins after the unit and `stay`s in flight during the next one.
+    """
+    peak = saved = left = beside = 0
+    for unit, (full, shard) in zip(reversed(units), reversed(gradients), strict=True):
+        peak = max(peak, unit.backward + left + full + beside - saved, full + shard + beside - saved - unit.saved)
+        saved, left, beside = saved + unit.saved, left + unit.left, full + shard if stay else 0
+    return peak
+
+
 def shard_bytes(unit: UnitBytes, shares: Shares) -> int:
     """Size the gradient shards of a unit."""
     dense, experts = shares

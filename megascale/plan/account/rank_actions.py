@@ -29,12 +29,20 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     """
     p = parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if chunks > 1:
-        enough = min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
-        return state_aware_1f1b(p.pp, [chunks] * enough, keep, stage)
     facts = SCHEDULES[p.schedule].facts
-    if facts.get("periodic", False) and not facts["unbounded_in_flight"] and not p.skip_ratio:
+    if chunks > 1:
+        m = chunks * min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
+    elif facts.get("periodic", False) and not facts["unbounded_in_flight"] and not p.skip_ratio:
         m = representative_microbatches(p.pp, m)
+    return step_order(p, m, chunks, keep, stage)
+
+
+def step_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: int) -> RankSchedule:
+    """List a rank's actions in a step of m micro-batches, as `rank_order` does."""
+    p = parallel
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    if chunks > 1:
+        return state_aware_1f1b(p.pp, [chunks] * (m // chunks), keep, stage)
     if p.vocab_pp or p.skip_ratio:
         placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
         return compute_order(p.schedule, placement, m)[stage]
