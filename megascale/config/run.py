@@ -122,7 +122,7 @@ class RunConfig(RunKeys):
         least = p.ep // math.gcd(p.ep, p.tp * p.cp)  # replicas whose stages have ranks for all experts
         dp = p.dp if isinstance(p.dp, int) else (world_size or least * p.replica_size) // p.replica_size
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
-        parallel = p.model_copy(update={"dp": dp, "schedule": schedule, "reshard": p.resharding})
+        parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
         optimizer = self.optimizer
         if uses_decay_steps(optimizer.decay):
             steps = schedule_steps(self.batch, self.train, optimizer)

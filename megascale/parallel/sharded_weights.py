@@ -43,20 +43,16 @@ class Unit:
 
 @dataclass(eq=False)
 class _Use:
-    """A gather of a unit's `buckets`, for `times` uses in a row: into `memory`, once it has begun."""
+    """A gather of a unit's `buckets` for `times` uses in a row. Once it has begun, `wholes` has the memory of each, in
+    the pool's `slot` if there is one.
+    """
 
     unit: Unit
     buckets: Sequence[Bucket]
     times: int = 1
-    memory: Tensor | None = None
+    slot: Tensor | None = None
+    wholes: dict[Bucket, Tensor] = field(default_factory=dict)
     arriving: list[Work] = field(default_factory=list)
-
-    def parts(self) -> list[tuple[Bucket, Tensor]]:
-        """Each bucket with its part of the memory."""
-        assert self.memory is not None, f"the weights of {self.unit.buckets[0].label} were not gathered"
-        sizes = [bucket.layout.numel for bucket in self.buckets]
-        whole = self.memory[: sum(sizes)].split(sizes) if sizes else ()
-        return list(zip(self.buckets, whole, strict=True))
 
 
 class ShardedWeights:
@@ -90,7 +86,7 @@ class ShardedWeights:
         for work in use.arriving:
             work.wait()
         use.arriving.clear()
-        for bucket, whole in use.parts():
+        for bucket, whole in use.wholes.items():
             bucket.bind_weights(whole)
 
     def leave(self) -> None:
@@ -109,19 +105,27 @@ class ShardedWeights:
 
     def _start(self) -> None:
         for use in islice(self._uses, SLOTS if self._streams else None):
-            if use.memory is None:
-                size = sum(bucket.layout.numel for bucket in use.buckets)
-                with use.unit.buckets[0].group.recorder.memory_kind("buffers"):
-                    use.memory = self._free.pop() if self._streams else self._shard.new_empty(size)
-                for bucket, whole in use.parts():
-                    assert isinstance(bucket.storage, ShardedAll)
-                    use.arriving.append(bucket.storage.gather_into(whole))
-                for work in use.arriving if not self._overlap else ():
-                    work.wait()
+            if use.wholes or not use.buckets:
+                continue
+            use.slot = self._free.pop() if self._streams else None
+            sizes = [bucket.layout.numel for bucket in use.buckets]
+            with use.buckets[0].group.recorder.memory_kind("buffers"):
+                parts = map(self._shard.new_empty, sizes) if use.slot is None else use.slot[: sum(sizes)].split(sizes)
+                use.wholes = dict(zip(use.buckets, parts, strict=True))
+            for bucket, whole in use.wholes.items():
+                assert isinstance(bucket.storage, ShardedAll)
+                use.arriving.append(bucket.storage.gather_into(whole))
+            for work in use.arriving if not self._overlap else ():
+                work.wait()
 
     def _drop(self, use: _Use) -> None:
+        """End a use; a bucket that another one needs as well passes to it."""
         self._uses.remove(use)
-        for bucket in use.buckets:
-            bucket.bind_weights(None)
-        if self._streams and use.memory is not None:
-            self._free.append(use.memory)
+        for bucket, whole in use.wholes.items():
+            heirs = [other for other in self._uses if bucket in other.unit.buckets and other.wholes]
+            if heirs and bucket not in heirs[0].wholes:
+                heirs[0].wholes[bucket] = whole
+            else:
+                bucket.bind_weights(None)
+        if use.slot is not None:
+            self._free.append(use.slot)

@@ -113,7 +113,7 @@ def build_rank_run(
     buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
     buffers.share_embedding(embedding_chunks(config.model, p, mesh.coord.pp))
     if p.zero == 3:
-        buffers.shard_weights(streams=p.reshard == "forward")
+        buffers.shard_weights(streams=p.resharding == "forward")
     for bucket in buffers.buckets if init_weights else ():
         with bucket.whole_weights():
             init_parameters(bucket.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
@@ -382,4 +382,4 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
         compute = compute_order(p.schedule, placement, count, joined_chunks(config.train, p))
     if not training:
         compute = with_passes(forwards_only(compute), placement)
-    return lower(compute, placement, training=training, reduce_each=p.zero >= 2, reshard=p.reshard)[pp_rank]
+    return lower(compute, placement, training=training, reduce_each=p.zero >= 2, reshard=p.resharding)[pp_rank]
