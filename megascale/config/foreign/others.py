@@ -33,8 +33,7 @@ _DTYPES = {
     "bfloat16": "bf16", "float32": "fp32", "bf16": "bf16", "fp32": "fp32", "32": "fp32", "bf16-mixed": "bf16",
     "bf16-true": "bf16", "32-true": "fp32", "fp8": "fp8",
 }  # fmt: skip
-_NO_ZERO3 = "ZeRO-3 is not supported: 2, and more tp or pp"
-_ZERO = {"0": 0, "1": 1, "2": 2}
+_ZERO = {"0": 0, "1": 1, "2": 2, "3": 3}
 _PRESET = 'write model.preset, such as "llama3-8b": docs/presets.md lists them'
 _HEAD = "nothing to write: the head stays in bf16"
 _LAYERS = "not supported: write fp8.first_layers_bf16 and fp8.last_layers_bf16"
@@ -102,7 +101,7 @@ TORCHTITAN = (
     words("training.mixed_precision_param", "train.precision", {"bfloat16": "bf16", "float32": "fp32"},
           "master weights and reductions in fp32", "bf16"),
     needless("training.mixed_precision_reduce", "nothing to write: fp32"),
-    needless("training.enable_cpu_offload", "not supported: write train.activation_offload, or parallel.zero = 2"),
+    needless("training.enable_cpu_offload", "not supported: write train.activation_offload, or parallel.zero = 3"),
     needless("training.gc_freq, training.gc_debug", "nothing to write: collected on all ranks in the same step"),
     same("debug.seed", "train.seed"),
     needless("debug.deterministic", "nothing to write"),
@@ -120,11 +119,12 @@ TORCHTITAN = (
     words("parallelism.context_parallel_rotate_method", "parallel.cp_mode",
           {"allgather": "allgather", "alltoall": "ring"}),
     needless("parallelism.context_parallel_load_balancer", "nothing to write: head and tail together"),
-    computed("parallelism.data_parallel_shard_degree", "parallel.zero", lambda values, _: 0 if values[0] == 1 else 2,
-             f"sharded over all of dp; {_NO_ZERO3}", 2),
+    computed("parallelism.data_parallel_shard_degree", "parallel.zero", lambda values, _: 0 if values[0] == 1 else 3,
+             "sharded over all of dp", 3),
     needless("parallelism.data_parallel_replicate_degree",
-  "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 or 2 shards over all of it"),
-    needless("parallelism.fsdp_reshard_after_forward", f"nothing to write; {_NO_ZERO3}"),
+  "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 to 3 shards over all of it"),
+    words("parallelism.fsdp_reshard_after_forward", "parallel.reshard", {"always": "forward", "never": "keep"},
+          "keep: gathered once a step"),
     same("parallelism.expert_parallel_degree", "parallel.ep"),
     needless("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank of ep"),
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
@@ -215,11 +215,11 @@ DEEPSPEED = (
     same("train_batch_size", "batch.global"),
     same("train_micro_batch_size_per_gpu", "batch.micro"),
     needless("gradient_accumulation_steps", "nothing to write: batch.global / (batch.micro x dp)"),
-    words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, _NO_ZERO3, 0),
+    words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, theirs=0),
     switch("zero_optimization.overlap_comm, overlap_comm", "overlap.dp", True),
     computed("zero_optimization.reduce_bucket_size, reduce_bucket_size", "overlap.bucket_bytes",
              lambda values, _: 4.0 * values[0], "bytes of fp32 gradients, theirs are elements"),
-    absent("offload_optimizer, offload_param", "not supported: parallel.zero = 2, or optimizer.name = adamw_8bit"),
+    absent("offload_optimizer, offload_param", "not supported: parallel.zero = 3, or optimizer.name = adamw_8bit"),
     switch("bf16.enabled, bf16_enabled", "train.precision", "bf16"),
     switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", NO_FP16),
     same("gradient_clipping", "optimizer.clip_norm", theirs=0.0),
@@ -260,7 +260,7 @@ TRANSFORMERS = (
     same("tp_size", "parallel.tp"),
     same("pp_size", "parallel.pp"),
     same("dp_size", "parallel.dp"),
-    absent("fsdp, reshard_after_forward", _NO_ZERO3),
+    absent("fsdp, reshard_after_forward", "write parallel.zero = 3 and parallel.reshard"),
     same("per_device_train_batch_size", "batch.micro"),
     same("learning_rate", "optimizer.lr"),
     same("wd", "optimizer.weight_decay"),

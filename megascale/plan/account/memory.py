@@ -246,25 +246,27 @@ class JobMemory:
         return self.config.model.tie_embeddings and self.layout.count == 1
 
     def _sharded_chunk(self, units: Sequence[UnitBytes], buckets: Sequence[BucketSize]) -> ChunkBytes:
-        """Account for a chunk with sharded weights, whose gradients are unsharded for two units at a time. Those of the
-        first unit are in reduction until another backward is in its second one.
-        """
-        chunk, stay, topology = (
-            activations.chunk_bytes(units),
-            self.config.overlap.dp,
+        """Account for a chunk with sharded weights. The gradient of a tied embedding begins in the head."""
+        topology, size, gradients = (
             topology_of(self.config.parallel),
+            self.sizes.wide,
+            list[activations.UnitGradients](),
         )
-        size = self.sizes.wide
-        gradients = [
-            (size * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module))
-            for module in _by_module(buckets)
-        ]
-        gradients = [(0, 0)] * (len(units) - len(gradients)) + gradients  # rotary angles come first
-        tied = gradients[0][0] if self._ties_chunk else 0  # the gradient of an embedding begins in the head
-        backward = activations.backward_by_unit(units, gradients, stay) + tied
-        reducing = sum(gradients[0]) if stay else 0
-        later = max(gradients[-1][0] + units[-1].backward, backward - reducing)
-        return ChunkBytes(chunk._replace(backward=later), backward, reducing, later - chunk.backward)
+        for module in _by_module(buckets):
+            full, shard = size * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module)
+            in_flight = shard + (full if shard < full else 0)  # a single rank frees the full one at once
+            gradients.append(activations.UnitGradients(full, shard, in_flight if self.config.overlap.dp else 0))
+        gradients = [activations.UnitGradients(0, 0, 0)] * (len(units) - len(gradients)) + gradients  # angles are first
+        tied = gradients[0].full if self._ties_chunk else 0
+        left = [sum(unit.left for unit in units[at + 1 :]) for at in range(len(units))]
+        works = [(unit.backward + waiting, unit.saved) for unit, waiting in zip(units, left, strict=True)]
+        first, later = activations.by_unit(works, gradients)
+        weights = activations.by_unit([(unit.wgrad, unit.left) for unit in units], gradients)
+        chunk = activations.chunk_bytes(units)
+        return ChunkBytes(
+            chunk._replace(backward=later + tied), first + tied, gradients[0].reducing,
+            later + tied - chunk.backward, by_unit=(weights[0] + tied, weights[1] + tied),
+        )  # fmt: skip
 
     def _starts(self) -> list[int]:
         """List the first stages of runs of stages with equal chunks."""
