@@ -16,7 +16,7 @@ from megascale.plan.account.flops import model_flops
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.traffic import step_traffic
 from tests.drawn import jobs, ranks_of
-from tests.marks import only_quick
+from tests.marks import only_quick, only_quick_rows
 from tests.plan.account.executed_flops import rank_flops
 from tests.runs import LLAMA, config_of
 from tests.runs import settings as settings_of
@@ -115,7 +115,7 @@ def test_communication_flops_and_state_of_ranks_with_experts(count: int) -> None
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("count", "experts"), only_quick([(2, False), (200, False), (100, True)], (2, False)))
+@pytest.mark.parametrize(("count", "experts"), only_quick_rows([(2, False), (200, False), (100, True)], (2, False)))
 def test_communication_flops_and_state_of_ranks_with_sharded_weights(count: int, experts: bool) -> None:
     @settings(drawn, max_examples=count)
     @given(jobs(sharded=True, experts=experts))
