@@ -72,9 +72,9 @@ class ParallelConfig(Section):
     )
     reshard: Literal["keep", "microbatch", "forward"] | None = Field(
         None,
-        description="with zero = 3, when gathered weights are released: keep: at a step's last backward; microbatch: "
-        "when a stage turns to another of its model chunks; forward: layer by layer, and gathered again in backward; "
-        "default forward, with pp > 1 keep",
+        description="with zero = 3, when gathered weights are released: keep: after a step's last backward; "
+        "microbatch: when a stage turns to another model chunk; forward: behind each layer, in forward and in "
+        "backward; default forward, with pp > 1 keep",
     )
 
     @property

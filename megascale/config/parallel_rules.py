@@ -138,7 +138,7 @@ def paired_experts(
 def sharded_weights(
     model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig
 ) -> Iterator[Finding]:
-    """Check that modules run one after another, in the order in which their weights are gathered."""
+    """Check the features beside weights gathered layer by layer, in the order of the network."""
     reshard, facts = parallel.resharding, SCHEDULES[parallel.schedule].facts if parallel.schedule else {}
     if reshard is None:
         if parallel.reshard is not None:
