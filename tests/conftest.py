@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -18,10 +19,22 @@ settings.register_profile("megascale", deadline=None, derandomize=True)
 settings.load_profile("megascale")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected, and none of what was imported and collected after that."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """Restore the environment after a test: commands called by a test set variables of this process."""
     before = dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)

@@ -58,8 +58,7 @@ def jobs(
         "data": {"mock": True},
         "checkpoint": {"every": 0},
     }
-    least = max(1, SCHEDULES[parallel["schedule"]].facts.get("min_m", 0) * parallel["pp"])
-    count = draw(st.integers(least, 16 if large else max(least, 6)))
+    count = draw(st.integers(1, 16 if large else 6))
     tree["batch"]["global"] = tree["batch"]["micro"] * parallel["dp"] * count
     tree["overlap"]["bucket_bytes"] = "auto" if large else 1 << draw(st.sampled_from([20, 22, 25]))
     widths = ([2048] if quick else [2048, 4096, 8192]) if large else None

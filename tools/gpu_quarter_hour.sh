@@ -68,7 +68,7 @@ casts='casts_are_bit_equal or weights_gradients'
 
 failed=$(grep -L '^0 ' $state/*.status 2>/dev/null) # in earlier calls
 for turn in new failed; do
-    part machine 10 40 env "${pair[@]}" $python -m megascale doctor --json
+    part machine 10 90 env "${pair[@]}" $python -m megascale doctor --json
     lab waits 60 100 device-waits "${cpu[@]}"
     lab spin-gemm 25 60 spin-gemm "${cpu[@]}"
     suite waiting 60 120 2 waits_for_the_device

@@ -22,11 +22,24 @@ _MISTRAL = _MODERN | {"tie_embeddings": False}
 _MIXTRAL = _MISTRAL | {
     "vocab_size": 32_000, "rope_theta": 1_000_000.0, "norm_eps": 1e-5, "experts": 8, "experts_per_token": 2,
 }  # fmt: skip
+_QWEN15_MOE = _QWEN2 | {
+    "num_kv_heads": 16, "seq_length": 8192, "experts": 60, "experts_per_token": 4, "expert_ffn_size": 1408,
+    "shared_ffn_size": 5632, "shared_gate": True, "router_normalize": False,
+}  # fmt: skip
 _QWEN3_MOE = _QWEN3 | {"num_kv_heads": 4, "experts": 128, "experts_per_token": 8}
 _GLM4_MOE = _MODERN | {
     "tie_embeddings": False, "qkv_bias": True, "head_dim": 128, "rope_theta": 1_000_000.0, "rotary_fraction": 0.5,
     "vocab_size": 151_552, "seq_length": 131_072, "experts_per_token": 8, "router_score": "sigmoid",
     "balance_bias": True, "mtp_layers": 1,
+}  # fmt: skip
+_GLM4_AIR = _GLM4_MOE | {"experts": 128, "expert_ffn_size": 1408, "shared_ffn_size": 1408, "dense_layers": 1}
+_GLM4_LARGE = _GLM4_MOE | {
+    "qk_norm": "head", "experts": 160, "expert_ffn_size": 1536, "shared_ffn_size": 1536, "dense_layers": 3,
+    "router_scale": 2.5,
+}  # fmt: skip
+_OLMOE = _MISTRAL | {
+    "num_kv_heads": 16, "norm_eps": 1e-5, "qk_norm": "full", "vocab_size": 50_304, "seq_length": 4096, "experts": 64,
+    "experts_per_token": 8, "router_normalize": False,
 }  # fmt: skip
 _LATENT = _MISTRAL | {
     "norm_eps": 1e-6, "latent_norm_eps": 1e-6, "kv_lora_rank": 512, "q_lora_rank": 1536, "head_dim": 128,
@@ -172,56 +185,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": _sized(_MIXTRAL, 32, 4096, 32, 14_336, seq_length=32_768),
     "mixtral-8x22b": _sized(_MIXTRAL, 56, 6144, 48, 16_384, seq_length=65_536),
     # Qwen team 2024 and 2025, and the files of the base models
-    "qwen1.5-moe-a2.7b": _sized(
-        _QWEN2,
-        24,
-        2048,
-        16,
-        5632,
-        num_kv_heads=16,
-        seq_length=8192,
-        experts=60,
-        experts_per_token=4,
-        expert_ffn_size=1408,
-        shared_ffn_size=5632,
-        shared_gate=True,
-        router_normalize=False,
-    ),
+    "qwen1.5-moe-a2.7b": _sized(_QWEN15_MOE, 24, 2048, 16, 5632),
     "qwen3-30b-a3b": _sized(_QWEN3_MOE, 48, 2048, 32, 6144, expert_ffn_size=768),
     "qwen3-235b-a22b": _sized(_QWEN3_MOE, 94, 4096, 64, 12_288, expert_ffn_size=1536),
     # Muennighoff et al. 2024, and the files of 0924
-    "olmoe-1b-7b": _sized(
-        _MISTRAL,
-        16,
-        2048,
-        16,
-        1024,
-        num_kv_heads=16,
-        norm_eps=1e-5,
-        qk_norm="full",
-        vocab_size=50_304,
-        seq_length=4096,
-        experts=64,
-        experts_per_token=8,
-        router_normalize=False,
-    ),
+    "olmoe-1b-7b": _sized(_OLMOE, 16, 2048, 16, 1024),
     # GLM team 2025, table 1, and the files
-    "glm4.5-air": _sized(
-        _GLM4_MOE, 46, 4096, 96, 10_944, experts=128, expert_ffn_size=1408, shared_ffn_size=1408, dense_layers=1
-    ),
-    "glm4.5": _sized(
-        _GLM4_MOE,
-        92,
-        5120,
-        96,
-        12_288,
-        qk_norm="head",
-        experts=160,
-        expert_ffn_size=1536,
-        shared_ffn_size=1536,
-        dense_layers=3,
-        router_scale=2.5,
-    ),
+    "glm4.5-air": _sized(_GLM4_AIR, 46, 4096, 96, 10_944),
+    "glm4.5": _sized(_GLM4_LARGE, 92, 5120, 96, 12_288),
     # DeepSeek-AI 2024 (V2, V3), Kimi team 2025, and the files
     "deepseek-v2-lite": _sized(_DEEPSEEK2_LITE, 27, 2048, 16, 10_944),
     "deepseek-v2": _sized(_DEEPSEEK2_LARGE, 60, 5120, 128, 12_288),

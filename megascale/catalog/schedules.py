@@ -6,12 +6,12 @@ p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 
     rank 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
     rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
 
-Facts: `multi_chunk`: v > 1 is possible; `v`: the only v. `min_m`: the least m, for each of the p ranks.
-`unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few micro-batches, or groups of them
-(`schedule.interleaved`), predict all; planning otherwise simulates all. `placement`: where the virtual stages are, a
-name of `layout.stages.PLACEMENTS`. `split`: some backwards are I and W, in two. `pairs`: some are in an `ir.Overlap`.
-`peak`: a function of p, v and m, the most micro-batches that are live on a rank, from forward to last gradient, summed
-over its chunks.
+Facts: `multi_chunk`: v > 1 is possible; `v`: the only v. `unbounded_in_flight`: micro-batches in flight grow with m.
+`periodic`: a few micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates
+all. `placement`: where the virtual stages are, a name of `layout.stages.PLACEMENTS`. `split`: some backwards are I and
+W, in two. `pairs`: some are in an `ir.Overlap`. `peak`: a function of p, v and m, the most micro-batches that are live
+on a rank, from forward to last gradient, summed over its chunks. A plug-in's card gives those that are not as in 1F1B,
+and `periodic`.
 """
 
 from megascale.core.registry import Card, Registry
@@ -24,7 +24,7 @@ def largest_group(p: int, m: int) -> int:
 
 LOOP = {
     "multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False,
-    "pairs": False, "v": None, "min_m": 0,
+    "pairs": False, "v": None, "peak": None,
 }  # fmt: skip
 V = {**LOOP, "multi_chunk": True, "v": 2, "placement": "v", "split": True}
 
@@ -73,7 +73,7 @@ SCHEDULES = Registry(
         ),
         Card(
             "zb_v",
-            "split backwards on a V of two chunks per rank: a bubble of (p-1)F/2, and p micro-batches in flight",
+            "split backwards on a V of two chunks per rank: a bubble of (p-1)max(F,I)/2, and p micro-batches in flight",
             "megascale.schedule.v_shaped:zb_v",
             {**V, "peak": lambda p, v, m: 2 * p},
         ),
@@ -93,7 +93,7 @@ SCHEDULES = Registry(
             "dualpipev",
             "a V whose forwards and backwards hide each other's exchange of experts (DeepSeek-AI 2024)",
             "megascale.schedule.v_shaped:dualpipev",
-            {**V, "pairs": True, "min_m": 2, "peak": lambda p, v, m: 2 * p + 1},
+            {**V, "pairs": True, "peak": lambda p, v, m: 2 * p + 1},
         ),
     ],
     synonyms={
@@ -102,4 +102,5 @@ SCHEDULES = Registry(
         "vhalf": "v_half", "v-half": "v_half", "vmin": "v_min", "v-min": "v_min", "combined": "combined_1f1b",
         "dualpipe_v": "dualpipev", "dualpipe": "",
     },
+    facts={**LOOP, "periodic": False},
 )  # fmt: skip

@@ -15,7 +15,6 @@ from megascale.cli.run_lock import refuse_second_run
 from megascale.config.loading import load_config
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit
-from megascale.layout.chunks import stages_of
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -32,9 +31,7 @@ def run(options: argparse.Namespace) -> int:
         config = load_config(options.config, options.overrides, world_size=options.gpus, world_option="--gpus")
         check_fault_ranks(config, "" if options.gpus else ", or --gpus for more processes")
         refuse_second_run(config)
-        schedule = config.parallel.schedule
-        assert schedule is not None, "a resolved configuration names its schedule"
-        check_plug_in_schedule(schedule, stages_of(config.model, config.parallel).placement, config.num_microbatches)
+        check_plug_in_schedule(config)
         changes = compare_initial_model(config)
     except ConfigError as error:
         if not options.json:

@@ -8,33 +8,31 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.cli.check_data import RANKS_OF_HOST
 from megascale.config.run import RunConfig
 from megascale.config.run_warnings import run_warnings
-from megascale.core.errors import ConfigError, Problem
 from megascale.data.read.identity import replaced_datasets
+from megascale.layout.chunks import stages_of
 from megascale.layout.gpu_overlap import exposed_collectives
-from megascale.layout.stages import Placement
 from megascale.operate.node.host_limits import datasets_by_split, limit_findings, memory_findings
 from megascale.plan.account.memory import JobMemory
-from megascale.schedule.check import check_schedule
-from megascale.schedule.ir import ScheduleError, build_schedule
+from megascale.schedule.lower import compute_order
 
 CHECKED = 20_000  # forwards of a plug-in's schedule that are checked: a second
 
 
-def check_plug_in_schedule(name: str, placement: Placement, m: int) -> None:
-    """Check the schedule of another package with `m` micro-batches, or fewer with the same remainder by pipeline ranks.
-    Tests prove the others.
+def check_plug_in_schedule(config: RunConfig) -> None:
+    """Check the schedule of another package with the run's micro-batches, or fewer with the same remainder by pipeline
+    ranks. Tests prove the others.
 
     Raises: ConfigError
     """
-    if (card := SCHEDULES[name]).target.startswith("megascale."):
+    placement, name, m = (
+        stages_of(config.model, config.parallel).placement,
+        config.parallel.schedule,
+        config.num_microbatches,
+    )
+    if name is None or SCHEDULES[name].built_in:
         return
-    p, v = placement.p, placement.v
-    few = max(2 * p, CHECKED // (p * v))
-    m = m if m < few else few + (m - few) % p
-    try:
-        check_schedule(build_schedule(card.load(), p, v, m), placement, m, card.facts.get("peak"))
-    except ScheduleError as error:
-        raise ConfigError([Problem(card.target, "parallel.schedule", str(error))]) from error
+    few = max(2 * placement.p, CHECKED // placement.count)
+    compute_order(name, placement, m if m < few else few + (m - few) % placement.p)
 
 
 def host_warnings(config: RunConfig) -> Iterator[str]:

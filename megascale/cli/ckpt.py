@@ -221,7 +221,7 @@ def _model(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megascale.convert.systems import SYSTEMS
+    from megascale.convert.systems import MARKS, SYSTEMS
 
     (source, _, folder), (target, _, made) = options.source.partition(":"), str(options.output).partition(":")
     reads, writes = SYSTEMS.get(source), SYSTEMS.get(target)
@@ -231,6 +231,10 @@ def _convert(options: argparse.Namespace) -> int:
     if reads and writes:
         raise OutputError(f"{options.source} is no checkpoint of megascale", hint="convert it to one first")
     _refuse_ineffective(options, source if reads else target if writes else "")
+    marks = [mark for mark in MARKS if not reads and exists(Path(options.source) / mark)]
+    if marks:
+        what = f"{options.source} has {marks[0]}, as a folder of another system"
+        raise CheckpointError(what, hint=f"write {MARKS[marks[0]]}:{options.source}")
     try:
         if reads:
             config = load_config(options.config, skip_sections=["data"]) if options.config else None

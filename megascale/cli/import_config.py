@@ -12,15 +12,16 @@ from pathlib import Path
 from megascale.cli.arguments import positive_int
 from megascale.cli.command_output import OutputError, writing
 from megascale.config.exclusions import SWITCHED_OFF
-from megascale.config.foreign.imported import Imported, import_arguments
+from megascale.config.foreign.imported import UNKNOWN, Imported, import_arguments
 from megascale.config.foreign.setting import plain
-from megascale.config.foreign.sources import read_arguments
+from megascale.config.foreign.sources import Arguments, read_arguments
 from megascale.config.foreign.translation import OURS, SYSTEMS, find, is_ours, read_value
 from megascale.config.loading import load_config_tree
 from megascale.config.rules import run_rules
 from megascale.config.toml_writer import toml_value
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import exists, write_text
+from megascale.core.registry import closest_name
 
 CHECKPOINT = "megatron:"  # prefix of a folder of checkpoints
 
@@ -63,9 +64,7 @@ def run(options: argparse.Namespace) -> int:
     made = import_arguments(arguments.system, given, gpus, arguments.unknown)
     keys = {name: found[1].key for name in made.refused if (found := find(name, arguments.system))}
     if refused := {name: why for name, why in made.refused.items() if keys.get(name) not in settings}:
-        hint = "remove it from the source, or by --without, or add its setting"
-        lines = {name: f":{line}" if (line := arguments.line_of(name)) else "" for name in refused}
-        raise ConfigError([Problem(options.source + lines[name], name, why, hint) for name, why in refused.items()])
+        raise ConfigError([_refused(options.source, arguments, name, why) for name, why in refused.items()])
     made.defaults -= set(settings)
     made.settings |= settings
     name = re.sub(r"[^A-Za-z0-9._-]", "-", (options.output or Path(options.source)).stem).lstrip("._-") or "imported"
@@ -76,18 +75,26 @@ def run(options: argparse.Namespace) -> int:
     else:
         with writing(options.output):
             write_text(options.output, text)
-    report = sys.stderr if options.output is None else sys.stdout
-    total = len(made.mapped) + len(made.dropped)
+    total, stored = len(made.mapped) + len(made.dropped), options.source.startswith(CHECKPOINT)
     counts = f"{total} arguments: {len(made.mapped)} mapped, {len(made.dropped)} dropped"
-    print(f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written", file=report)
-    for note in made.notes.values():
-        print(f"converted {note}", file=report)
-    for dropped, why in made.dropped.items():
-        if (
-            not options.source.startswith(CHECKPOINT) or given[dropped][0] is True
-        ):  # a checkpoint has the default of any other argument
-            print(f"dropped {dropped}: {why}", file=report)
+    report = [f"{counts}; {len(made.defaults)} other defaults of {arguments.system} written"]
+    report += [f"converted {note}" for note in made.notes.values()]
+    # a checkpoint has the defaults of other arguments, too
+    report += [f"dropped {one}: {why}" for one, why in made.dropped.items() if not stored or given[one][0] is True]
+    print("\n".join(report), file=sys.stderr if options.output is None else sys.stdout)
     return Exit.OK
+
+
+def _refused(source: str, arguments: Arguments, name: str, why: str) -> Problem:
+    """Return a refused argument as a problem, with its line, and with the name that is meant by an unknown one."""
+    table, _, last = plain(name).rpartition(".")
+    names = (one for row in SYSTEMS[arguments.system] for one in row.names)
+    known = {plain(one).rpartition(".")[2]: one for one in sorted(names, key=lambda one: one.startswith(f"{table}."))}
+    near = closest_name(last, known) if why == UNKNOWN else None
+    hint = "remove it from the source, or by --without, or add its setting"
+    line = arguments.line_of(name)
+    where = f"{source}:{line}" if line else source
+    return Problem(where, name, why, f"did you mean {known[near]}? If not, {hint}" if near else hint)
 
 
 def _check(made: Imported, name: str, source: str, gpus: int | None, system: str) -> None:

@@ -91,7 +91,7 @@ def missing_parts(
     if stats.single:
         yield f"{stats.single:,} messages without an arrow: only one side was recorded"
     if stats.reversed:
-        yield f"{stats.reversed:,} messages without an arrow: the clocks say that they arrived before they were sent"
+        yield f"{stats.reversed:,} messages without an arrow: seen to arrive before they were sent"
 
 
 def format_spans(noun: str, numbers: Iterable[int]) -> str:

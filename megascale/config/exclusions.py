@@ -15,7 +15,7 @@ from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
-from megascale.config.model import ModelConfig
+from megascale.config.model import EXPERT_KEYS, ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.section import Section
@@ -41,8 +41,8 @@ def is_full_precision(precision: object) -> bool:
 
 def can_wait(schedule: object) -> bool:
     """Return True for a schedule whose backwards can come some forwards later."""
-    facts = {} if schedule is None else SCHEDULES[str(schedule)].facts
-    return facts.get("periodic", True) and not facts.get("pairs")
+    facts = SCHEDULES["1f1b" if schedule is None else str(schedule)].facts
+    return facts["periodic"] and not facts["pairs"]
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,8 @@ NO_ROPE = _without_effect("model.position", unless("rope"), {
 })  # fmt: skip
 
 NO_EXPERTS = _off(
-    "model.experts", only(0), ModelConfig, "experts_per_token", "dense_layers", "shared_ffn_size",
-    "shared_gate", "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize",
-    "router_scale", "router_bias", "balance_bias", "expert_ffn_size", hint="model.experts above 0, or remove the key",
-)  # fmt: skip
+    "model.experts", only(0), ModelConfig, *EXPERT_KEYS[1:], hint="model.experts above 0, or remove the key"
+)
 
 NO_BALANCED_EXPERTS = _without_effect("model.experts", only(0), {
     "moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None),
@@ -267,7 +265,7 @@ VOCABULARY = _unsupported(
     ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported", REMOVE),
     ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported", "false"),
     ("train.noise_scale_every", only(0), "the gradients of a micro-batch end at different times", "0"),
-    ("parallel.schedule", can_wait, "no room for passes between forwards and backwards", "another schedule"),
+    ("parallel.schedule", can_wait, "no room for passes between forwards and backwards", "interleaved_zb or zb_v"),
     ("data.blend_policy", only(None), "the loss of a micro-batch is not the last stage's", "no policy"),
     ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw"),
 )  # fmt: skip
@@ -357,9 +355,8 @@ BLOCK_SCALES = _off(
     Fp8Config, "fast_dgrad", hint="another fp8.recipe, or remove the key",
 )  # fmt: skip
 
-NO_HOST_READER = _off(
-    "data.reader", unless("host"), DataConfig, "reader_timeout_s", hint="data.reader = host, or remove the key"
-)  # fmt: skip
+NO_HOST_READER = _off("data.reader", unless("host"), DataConfig, "reader_timeout_s",
+                      hint="data.reader = host, or remove the key")  # fmt: skip
 
 MODES = (NO_ROPE, NO_TAIL, CONSTANT_RATE, NO_AVERAGE, NO_EMA, NO_LAWA, NO_HISTORY, NO_HOST_READER)
 
@@ -387,6 +384,11 @@ SWITCHED_OFF = (
     OWN_VALIDATION,
     _off("parallel.tp", only(1), ParallelConfig, "sp", hint="parallel.tp above 1, or remove the key"),
     _off("parallel.cp", only(1), ParallelConfig, "cp_mode", hint="parallel.cp above 1, or remove the key"),
+    _without_effect("parallel.ep", only(1), {"moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1)}),
+    Exclusions("parallel.pp", only(1), (
+        ("parallel.schedule", only("1f1b", "interleaved_1f1b"), "schedules stages, and there is one with pp = 1",
+         "parallel.pp above 1, or remove the key"),
+    )),
     _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")},
                     "parallel.vpp above 1, or remove the key"),
     _off("train.eval_every", only(0), TrainConfig, "eval_steps"),

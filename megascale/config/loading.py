@@ -18,11 +18,11 @@ from megascale.config.finding import Finding
 from megascale.config.hints import unknown_key_hint, unsupported, value_hint
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
 from megascale.config.renamed import renamed
-from megascale.config.rules import RULES, InvalidValueError, run_rules
+from megascale.config.rules import DATA_RULES, RULES, InvalidValueError, run_rules
 from megascale.config.run import NAME_PATTERN, RunConfig, RunKeys
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
-from megascale.config.world_rules import WORLD_KEYS, world_findings
+from megascale.config.world_rules import WORLD_KEYS, layout_findings, world_findings
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.registry import closest_name
 
@@ -34,8 +34,8 @@ def load_config(
     """Read, check and resolve a configuration.
 
     `world_size`: number of processes; None for the smallest number that the layout allows. `skip_sections`: sections
-    without rule checks, such as `data` before the files exist. `world_option`: option of the command line that gives
-    `world_size`, for messages.
+    without rule checks; of `data` without those of the files, before they exist. `world_option`: option of the command
+    line that gives `world_size`, for messages.
     Raises: ConfigError with all problems.
     """
     return _check_and_resolve(read_toml(path, overrides, _is_text_key), world_size, skip_sections, world_option)
@@ -68,9 +68,9 @@ def check_rules(config: RunConfig, where: str) -> None:
 def _check_and_resolve(
     source: Source, world_size: int | None, skip_sections: Collection[str] = (), world_option: str = ""
 ) -> RunConfig:
-    problems = list(_find_problems(source, world_size, skip_sections, world_option))
-    if problems:
-        raise ConfigError(problems)
+    found = _find_problems(source, world_size, skip_sections, world_option)
+    if problems := list({(problem.key, problem.message): problem for problem in found}.values()):
+        raise ConfigError(problems)  # of a rule that is checked again for the number of processes, the later hint
     return RunConfig.model_validate(source.tree).resolve(world_size)
 
 
@@ -118,10 +118,13 @@ def _find_problems(
     top = {key: source.tree[key] for key in RunKeys.model_fields if key in source.tree}
     if wrong := [detail for detail in _validate(RunKeys, top)[0] if detail["loc"] == ("output_dir",)]:
         yield _problem_of_key(source, RunKeys, "output_dir", top, wrong)
-    checked = {name: section for name, section in valid.items() if name not in skip_sections}
-    yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
+    checked = {name: section for name, section in valid.items() if name == "data" or name not in skip_sections}
+    rules = [rule for rule in RULES if "data" not in skip_sections or rule not in DATA_RULES]
+    findings = list(run_rules(rules, checked))
+    yield from (_to_problem(source, finding) for finding in findings)
     yield from _shared_folders(source)
-    if world_size is not None and all(isinstance(valid.get(name), Section) for name in types):
+    least = not findings and "parallel" not in skip_sections
+    if (world_size or least) and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
         yield from _world_problems(source, config, world_size, world_option)
 
@@ -133,9 +136,9 @@ def _without_misspelled(types: dict[str, type[Section]], tree: Tree) -> dict[str
     return {name: section for name, section in types.items() if name in tree or name not in meant}
 
 
-def _world_problems(source: Source, config: RunConfig, world_size: int, option: str) -> Iterator[Problem]:
-    """Find what is wrong with the number of processes, at the `option` of the command line that gives it."""
-    for finding in world_findings(config, world_size):
+def _world_problems(source: Source, config: RunConfig, world_size: int | None, option: str) -> Iterator[Problem]:
+    """Find what is wrong with the number of processes, which an `option` of the command line gives, or the smallest."""
+    for finding in world_findings(config, world_size) if world_size else layout_findings(config.resolve(None)):
         if option and finding.key in WORLD_KEYS:
             yield Problem("command line", option, finding.message, finding.hint)
         else:

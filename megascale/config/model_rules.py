@@ -119,18 +119,18 @@ def experts(model: ModelConfig) -> Iterator[Finding]:
     if model.dense_layers >= model.num_layers:
         message = f"{model.dense_layers} dense layers of {model.num_layers} leave none with experts"
         yield Finding("model.dense_layers", message, f"at most {model.num_layers - 1}, or experts = 0")
-    if experts % groups or top > groups:
-        message = f"a token cannot choose {top} of {groups} groups of {experts} experts"
-        yield Finding(
-            "model.router_groups", message, f"one of {join_values(divisors(experts, 64))}, top groups at most it"
-        )
-        return
-    if model.router_group_value == "top2" and (groups == 1 or experts // groups < 2):
-        message = f"the sum of two scores is of groups, and {experts} experts have {groups}"
-        yield Finding("model.router_group_value", message, "max, or groups of two experts or more")
-    if chosen > (available := experts // groups * top):
+    if experts % groups:
+        message = f"{experts} experts cannot be split into {groups} groups"
+        yield Finding("model.router_groups", message, f"one of {join_values(divisors(experts))}")
+    elif top > groups:
+        message = f"a token cannot choose {top} of {groups} group{'s' if groups > 1 else ''} of experts"
+        yield Finding("model.router_top_groups", message, f"at most {groups}, or more router_groups")
+    elif chosen > (available := experts // groups * top):
         message = f"{chosen} experts a token, of {available} to choose from"
         yield Finding("model.experts_per_token", message, f"at most {available}")
+    if model.router_group_value == "top2" and groups in (1, experts):
+        message = f"top2 is for several groups of two experts or more, and router_groups = {groups}"
+        yield Finding("model.router_group_value", message, "max, or groups of two experts or more")
     if model.shared_gate and not model.shared_ffn_size:
         yield Finding(
             "model.shared_gate", "has no effect without a shared expert", "shared_ffn_size, or remove the key"
@@ -139,5 +139,5 @@ def experts(model: ModelConfig) -> Iterator[Finding]:
 
 def new_router(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[Finding]:
     """Check that a router learns from the loss, where no given weights fix the model."""
-    if checkpoint.resume in ("auto", "never"):
+    if model.experts and checkpoint.resume in ("auto", "never"):
         yield from ONE_EXPERT(model=model)

@@ -1,4 +1,4 @@
-"""Rules of `[parallel]` and `[nccl]`: what the axes of parallelism divide, and what ranks share."""
+"""Rules of `[parallel]`: what the axes of parallelism divide, and what ranks share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.finding import Finding, divisors, join_values
-from megascale.config.launch import NcclConfig
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MOST_BLOCKS, MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
@@ -93,24 +92,12 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
     facts, vpp = SCHEDULES[parallel.schedule].facts, parallel.vpp
     if vpp > 1 and not facts["multi_chunk"]:
         facts_of = {name: card.facts for name, card in SCHEDULES.cards.items()}
-        suited = [name for name, of in facts_of.items() if of["multi_chunk"] and (of.get("v") or vpp) == vpp]
+        suited = [name for name, of in facts_of.items() if of["multi_chunk"] and (of["v"] or vpp) == vpp]
         message = f"{parallel.schedule} runs one chunk a stage, but vpp = {vpp}"
         yield Finding("parallel.schedule", message, f"{' or '.join(suited)}, or vpp = 1")
-    elif (facts.get("v") or vpp) != vpp:
+    elif (facts["v"] or vpp) != vpp:
         message = f"{parallel.schedule} runs {facts['v']} chunks a stage, but vpp = {vpp}"
-        yield Finding("parallel.vpp", message, f"vpp = {facts['v']}")
-
-
-def schedule_microbatches(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
-    """Check that a step has the micro-batches that the schedule needs."""
-    if not parallel.schedule or not isinstance(parallel.dp, int):
-        return
-    least, unit = SCHEDULES[parallel.schedule].facts.get("min_m", 0) * parallel.pp, batch.micro * parallel.dp
-    if (found := batch.total // unit) < least:
-        message = (
-            f"{found} micro-batches in a step of a rank, but {parallel.schedule} with pp = {parallel.pp} needs {least}"
-        )
-        yield Finding("batch.global", message, f"{unit * least} or more, or another parallel.schedule")
+        yield Finding("parallel.vpp", message, f"vpp = {facts['v']}" + " and pp above 1" * (parallel.pp == 1))
 
 
 def skipped_stages(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
@@ -126,7 +113,7 @@ def paired_experts(
     model: ModelConfig, parallel: ParallelConfig, moe: MoeConfig, train: TrainConfig
 ) -> Iterator[Finding]:
     """Check that layers with experts have segments, in which a schedule's pairs hide the exchange of tokens."""
-    if not model.experts or not parallel.schedule or not SCHEDULES[parallel.schedule].facts.get("pairs"):
+    if not model.experts or not parallel.schedule or not SCHEDULES[parallel.schedule].facts["pairs"]:
         return
     why = f"the exchange of tokens is hidden by another micro-batch (parallel.schedule = {parallel.schedule})"
     if moe.token_blocks > 1:
@@ -306,11 +293,3 @@ def token_blocks(
     if (tokens := batch.micro * length // (parallel.cp * parallel.tp)) % blocks:
         message = f"the {tokens} tokens of a rank cannot be cut into {blocks} blocks"
         yield Finding("moe.token_blocks", message, f"one of {join_values(divisors(tokens, MOST_BLOCKS))}")
-
-
-def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:
-    """Check that minima do not exceed maxima."""
-    for key in ("tp_ctas", "cp_ctas", "ep_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
-        ctas = getattr(nccl, key)
-        if isinstance(ctas, list) and ctas[0] > ctas[1]:
-            yield Finding(f"nccl.{key}", f"at least {ctas[0]} and at most {ctas[1]}", f"[{ctas[1]}, {ctas[0]}]")

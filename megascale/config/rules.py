@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.tensor_parallel, parallel_rules.domino,
     parallel_rules.pipeline,
     backend_rules.fp8_shapes,
-    parallel_rules.schedule, parallel_rules.schedule_microbatches, parallel_rules.paired_experts, exclusions.VOCABULARY,
+    parallel_rules.schedule, parallel_rules.paired_experts, exclusions.VOCABULARY,
     exclusions.SKIPS, parallel_rules.skipped_stages, parallel_rules.sharded_weights,
     exclusions.NOT_SELECTIVE, train_rules.recomputed_operations,
     exclusions.NO_RECOMPUTATION, exclusions.NOT_FULL, train_rules.recompute_model_chunks,
@@ -70,11 +70,14 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_CHECKPOINTS, exclusions.NO_COPIES, file_rules.memory_folder,
     file_rules.file_system,
     exclusions.NO_PRUNING,
-    parallel_rules.nccl_ctas, exclusions.NO_PIPELINE,
+    time_rules.nccl_ctas, exclusions.NO_PIPELINE,
     time_rules.timeouts, time_rules.fault_times,
     time_rules.injected_faults, time_rules.layout_ranks,
 )  # fmt: skip
 """In the order of their findings. A rule runs if its sections are tables, whatever else is wrong."""
+
+DATA_RULES = (file_rules.data_source, file_rules.data_files, file_rules.data_samples, train_rules.counts)
+"""Rules of a run on its data, which a plan does not have."""
 
 
 class InvalidValueError(Exception):

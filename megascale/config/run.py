@@ -14,6 +14,7 @@ from megascale.config.backends import BackendsConfig, Fp8Config
 from megascale.config.batch_rampup import samples_of_run, schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
+from megascale.config.finding import divisors
 from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
@@ -113,14 +114,23 @@ class RunConfig(RunKeys):
         """Tokens of a sample in a micro-batch of a rank."""
         return self.data.max_tokens_per_rank or self.model.seq_length // (self.parallel.cp * self.num_chunks)
 
+    @property
+    def _least_dp(self) -> int:
+        """The fewest replicas with ranks for all experts, whole groups of samples, room for the longest document."""
+        p, batch, moe = self.parallel, self.batch, self.moe
+        if p.hybrid_dp and self.data.max_tokens_per_rank:
+            least = -(-self.model.seq_length // (self.data.max_tokens_per_rank * p.cp))
+            return next((dp for dp in divisors(batch.total) if dp >= least), least)
+        group = moe.balance_group if moe.balance == "group" else 1
+        return math.lcm(p.ep // math.gcd(p.ep, p.tp * p.cp), group // math.gcd(group, batch.micro))
+
     def resolve(self, world_size: int | None) -> RunConfig:
         """Return a copy with values for all defaults that depend on other keys or on the number of processes.
 
         `world_size`: processes of the job, or None for the smallest number that the layout allows.
         """
         p = self.parallel
-        least = p.ep // math.gcd(p.ep, p.tp * p.cp)  # replicas whose stages have ranks for all experts
-        dp = p.dp if isinstance(p.dp, int) else (world_size or least * p.replica_size) // p.replica_size
+        dp = p.dp if isinstance(p.dp, int) else world_size // p.replica_size if world_size else self._least_dp
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
         optimizer = self.optimizer

@@ -21,7 +21,7 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
     driver restarts the run after a fault.
     """
-    switched_off = (*run_rules((*SWITCHED_OFF, ONE_EXPERT), dict(config)), *_waiting(config))
+    switched_off = (*run_rules((*SWITCHED_OFF, ONE_EXPERT), dict(config)), *_waiting(config), *_experts(config))
     for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *switched_off):
         yield str(finding)
 
@@ -35,6 +35,18 @@ def _waiting(config: RunConfig) -> Iterator[Finding]:
         yield Finding("overlap.cp", message, REMOVE)
     if data.reader != "host" and not data.blend_policy and data.prefetch != DataConfig.model_fields["prefetch"].default:
         yield Finding("data.prefetch", f"has no effect with reader = {data.reader}", f"data.reader = host, or {REMOVE}")
+
+
+def _experts(config: RunConfig) -> Iterator[Finding]:
+    """Warn of experts without a balance, and of a capacity that is none."""
+    model, factor = config.model, config.moe.capacity_factor
+    if model.experts and config.moe.balance == "none" and not model.balance_bias:
+        yield Finding("moe.balance", "= none: nothing balances experts", "sequence, or model.balance_bias = true")
+    if factor is not None and factor * model.experts_per_token >= model.experts:
+        yield Finding("moe.capacity_factor", "has no effect: an expert has room for a whole sequence", REMOVE)
+    elif factor is not None and factor < 1:
+        message = f"= {factor:g} drops {1 - factor:.0%} of the choices or more, which FLOPs and MFU count"
+        yield Finding("moe.capacity_factor", message, "1 or more")
 
 
 def _nothing_saved(config: RunConfig, restarts: bool) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
-"""Rules of nested times, in `[launch]`, `[comm]`, `[checkpoint]`, `[fault]` and NCCL's retries; and of injected faults
-(`fault.inject`): a test without its faults would pass.
+"""Rules of nested times, in `[launch]`, `[comm]`, `[checkpoint]`, `[fault]` and NCCL's retries; of NCCL's thread
+blocks; and of injected faults (`fault.inject`): a test without its faults would pass.
 """
 
 from __future__ import annotations
@@ -91,3 +91,11 @@ def launch_findings(
     elif patience >= comm.timeout_s:
         message = f"adapters retry for {patience:.3g} s, longer than comm.timeout_s = {comm.timeout_s}"
         yield Finding("nccl.ib_timeout", message, "a smaller exponent, or a longer comm.timeout_s")
+
+
+def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:
+    """Check that minima do not exceed maxima."""
+    for key in ("tp_ctas", "cp_ctas", "ep_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
+        ctas = getattr(nccl, key)
+        if isinstance(ctas, list) and ctas[0] > ctas[1]:
+            yield Finding(f"nccl.{key}", f"at least {ctas[0]} and at most {ctas[1]}", f"[{ctas[1]}, {ctas[0]}]")

@@ -10,7 +10,6 @@ from megascale.config.parallel_rules import (
     balance_group,
     expert_parallel,
     hybrid_tokens,
-    schedule_microbatches,
     skipped_stages,
 )
 from megascale.config.rules import Rule, run_rules
@@ -44,7 +43,12 @@ def world_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
         why = "" if uneven else f": dp divides the {micro_batches} micro-batches of a step"
         yield Finding("parallel.tp", f"{processes} not a multiple of {shape} = {replica}", f"start {near}{why}")
         return
+    yield from layout_findings(config.resolve(world_size))
+
+
+def layout_findings(config: RunConfig) -> Iterator[Finding]:
+    """Check again what depends on dp, for a resolved configuration."""
     again: tuple[Rule, ...] = (NOT_HYBRID, hybrid_tokens, HYBRID, expert_parallel, balance_group)
-    if not uneven:  # else the rule `batch_size` has reported
-        again += (batch_size, batch_rampup, schedule_microbatches, skipped_stages)
-    yield from run_rules(again, dict(config.resolve(world_size)))
+    if not config.batch.total % config.batch.micro:  # else the rule `batch_size` has reported
+        again += (batch_size, batch_rampup, skipped_stages)
+    yield from run_rules(again, dict(config))

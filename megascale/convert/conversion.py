@@ -135,7 +135,7 @@ def to_huggingface(
             tensor if name.startswith(BALANCE_BIAS) else _cast(tensor, target, f"{source}: {name}{list(index) or ''}")
         )
 
-    target = dtype or weights.widest_dtype(model)
+    target = dtype or weights.widest_dtype()
     with atomic_folder(output) as folder:
         copy_companions(source, Location(str(folder)), COMPANIONS)
         configured = (saved.facts.config.get("data") or {}).get("tokenizer")

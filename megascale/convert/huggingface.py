@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from megascale.convert.families.family import ConfigKeys, Family
 from megascale.convert.tensor_map import (
     Part,
     Places,
+    ReadMatrix,
     assemble,
     model_tensors,
     parts_by_name,
@@ -243,10 +244,6 @@ class PretrainedWeights:
         raise CheckpointError(f"{self.folder} has no tensor {name}", hint=hint)
 
 
-ReadMatrix = Callable[[str, tuple[int, ...]], Tensor]
-"""Reads a tensor by its megascale name, or of a stack the matrix at an index."""
-
-
 def export_model(
     model: ModelConfig, read: ReadMatrix, folder: Path, dtype: torch.dtype, source_keys: ConfigKeys
 ) -> None:
@@ -265,9 +262,7 @@ def export_model(
     weights, total = dict[str, str](), 0
     for number, group in enumerate(groups, 1):
         file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors_of_file = {
-            name: assemble([(part.place, read(part.tensor, part.at)) for part in parts]) for name, parts in group
-        }
+        tensors_of_file = {name: assemble(parts, read) for name, parts in group}
         try:
             save_file(tensors_of_file, folder / file, {"format": "pt"})
         except SafetensorError as error:

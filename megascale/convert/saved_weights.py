@@ -16,7 +16,6 @@ from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.huggingface import PretrainedWeights
-from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.files import is_file
 from megascale.core.storage import Location
@@ -64,10 +63,9 @@ class SavedWeights:
     saved: manifest.Manifest
     prefixes: tuple[str, ...] = (WEIGHTS,)
 
-    def widest_dtype(self, model: ModelConfig) -> torch.dtype:
-        """Return the smallest dtype that holds the stored dtypes of a model's weights."""
-        names = [self.prefixes[0] + tensor.name for tensor in model_tensors(model)]
-        stored = {getattr(torch, self.saved.tensors[name].dtype) for name in names if name in self.saved.tensors}
+    def widest_dtype(self) -> torch.dtype:
+        """Return the smallest dtype that holds the stored dtypes of the weights."""
+        stored = {each.torch_dtype for name, each in self.saved.tensors.items() if name.startswith(self.prefixes[0])}
         return functools.reduce(torch.promote_types, stored or {torch.float32})
 
     def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:

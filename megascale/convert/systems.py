@@ -8,22 +8,25 @@ from typing import NamedTuple
 
 from megascale.config.run import RunConfig
 from megascale.convert import torchtitan
+from megascale.convert.dcp import METADATA
 from megascale.convert.megatron_lm.from_megatron import from_megatron
+from megascale.convert.megatron_lm.iteration import TRACKER
 from megascale.convert.megatron_lm.to_megatron import to_megatron
+from megascale.convert.megatron_lm.torch_dist import COMMON
 from megascale.core.storage import Location
 
 
 class System(NamedTuple):
-    """A system. `read` makes a checkpoint, in a new folder, of its folder, for a run with a configuration, if one is
-    given; `write` makes its folder of a checkpoint. Both return what differs, a line each.
+    """Conversions to a new folder: `read` of a folder, for a run with a configuration if one is given, and `write` of a
+    checkpoint. They return what differs, a line each.
     """
 
     read: Callable[[Path, Path, RunConfig | None], list[str]]
     write: Callable[[Location, Path], list[str]]
 
 
-SYSTEMS = {
+SYSTEMS = {  # by prefix
     "torchtitan": System(torchtitan.import_checkpoint, torchtitan.export_checkpoint),
     "megatron": System(from_megatron, to_megatron),
 }
-"""Systems by prefix."""
+MARKS = {TRACKER: "megatron", COMMON: "megatron", METADATA: "torchtitan"}  # prefix by file of a folder

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
-from megascale.convert.families import prediction_layers
 from megascale.convert.families.family import Family, Fused, Stacked
 from megascale.layout.parameters import all_params
-from megascale.layout.tensors import TOKEN_EMBEDDING, TensorSpec
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, TensorSpec
 from megascale.parallel.stateful import BALANCE_BIAS
 
 
@@ -100,11 +99,8 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
     """The places of all tensors of a model, by megascale name."""
     tensors = {tensor.name: tensor for tensor in model_tensors(model)}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    places: dict[str, Places] = {
-        ours: (Place(theirs, shapes[ours][0], shapes[ours][0]),)
-        for ours, theirs in family.outer.items()
-        if ours in shapes
-    }
+    outer = {ours: theirs for ours, theirs in family.outer.items() if ours in shapes}
+    places: dict[str, Places] = {ours: (Place(outer[ours], shapes[ours][0], shapes[ours][0]),) for ours in outer}
     for index in range(model.total_layers):
         prefix = f"{family.layer_prefix}.{index}"
         for module, content in family.layer.items():
@@ -116,14 +112,12 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
                 if names := {part: name for part, name in names.items() if name in shapes}:
                     places |= _fused_places(f"{prefix}.{module}{kind}", names, shapes, fused, model)
         for part, modules in family.experts.items():
-            weight, bias = (f"layers.{index}.{part}.{kind}" for kind in ("weight", "bias"))
+            weight, bias = (tensors.get(f"layers.{index}.{part}.{kind}") for kind in ("weight", "bias"))
             if isinstance(modules, Stacked):
-                stored_names = {weight: f"{prefix}.{modules.name}", bias: f"{prefix}.{modules.name}_bias"}
-                places |= {
-                    name: _stacked(stored_names[name], tensors[name]) for name in stored_names if name in tensors
-                }
-            elif weight in shapes:
-                places[weight] = tuple(_expert_places(prefix, modules, tensors[weight]))
+                stacks = ((weight, modules.name), (bias, f"{modules.name}_bias"))
+                places |= {one.name: _stacked(f"{prefix}.{name}", one) for one, name in stacks if one}
+            elif weight:
+                places[weight.name] = tuple(_expert_places(prefix, modules, weight))
     for layer, name in bias_names(model).items():
         stored_name = f"{family.layer_prefix}.{layer}.{family.balance_bias}"
         places[name] = (Place(stored_name, model.experts, model.experts),)
@@ -132,10 +126,11 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
 
 def stored_copies(family: Family, model: ModelConfig) -> dict[str, str]:
     """The megascale tensors that layers of multi-token prediction have copies of in files, by the copy's name."""
+    head = TOKEN_EMBEDDING if model.tie_embeddings else HEAD
     return {
-        f"{family.layer_prefix}.{layer}.{name}": TOKEN_EMBEDDING if model.tie_embeddings else ours
+        f"{family.layer_prefix}.{layer}.{name}": ours
         for layer in range(model.num_layers, model.total_layers)
-        for name, ours in prediction_layers.COPIES.items()
+        for name, ours in (("embed_tokens.weight", TOKEN_EMBEDDING), ("shared_head.head.weight", head))
     }
 
 
@@ -222,22 +217,18 @@ def parts_by_name(model: ModelConfig, places: Mapping[str, Places]) -> dict[str,
     return parts
 
 
-def assemble(parts: Sequence[tuple[Place, Tensor]]) -> Tensor:
+ReadMatrix = Callable[[str, tuple[int, ...]], Tensor]
+"""Reads a tensor by its megascale name, or of a stack the matrix at an index."""
+
+
+def assemble(parts: Sequence[Part], read: ReadMatrix) -> Tensor:
     """Hugging Face's tensor that holds `parts`, which are all of it."""
-    (place, first), transposed = parts[0], parts[0][0].transposed
-    if place.stack:
-        stack = first.new_empty(place.stored_shape(first.shape))
-        for part, tensor in parts:
-            for rows in part.pieces(0, part.rows):
-                stack[part.box(rows, *[slice(None)] * (tensor.dim() - 1))] = tensor.t() if transposed else tensor
-        return stack
-    if len(parts) == 1 and not place.paired:
-        return (first.t() if transposed else first).contiguous()
-    stored = first.new_empty((place.groups, place.period, *first.shape[1:]))
-    for part, tensor in parts:
-        width, grouped = part.rows // part.groups, tensor.view(part.groups, -1, *tensor.shape[1:])
-        if part.paired:
-            grouped = grouped.unflatten(1, (-1, 2, part.paired // 2)).transpose(2, 3).flatten(1, 3)
-        stored[:, part.start : part.start + width] = grouped
-    stored = stored.flatten(0, 1)
-    return stored.t().contiguous() if transposed else stored
+    tensors = [read(part.tensor, part.at) for part in parts]
+    stored = tensors[0].new_empty(parts[0].place.stored_shape(tensors[0].shape))
+    for (_, _, place), tensor in zip(parts, tensors, strict=True):
+        pieces = list(place.pieces(0, place.rows))
+        counts = [len(range(rows.start, rows.stop, rows.step or 1)) for rows in pieces]
+        for rows, values in zip(pieces, tensor.split(counts), strict=True):
+            box = place.box(rows, *(slice(None) for _ in tensor.shape[1:]))
+            stored[box] = values.t() if place.transposed else values
+    return stored

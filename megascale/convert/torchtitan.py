@@ -6,13 +6,13 @@ Versions 0.2 and 0.3 are read, and 0.3 is written, which has the moments of q, k
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
-from functools import lru_cache, partial
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
@@ -24,7 +24,7 @@ from megascale.config.train import BatchConfig, OptimizerConfig
 from megascale.convert.dcp import DcpFolder, write_dcp
 from megascale.convert.families.config_json import family_of_model
 from megascale.convert.families.family import Family, Fused
-from megascale.convert.saved_weights import planned_steps, saved_model
+from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
 from megascale.convert.tensor_map import Places, assemble, model_tensors, parts_by_name, read_region, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -52,22 +52,22 @@ SETTINGS = {"initial_lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": 
 STEP, LAST_EPOCH, TOKENS = "train_state.step", "lr_scheduler.last_epoch", "train_state.ntokens_seen"
 
 
-class State(NamedTuple):
-    """The `kind` of a state (`weights.`, `exp_avg.`), the form of its names, and the places of the model's tensors."""
-
-    kind: str
-    form: str
-    places: dict[str, Places]
-
-
-def states_of(model: ModelConfig, *, moments: bool, fused: bool = True, older: bool = False) -> list[State]:
-    """Return weights, and `moments`, as torchtitan stores them: moments of q, k and v are `fused`; 0.2 is `older`.
+def states_of(
+    model: ModelConfig, *, moments: bool, fused: bool = True, older: bool = False
+) -> dict[str, dict[str, Places]]:
+    """Return the places of weights (`weights.`), and of `moments` (`exp_avg.`), of which those of q, k and v are
+    `fused`. `older`: as in 0.2.
 
     Raises: CheckpointError for a model that Llama 3 and Qwen 3 do not compute
     """
-    weights = State(WEIGHTS, "{}", _places(model, older=older))
-    places = _places(model, fused=True) if fused else weights.places
-    return [weights, *(State(f"{kind}.", f"{STATE}{{}}.{kind}", places) for kind in MOMENTS if moments)]
+    states = {WEIGHTS: _places(model, older=older)}
+    for kind in MOMENTS if moments else ():
+        places = _places(model, fused=True) if fused else states[WEIGHTS]
+        states[f"{kind}."] = {
+            ours: tuple(replace(place, name=f"{STATE}{place.name}.{kind}") for place in found)
+            for ours, found in places.items()
+        }
+    return states
 
 
 def _places(model: ModelConfig, *, fused: bool = False, older: bool = False) -> dict[str, Places]:
@@ -110,26 +110,22 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
         progress = Progress(step, samples, samples * model.seq_length)
 
     load = lru_cache(maxsize=1)(found.read)  # parts of a fused tensor are read one after the other
-
-    def read(form: str, name: str, box: tuple[slice | int, ...]) -> Tensor:
-        return load(form.format(name))[box]
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for (kind, form, places), spec in itertools.product(states, model_tensors(model)):
-            yield kind + spec.name, read_region(places[spec.name], spec, partial(read, form), None)
-
+    tensors = (
+        (kind + spec.name, read_region(places[spec.name], spec, lambda name, box: load(name)[box], None))
+        for (kind, places), spec in itertools.product(states.items(), model_tensors(model))
+    )
     with atomic_folder(output) as folder:
-        offline.write_state(folder, tensors(), facts, progress=progress)
+        offline.write_state(folder, tensors, facts, progress=progress)
     if any(name.startswith("dataloader.") for name in found.objects):
         remarks.append("the place in torchtitan's data is left out: the run goes on after step x batch.global samples")
     return remarks
 
 
-def _check_tensors(found: DcpFolder, model: ModelConfig, states: list[State], head: str) -> None:
+def _check_tensors(found: DcpFolder, model: ModelConfig, states: Mapping[str, Mapping[str, Places]], head: str) -> None:
     """Check that the tensors of a folder are all those of the model. Raises: CheckpointError"""
     shapes = {
-        form.format(place.name): place.stored_shape(spec.shape)
-        for (_, form, places), spec in itertools.product(states, model_tensors(model))
+        place.name: place.stored_shape(spec.shape)
+        for places, spec in itertools.product(states.values(), model_tensors(model))
         for place in places[spec.name]
     }
     for name, expected in shapes.items():
@@ -193,14 +189,13 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
     states = states_of(model, moments=moments)
 
     def items() -> Iterator[tuple[str, Any]]:
-        for kind, form, places in states:
-            for name, parts in parts_by_name(model, places).items():
-                read = [(part.place, offline.read_tensor(source, saved, kind + part.tensor)) for part in parts]
-                yield form.format(name), assemble(read)
+        for kind, places in states.items():
+            read = SavedWeights(source, saved, (kind,)).read
+            yield from ((name, assemble(parts, read)) for name, parts in parts_by_name(model, places).items())
         if model.tie_embeddings:
             yield HEAD, offline.read_tensor(source, saved, WEIGHTS + TOKEN_EMBEDDING)
         if moments:
-            yield from _run_items(saved.facts, parts_by_name(model, states[-1].places))
+            yield from _run_items(saved.facts, parts_by_name(model, _places(model, fused=True)))
 
     with atomic_folder(output) as folder:
         write_dcp(folder, items(), ("optimizer", "train_state", "lr_scheduler"))

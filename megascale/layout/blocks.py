@@ -86,13 +86,13 @@ def is_skippable(block: BlockSpec, part: Part) -> bool:
 
 def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
     """Return a block's parts with the MLP in `tiles`, if several: a part of its own, which shares no collective."""
-    groups = [part for part in block if isinstance(part, LinearGroup) and _mlp(part)]
+    groups = [part for part in block if isinstance(part, LinearGroup) and _mlp_layers(part)]
     if tiles == 1 or len(groups) != 2:
         return block
     from megascale.layout.parts.tiled_mlp import TiledMLP
 
-    up, down = ColumnParallel(_mlp(groups[0])), RowParallel(_mlp(groups[1]))
-    qkv, out = (tuple(layer for layer in group.layers if layer not in _mlp(group)) for group in groups)
+    up, down = ColumnParallel(_mlp_layers(groups[0])), RowParallel(_mlp_layers(groups[1]))
+    qkv, out = (tuple(layer for layer in group.layers if layer not in _mlp_layers(group)) for group in groups)
     (activation,) = (part for part in block if isinstance(part, ActivationSpec))
     after_norm = block[block.index(groups[0]) - 1].normalizes
     parts = list[Part]()
@@ -106,81 +106,60 @@ def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
     return tuple(parts)
 
 
-def _mlp(group: LinearGroup) -> tuple[LinearSpec, ...]:
+def _mlp_layers(group: LinearGroup) -> tuple[LinearSpec, ...]:
     """The layers of the MLP in a group."""
     return tuple(layer for layer in group.layers if layer.name.startswith("mlp."))
 
 
-def serial_block(model: ModelConfig, layer: int) -> BlockSpec:
-    """x + attention(norm(x)), then + mlp(norm(.))."""
+def serial_block(model: ModelConfig, layer: int, before: bool = True, after: bool = False) -> BlockSpec:
+    """x + attention(norm(x)), then + mlp(norm(.)); with norms `before` each branch, or `after`, or both."""
     projections_and_core: BlockSpec = ColumnParallel((qkv(model),)), attention(model, layer)
     if model.kv_lora_rank:
         from megascale.layout.parts.latent_projections import latent_attention
 
         projections_and_core = latent_attention(model, layer)
-    return (
-        NormSpec("attention_norm"),
-        *projections_and_core,
-        RowParallel((out(model),)),
-        ResidualAdd(),
-        NormSpec("mlp_norm"),
-        *feed_forward(model, layer),
-        ResidualAdd(),
-    )
+    parts = list[Part]()
+    branches = (*projections_and_core, RowParallel((out(model),))), feed_forward(model, layer)
+    for name, branch in zip(("attention", "mlp"), branches, strict=True):
+        first, last = [NormSpec(f"{name}_norm")] * before, [NormSpec(f"{name}_post_norm")] * after
+        parts += [*first, *branch, *last, ResidualAdd()]
+    return tuple(parts)
+
+
+def sandwich_block(model: ModelConfig, layer: int) -> BlockSpec:
+    """x + attention_post_norm(attention(attention_norm(x))), then + mlp_post_norm(mlp(mlp_norm(.)))."""
+    return serial_block(model, layer, after=True)
+
+
+def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
+    """x + attention_post_norm(attention(x)), then + mlp_post_norm(mlp(.))."""
+    return serial_block(model, layer, before=False, after=True)
 
 
 def parallel_block(model: ModelConfig, layer: int) -> BlockSpec:
     """x + attention(norm(x)) + mlp(norm(x))."""
+    up, activation, down = mlp(model)
     return (
         NormSpec("norm"),
-        ColumnParallel((qkv(model), up(model))),
+        ColumnParallel((qkv(model), *up.layers)),
         attention(model, layer),
-        activation(model),
-        RowParallel((out(model), down(model))),
+        activation,
+        RowParallel((out(model), *down.layers)),
         ResidualAdd(),
     )
 
 
 def parallel_two_norms_block(model: ModelConfig, layer: int) -> BlockSpec:
     """x + attention(attention_norm(x)) + mlp(mlp_norm(x))."""
+    up, activation, down = mlp(model)
     return (
         NormSpec("attention_norm"),
         ColumnParallel((qkv(model),)),
         attention(model, layer),
         NormSpec("mlp_norm", shares_input=True),
-        ColumnParallel((up(model),)),
-        activation(model),
-        RowParallel((out(model), down(model))),
-        ResidualAdd(),
-    )
-
-
-def sandwich_block(model: ModelConfig, layer: int) -> BlockSpec:
-    """x + attention_post_norm(attention(attention_norm(x))), then + mlp_post_norm(mlp(mlp_norm(.)))."""
-    return (
-        NormSpec("attention_norm"),
-        ColumnParallel((qkv(model),)),
-        attention(model, layer),
-        RowParallel((out(model),)),
-        NormSpec("attention_post_norm"),
-        ResidualAdd(),
-        NormSpec("mlp_norm"),
-        *feed_forward(model, layer),
-        NormSpec("mlp_post_norm"),
-        ResidualAdd(),
-    )
-
-
-def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
-    """x + attention_post_norm(attention(x)), then + mlp_post_norm(mlp(.))."""
-    return (
-        ColumnParallel((qkv(model),)),
-        attention(model, layer),
-        RowParallel((out(model),)),
-        NormSpec("attention_post_norm"),
-        ResidualAdd(),
-        *feed_forward(model, layer),
-        NormSpec("mlp_post_norm"),
+        up,
+        activation,
+        RowParallel((out(model), *down.layers)),
         ResidualAdd(),
     )
 
@@ -188,10 +167,22 @@ def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
 def feed_forward(model: ModelConfig, layer: int) -> BlockSpec:
     """The MLP of layer number `layer`, or its experts."""
     if not model.has_experts(layer):
-        return ColumnParallel((up(model),)), activation(model), RowParallel((down(model),))
+        return mlp(model)
     from megascale.layout.parts.expert_layer import expert_layer
 
-    return (expert_layer(model),)
+    return (expert_layer(model, mlp(model, "shared") if model.shared_ffn_size else None),)
+
+
+def mlp(model: ModelConfig, place: str = "mlp") -> tuple[ColumnParallel, ActivationSpec, RowParallel]:
+    """An MLP: up projection, of a gated activation in one linear layer with the gate, activation, and down projection
+    to the residual stream. `place`: in the layer, or "shared" for the MLP of the shared expert.
+    """
+    width, label = (model.ffn_size, "") if place == "mlp" else (model.shared_ffn_size, f"{place} ")
+    parts = (("gate", width), ("up", width)) if model.gated else (("up", width),)
+    name = "_".join(part for part, _ in parts)
+    up = LinearSpec(f"{place}.{name}", f"{label}up", model.hidden_size, parts, bias=model.bias)
+    down = LinearSpec(f"{place}.down", f"{label}down", width, (("down", model.hidden_size),), bias=model.bias)
+    return ColumnParallel((up,)), ActivationSpec(len(parts) * width, width), RowParallel((down,))
 
 
 def qkv(model: ModelConfig) -> LinearSpec:
@@ -213,21 +204,3 @@ def out(model: ModelConfig) -> LinearSpec:
     """The output projection of attention, from the heads to the residual stream."""
     width = model.num_heads * model.value_head_dim
     return LinearSpec("attention.out", "out", width, (("out", model.hidden_size),), bias=model.bias)
-
-
-def up(model: ModelConfig) -> LinearSpec:
-    """The up projection of the MLP; with a gated activation, gate and up projection as a single linear layer."""
-    if model.gated:
-        parts = (("gate", model.ffn_size), ("up", model.ffn_size))
-        return LinearSpec("mlp.gate_up", "up", model.hidden_size, parts, bias=model.bias)
-    return LinearSpec("mlp.up", "up", model.hidden_size, (("up", model.ffn_size),), bias=model.bias)
-
-
-def activation(model: ModelConfig) -> ActivationSpec:
-    """The activation function of the MLP."""
-    return ActivationSpec((2 if model.gated else 1) * model.ffn_size, model.ffn_size)
-
-
-def down(model: ModelConfig) -> LinearSpec:
-    """The down projection of the MLP, to the residual stream."""
-    return LinearSpec("mlp.down", "down", model.ffn_size, (("down", model.hidden_size),), bias=model.bias)

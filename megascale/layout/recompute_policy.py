@@ -31,7 +31,7 @@ def joined_chunks(train: TrainConfig, parallel: ParallelConfig) -> tuple[int, ..
     """The model chunks whose W follows its I at once (`schedule.ir.weights_at_once`): of a schedule with split
     backwards, those whose blocks are recomputed as a whole.
     """
-    splits = parallel.schedule is not None and SCHEDULES[parallel.schedule].facts.get("split", False)
+    splits = parallel.schedule is not None and SCHEDULES[parallel.schedule].facts["split"]
     return tuple(chunk for chunk in range(parallel.vpp if splits else 0) if recompute_policy(train, chunk).full)
 
 

@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.core.registry import CardError
 
 MAX_PERIOD = 1000  # most micro-batches until skips repeat
 RECENT = 64  # cached splits and placements: queries about a configuration ask for its own repeatedly
@@ -133,9 +134,16 @@ PLACEMENTS = {"loop": looped, "v": v_shaped}  # functions (p, v) by the name in 
 
 @lru_cache(RECENT)
 def placement_of(schedule: str | None, p: int, v: int, barriers: int = 0, skip_ratio: float = 0.0) -> Placement:
-    """Place the virtual stages as a schedule needs them; None: the default schedule of a configuration."""
-    card = SCHEDULES.cards.get(schedule or "")
-    placed = PLACEMENTS[card.facts.get("placement", "loop") if card is not None else "loop"](p, v)
+    """Place the virtual stages as a schedule needs them; None: the default schedule of a configuration.
+
+    Raises: CardError for a plug-in without a placement
+    """
+    name = card.facts["placement"] if (card := SCHEDULES.cards.get(schedule or "")) else "loop"
+    if name not in PLACEMENTS:
+        raise CardError(
+            f"schedule {schedule!r} has the unknown placement {name!r}", hint=f"one of {', '.join(PLACEMENTS)}"
+        )
+    placed = PLACEMENTS[name](p, v)
     return replace(placed, barriers=barriers, skip_ratio=skip_ratio) if barriers or skip_ratio else placed
 
 

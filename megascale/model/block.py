@@ -4,16 +4,22 @@ input: `ParallelBlock`, `ParallelTwoNormsBlock`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar
+
 from torch import Tensor, nn
 
 from megascale.model.attention import Attention, self_attention
-from megascale.model.mlp import MLP, branch_steps, feed_forward
+from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext, Norm, residual_dropout
 from megascale.parallel.domino import in_halves
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.recompute import Recomputation
 from megascale.parallel.segments import Steps, finish
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.record.label import Label
+
+if TYPE_CHECKING:
+    from megascale.model.experts import Experts
 
 
 class SteppedBlock(nn.Module):
@@ -35,72 +41,49 @@ class SteppedBlock(nn.Module):
 
 
 class SerialBlock(SteppedBlock):
-    """x + attention(norm(x)), then + mlp(norm(.)): the block of GPT-2 and Llama."""
-
-    def __init__(self, context: LayerContext, index: int) -> None:
-        super().__init__(context)
-        name = f"layers.{index}"
-        self.attention_norm = Norm(context, f"{name}.attention_norm")
-        self.attention = self_attention(context, index)
-        self.mlp_norm = Norm(context, f"{name}.mlp_norm")
-        self.mlp = feed_forward(context, index)
-        self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
-
-    def steps(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Steps[Tensor]:
-        again = self.attention_norm.recompute_norm(x_sbh)
-        branch = yield from self.attention.steps(self.attention_norm(x_sbh), batch, again)
-        x_sbh, normed = self.mlp_norm.add_norm(x_sbh, self._drop(branch, batch, "attention.out"))
-        again = self.mlp_norm.recompute_norm(x_sbh)
-        x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, normed, batch, again, compute_output)
-        return x_sbh + self._drop(branch, batch, "mlp.down")
-
-
-class SandwichBlock(SteppedBlock):
-    """x + post_norm(attention(norm(x))), then + post_norm(mlp(norm(.))): the block of Gemma 2 and 3.
-
-    Dropout applies to a branch after its second norm.
+    """x + attention(norm(x)), then + mlp(norm(.)): the block of GPT-2 and Llama. Norms `before` a branch, or `after`;
+    dropout applies to a branch after its norms.
     """
 
-    def __init__(self, context: LayerContext, index: int) -> None:
-        super().__init__(context)
-        name = f"layers.{index}"
-        self.attention_norm = Norm(context, f"{name}.attention_norm")
-        self.attention = Attention(context, index)
-        self.attention_post_norm = Norm(context, f"{name}.attention_post_norm")
-        self.mlp_norm = Norm(context, f"{name}.mlp_norm")
-        self.mlp = feed_forward(context, index)
-        self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
-        self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
-
-    def steps(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Steps[Tensor]:
-        # The last GEMM runs also without `compute_output`: the norm after it saves its output.
-        again = self.attention_norm.recompute_norm(x_sbh)
-        branch = yield from self.attention.steps(self.attention_norm(x_sbh), batch, again)
-        branch = self._drop(self.attention_post_norm(branch), batch, "attention.out")
-        x_sbh, normed = self.mlp_norm.add_norm(x_sbh, branch)
-        again = self.mlp_norm.recompute_norm(x_sbh)
-        x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, normed, batch, again)
-        return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
-
-
-class PostNormBlock(SteppedBlock):
-    """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2. Dropout applies to a branch after its norm."""
+    before: ClassVar[bool] = True
+    after: ClassVar[bool] = False
 
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__(context)
         name = f"layers.{index}"
-        self.attention = Attention(context, index)
-        self.attention_post_norm = Norm(context, f"{name}.attention_post_norm")
+        if self.before:
+            self.attention_norm, self.mlp_norm = (Norm(context, f"{name}.{at}_norm") for at in ("attention", "mlp"))
+        if self.after:
+            self.attention_post_norm = Norm(context, f"{name}.attention_post_norm")
+            self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
+        self.attention = self_attention(context, index)
         self.mlp = feed_forward(context, index)
-        self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
     def steps(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Steps[Tensor]:
-        # The last GEMM runs also without `compute_output`: the norm after it saves its output.
-        branch = self.attention_post_norm((yield from self.attention.steps(x_sbh, batch)))
-        x_sbh = x_sbh + self._drop(branch, batch, "attention.out")
-        x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, x_sbh, batch)
-        return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
+        again = self.attention_norm.recompute_norm(x_sbh) if self.before else None
+        branch = yield from self.attention.steps(self.attention_norm(x_sbh) if self.before else x_sbh, batch, again)
+        branch = self._drop(self.attention_post_norm(branch) if self.after else branch, batch, "attention.out")
+        if self.before:
+            x_sbh, normed = self.mlp_norm.add_norm(x_sbh, branch)
+            again = self.mlp_norm.recompute_norm(x_sbh)
+        else:
+            x_sbh = normed = x_sbh + branch
+        # the last GEMM always runs before a norm, which saves its output
+        x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, normed, batch, again, compute_output or self.after)
+        return x_sbh + self._drop(self.mlp_post_norm(branch) if self.after else branch, batch, "mlp.down")
+
+
+class SandwichBlock(SerialBlock):
+    """x + post_norm(attention(norm(x))), then + post_norm(mlp(norm(.))): the block of Gemma 2 and 3."""
+
+    after = True
+
+
+class PostNormBlock(SerialBlock):
+    """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2."""
+
+    before, after = False, True
 
 
 class ParallelBlock(SteppedBlock):
@@ -124,7 +107,7 @@ class ParallelBlock(SteppedBlock):
         if self.mlp.tiles > 1:
             normed = self.norm(x_sbh)
             branch = yield from self.attention.steps(normed, batch, recompute_norm, compute_output)
-            branch = branch + (yield from self.mlp.steps(normed, batch, recompute_norm, compute_output))
+            branch = branch + (yield from self.mlp.steps(normed, recompute_norm, compute_output))
             return x_sbh + self._drop(branch, batch)
         columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
         qkv, inner = yield from column_parallel_steps(self.norm(x_sbh), columns, self._tp, label, recompute_norm)
@@ -154,7 +137,7 @@ class ParallelTwoNormsBlock(SteppedBlock):
         if self.mlp.tiles > 1:
             branch = yield from self.attention.steps(normed, batch, recompute_norm, compute_output)
             again = self.mlp_norm.recompute_norm(x_sbh)
-            mlp = yield from self.mlp.steps(self.mlp_norm(x_sbh), batch, again, compute_output)
+            mlp = yield from self.mlp.steps(self.mlp_norm(x_sbh), again, compute_output)
             return x_sbh + self._drop(branch + mlp, batch)
         (qkv,) = yield from self.attention.project(normed, recompute_norm)
         heads = self.attention.core_attention(qkv, batch)
@@ -172,3 +155,24 @@ def _sum_branches(
     inputs, rows = [heads, mlp.activate(inner)], [attention.out.params, mlp.down.params]
     recompute_inputs, label = [None, mlp.recompute_activation(inner)], Label.for_layer(block._index, "out and down")
     return row_parallel_steps(inputs, rows, block._tp, label, recompute_inputs, compute_output)
+
+
+def feed_forward(context: LayerContext, index: int) -> MLP | Experts:
+    """Build the branch of layer `index` beside attention: an MLP, or experts."""
+    if not context.model.has_experts(index):
+        return MLP(context, index)
+    from megascale.model.experts import Experts
+
+    return Experts(context, index)
+
+
+def branch_steps(
+    branch: MLP | Experts, residual: Tensor, x_sbh: Tensor, batch: MicroBatch,
+    recompute_input: Recomputation | None = None, compute_output: bool = True,
+) -> Steps[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Run the branch on x; return the `residual` stream, which the segments of experts pass on, and the result. Other
+    arguments as in `MLP.steps`; experts save x for the router, and compute their result in any case.
+    """
+    if isinstance(branch, MLP):
+        return residual, (yield from branch.steps(x_sbh, recompute_input, compute_output))
+    return (yield from branch.steps(residual, x_sbh, batch))

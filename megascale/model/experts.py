@@ -13,7 +13,7 @@ from megascale.model.modules import LayerContext
 from megascale.parallel.experts.dispatcher import Dispatcher, InFlight, start_combine, start_dispatch
 from megascale.parallel.experts.grouped_linear import grouped_linear, router_logits
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.segments import Steps, finish
+from megascale.parallel.segments import Steps
 from megascale.record.label import Label
 
 
@@ -42,13 +42,9 @@ class Experts(nn.Module):
         self._index = index
         self._up_gemms, self._down_gemms = (context.grouped_gemms(index) for _ in range(2))
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]."""
-        return finish(self.steps(x_sbh, x_sbh, batch))[1]
-
     def steps(self, residual: Tensor, x_sbh: Tensor, batch: MicroBatch) -> Steps[tuple[Tensor, Tensor]]:
-        """Compute `forward` in segments, which pass on the `residual` stream; return it and the result. Several blocks
-        of tokens are one segment.
+        """Map x [s, b, h] to [s, b, h] in segments, which pass on the `residual` stream; return it and the result.
+        Several blocks of tokens are one segment.
         """
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
         logits = router_logits(x, self.router, self.router_bias)
@@ -67,7 +63,7 @@ class Experts(nn.Module):
         if one is not None:
             residual, x_sbh, scalar = yield residual, x_sbh, in_flight[0].scalar
             in_flight[0] = in_flight[0]._replace(scalar=scalar)
-        shared = None if self.shared is None else (yield from self._shared(x_sbh, batch))  # overlaps the exchange
+        shared = None if self.shared is None else (yield from self._shared(x_sbh))  # overlaps the exchange
         out += [each.tokens() for each in in_flight]
         routed = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x_sbh)
         return residual, routed if shared is None else routed + shared
@@ -92,9 +88,9 @@ class Experts(nn.Module):
         rows = grouped_linear(inner, self.down, groups, self.down_bias, factors, self._down_gemms)
         return start_combine(rows, dispatcher, label)
 
-    def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[Tensor]:
+    def _shared(self, x_sbh: Tensor) -> Steps[Tensor]:
         assert self.shared is not None
-        out = yield from self.shared.steps(x_sbh, batch)
+        out = yield from self.shared.steps(x_sbh)
         if self.shared_gate is None:
             return out
         gate = torch.sigmoid(router_logits(x_sbh.reshape(-1, x_sbh.shape[-1]), self.shared_gate))

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
 from megascale.model.modules import LayerContext, Linear
 from megascale.ops.planned_cast import plan_casts
-from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.segments import Steps, finish, run_through
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.parallel.tiles import run_in_tiles
 from megascale.record.label import Label
-
-if TYPE_CHECKING:
-    from megascale.model.experts import Experts
 
 
 class MLP(nn.Module):
@@ -37,14 +31,10 @@ class MLP(nn.Module):
         self.tiles = context.recompute.mlp_tiles
 
     def steps(
-        self,
-        x_sbh: Tensor,
-        batch: MicroBatch | None = None,
-        recompute_input: Recomputation | None = None,
-        compute_output: bool = True,
+        self, x_sbh: Tensor, recompute_input: Recomputation | None = None, compute_output: bool = True
     ) -> Steps[Tensor]:
-        """Map x [s, b, h] to [s, b, h]. `batch` is unused; `recompute_input` recomputes x for wgrad;
-        `compute_output` as in `row_parallel_linear`.
+        """Map x [s, b, h] to [s, b, h]. `recompute_input` recomputes x for wgrad; `compute_output` as in
+        `row_parallel_linear`.
         """
         if self.tiles > 1:
             return run_in_tiles(self._run_tile, x_sbh, self.tiles, recompute_input, compute_output)
@@ -73,24 +63,3 @@ class MLP(nn.Module):
     def recompute_activation(self, inner: Tensor) -> Recomputation | None:
         """Describe how the down layer recomputes its input activate(inner); None if the layer saves its input."""
         return recomputation(self.activate, inner, self._recompute)
-
-
-def feed_forward(context: LayerContext, index: int) -> MLP | Experts:
-    """Build the branch of layer `index` beside attention: an MLP, or experts (`model.experts`)."""
-    if not context.model.has_experts(index):
-        return MLP(context, index)
-    from megascale.model.experts import Experts
-
-    return Experts(context, index)
-
-
-def branch_steps(
-    branch: MLP | Experts, residual: Tensor, x_sbh: Tensor, batch: MicroBatch,
-    recompute_input: Recomputation | None = None, compute_output: bool = True,
-) -> Steps[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Run the branch on x; return the `residual` stream, which the segments of experts pass on, and the result. Other
-    arguments as in `MLP.steps`; experts save x for the router, and compute their result in any case.
-    """
-    if isinstance(branch, MLP):
-        return residual, (yield from branch.steps(x_sbh, batch, recompute_input, compute_output))
-    return (yield from branch.steps(residual, x_sbh, batch))

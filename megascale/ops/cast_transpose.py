@@ -4,6 +4,9 @@ A kernel sees a matrix [m, k] as it lies in memory; the cast of a view of its tr
 Scales belong to blocks of HIGH x WIDE elements, where 0 means all rows or all columns. Magnitudes are compared by their
 bits: as integers these are in the order of the numbers, with infinity and NaN above all.
 
+Statistics order no other memory access: atomic operations are relaxed. Others wait for all stores of a tile, and empty
+the L1 cache.
+
 A kernel is compiled for dtypes, kinds of blocks, and whether m and k are multiples of 16, not for shapes.
 """
 
@@ -26,6 +29,9 @@ BAND, SPAN = 4, 2048  # rows read twice, the second time from cache, and their c
 WARPS, CAST_WARPS = 8, 16
 
 FORMATS = {Fp8Format.E4M3: tl.float8e4nv, Fp8Format.E5M2: tl.float8e5}
+ELEMENTS = ["amax", "record", "counts"]
+"""Arguments that may be elements of tensors: kernels are not compiled anew for their addresses."""
+
 SMALLEST, BEYOND = tl.constexpr(MIN_SCALE), tl.constexpr(SATURATED)
 
 
@@ -147,9 +153,9 @@ def _count(counts, tile, scale, codes, inside, largest):  # type: ignore[no-unty
     """Add to `CastRecord.counts`."""
     saturated = tl.abs(tile) > scale * (largest * BEYOND)
     underflowed = (tile != 0) & ((codes.to(tl.uint8, bitcast=True) & 127) == 0)
-    tl.atomic_add(counts, tl.sum(tl.ravel(saturated.to(tl.int32))).to(tl.int64))
-    tl.atomic_add(counts + 1, tl.sum(tl.ravel(underflowed.to(tl.int32))).to(tl.int64))
-    tl.atomic_add(counts + 2, tl.sum(tl.ravel(inside.to(tl.int32))).to(tl.int64))
+    tl.atomic_add(counts, tl.sum(tl.ravel(saturated.to(tl.int32))).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts + 1, tl.sum(tl.ravel(underflowed.to(tl.int32))).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts + 2, tl.sum(tl.ravel(inside.to(tl.int32))).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -199,15 +205,15 @@ def _fp8_amax(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
     tile = tl.load(x + row * k + column, mask=(row < m) & (column < k), other=0.0).to(tl.float32)
     place, exists = _block_places(m, k, HIGH, WIDE, SIDE)
-    tl.atomic_max(amax + place, _block_bits(tile, HIGH, WIDE, SIDE), mask=exists)
+    tl.atomic_max(amax + place, _block_bits(tile, HIGH, WIDE, SIDE), mask=exists, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    tile, inside, first, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
+    tile, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile of a matrix [m, k] from column `first`, with the arguments of `_fp8_cast`."""
+    """Cast a tile of a matrix [m, k] from column `first`, up to column `end`, with the arguments of `_fp8_cast`."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
     column = first + tl.arange(0, SIDE)[None, :]
     place, exists = _block_places(m, k, HIGH, WIDE, SIDE)
@@ -224,14 +230,14 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
         # places made anew: Triton does not see that transposed ones are contiguous, and would store byte by byte
         row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[None, :]
         column = first.to(tl.int64) + tl.arange(0, SIDE)[:, None]
-        tl.store(transposed + column * m + row, tl.trans(codes), mask=(row < m) & (column < k))
+        tl.store(transposed + column * m + row, tl.trans(codes), mask=(row < m) & (column < end))
     if record is not None:
-        tl.atomic_max(record, tl.max(tl.ravel(_bits(tile))))
+        tl.atomic_max(record, tl.max(tl.ravel(_bits(tile))), sem="relaxed")
     if counts is not None:
         _count(counts, tile, _spread(by_block, HIGH, WIDE, SIDE), codes, inside, largest)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     x, amax, scale, data, transposed, record, counts, by_column, m, k, largest, FP8: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
@@ -242,14 +248,14 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     inside = (row < m) & (column < k)
     tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
     cast_tile(
-        tile, inside, tl.program_id(1) * SIDE, amax, scale, data, transposed, record, counts, m, k, largest, FP8, HIGH,
-        WIDE, SIDE,
+        tile, inside, tl.program_id(1) * SIDE, k, amax, scale, data, transposed, record, counts, m, k, largest, FP8,
+        HIGH, WIDE, SIDE,
     )  # fmt: skip
     if by_column is not None:
         _raise_columns(by_column, tile, tl.program_id(1) * SIDE + tl.arange(0, SIDE), k)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
     x, scale, data, record, counts, by_column, m, k, largest, FP8: tl.constexpr, BAND: tl.constexpr,
     SPAN: tl.constexpr,
@@ -265,7 +271,7 @@ def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
     factors = _inverse(scales)
     tl.store(scale + row, scales, mask=row < m)
     if record is not None:
-        tl.atomic_max(record, tl.max(tl.ravel(most)))
+        tl.atomic_max(record, tl.max(tl.ravel(most)), sem="relaxed")
     for start in range(0, k, SPAN):
         column = start + tl.arange(0, SPAN)[None, :]
         inside = (row < m) & (column < k)

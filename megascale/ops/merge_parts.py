@@ -27,7 +27,7 @@ def merge_part(
 
 
 # Triton evaluates annotations when it compiles, and knows none but its own
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["m", "first_row", "first_place", "run"])  # type: ignore[untyped-decorator]
 def _merge_part(  # type: ignore[no-untyped-def] # noqa: PLR0913
     sums, sums_lse, out, lse, rows, places, m, heads, d, first_row, first_place, run, row_stride, head_stride,
     place_stride, lse_row_stride, lse_head_stride, lse_place_stride,
@@ -36,12 +36,12 @@ def _merge_part(  # type: ignore[no-untyped-def] # noqa: PLR0913
     """Add the queries of a program, of one head. Without `gathers` they are runs of `run` places in rows that follow
     each other.
     """
-    query, head = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES), tl.program_id(1).to(tl.int64)
+    query, head = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.program_id(1).to(tl.int64)
     there = query < m
     if gathers:
         row, place = tl.load(rows + query, mask=there, other=0), tl.load(places + query, mask=there, other=0)
     else:
-        row, place = first_row + query // run, first_place + query % run
+        row, place = (first_row + query // run).to(tl.int64), (first_place + query % run).to(tl.int64)
     at = sums_lse + row * lse_row_stride + head * lse_head_stride + place * lse_place_stride
     before, part = tl.load(at, mask=there, other=0.0), tl.load(lse + head * m + query, mask=there, other=0.0)
     high = tl.maximum(before, part)

@@ -75,3 +75,11 @@ class Routing:
 def largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest values of each row, the first of equal ones first: `topk` takes any."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
+
+
+def count_choices(chosen: Tensor, size: int) -> Tensor:
+    """Count each of `size` experts in each row of `chosen` [n, slots], where `size` stands for none: [n, size]. The
+    host does not wait for the device.
+    """
+    counts = chosen.new_zeros(len(chosen), size + 1).scatter_add_(1, chosen, torch.ones_like(chosen))
+    return counts[:, :-1].contiguous()

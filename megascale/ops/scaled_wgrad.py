@@ -3,8 +3,8 @@
     total [m, n] = a b^T (+ total)        a [m, k], b [n, k], a scale per tensor, row, or 128 elements of a row
 
 Tensor cores accumulate FP8 GEMMs in fewer bits than fp32. After every 128 elements of k their sum is added to an fp32
-sum, as by cuBLAS (its split accumulator). A kernel is compiled for dtypes, kinds of scales, and whether k is a multiple
-of 16.
+sum, as by cuBLAS (its split accumulator). A kernel is compiled for dtypes, kinds of scales, and whether n and k are
+multiples of 16.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def scaled_wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
 
 
 # Triton evaluates annotations when it compiles, and knows none but its own
-@triton.jit(do_not_specialize=["m", "n", "row_a", "along_a", "row_b", "along_b"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["m", "row_a", "along_a", "row_b", "along_b"])  # type: ignore[untyped-decorator]
 def _fp8_gemm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     a, b, scale_a, scale_b, total, m, n, k, row_a, along_a, row_b, along_b, ADD: tl.constexpr, IN_BLOCKS: tl.constexpr,
     SIDE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
@@ -47,25 +47,28 @@ def _fp8_gemm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     high, wide = tl.cdiv(m, SIDE), tl.cdiv(n, SIDE)
     group, within = tl.program_id(0) // (GROUP * wide), tl.program_id(0) % (GROUP * wide)
     rows = min(high - group * GROUP, GROUP)
-    i = ((group * GROUP + within % rows) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
-    j = ((within // rows) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
-    along = tl.arange(0, BLOCK)
-    from_a, from_b = a + (i % m)[:, None] * k + along[None, :], b + (j % n)[None, :] * k + along[:, None]
-    of_a, of_b = scale_a + (i % m) * row_a, scale_b + (j % n) * row_b
+    top, left = (group * GROUP + within % rows) * SIDE, (within // rows) * SIDE
+    along, i, j = tl.arange(0, BLOCK), tl.arange(0, SIDE), tl.arange(0, SIDE)
+    # operands' last rows stand for those beyond; offsets within a tile have 32 bits: others take more registers
+    of_a, of_b = tl.minimum(i, m - 1 - top), tl.minimum(j, n - 1 - left)
+    from_a = a + top.to(tl.int64) * k + (of_a[:, None] * k + along[None, :])
+    from_b = b + left.to(tl.int64) * k + (of_b[None, :] * k + along[:, None])
+    scale_a, scale_b, of_a, of_b = scale_a + top * row_a, scale_b + left * row_b, of_a * row_a, of_b * row_b
     sums = tl.zeros([SIDE, SIDE], tl.float32)
     for block in range(tl.cdiv(k, BLOCK)):
-        left = tl.load(from_a, mask=along[None, :] < k - block * BLOCK, other=0.0)
-        right = tl.load(from_b, mask=along[:, None] < k - block * BLOCK, other=0.0)
+        x = tl.load(from_a, mask=along[None, :] < k - block * BLOCK, other=0.0)
+        y = tl.load(from_b, mask=along[:, None] < k - block * BLOCK, other=0.0)
         if IN_BLOCKS:
-            scale = tl.load(of_a + block * along_a)[:, None] * tl.load(of_b + block * along_b)[None, :]
-            sums += tl.dot(left, right) * scale
+            of_x, of_y = tl.load(scale_a + block * along_a + of_a), tl.load(scale_b + block * along_b + of_b)
+            sums += tl.dot(x, y) * (of_x[:, None] * of_y[None, :])
         else:
-            sums = tl.dot(left, right, sums, max_num_imprecise_acc=BLOCK)
+            sums = tl.dot(x, y, sums, max_num_imprecise_acc=BLOCK)
         from_a += BLOCK
         from_b += BLOCK
     if not IN_BLOCKS:
-        sums *= tl.load(of_a)[:, None] * tl.load(of_b)[None, :]
-    places, inside = total + i[:, None] * n + j[None, :], (i < m)[:, None] & (j < n)[None, :]
+        sums *= tl.load(scale_a + of_a)[:, None] * tl.load(scale_b + of_b)[None, :]
+    places = total + top.to(tl.int64) * n + left + (i[:, None] * n + j[None, :])
+    inside = (i < m - top)[:, None] & (j < n - left)[None, :]
     if ADD:
         sums += tl.load(places, mask=inside, other=0.0).to(tl.float32)
     tl.store(places, sums, mask=inside)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megascale.catalog.recipes import TENSOR
-from megascale.ops.cast_transpose import FORMATS, cast_tile
+from megascale.ops.cast_transpose import ELEMENTS, FORMATS, cast_tile
 from megascale.ops.known_amax import keep_amax
 from megascale.ops.planned_cast import PlannedCast, keep_cast, planned_casts
 from megascale.ops.quantized import Quantized
@@ -47,10 +47,10 @@ class _SwiGLU(torch.autograd.Function):
 def _launch(
     gate_up: Tensor, grad: Tensor | None, out: Tensor, plan: PlannedCast | None, with_transpose: bool
 ) -> Tensor:
-    """Fill `out`, and keep its cast or its amax with it. A cast of gate and up needs whole tiles of both."""
+    """Fill `out`, and keep its cast or its amax with it."""
     m, f = out.shape[:-1].numel(), gate_up.shape[-1] // 2
     launch = _swiglu[triton.cdiv(m, SIDE), triton.cdiv(f, SIDE)]
-    if plan is None or f % SIDE:
+    if plan is None:
         amax = torch.zeros((), dtype=torch.float32, device=out.device)
         given = None, None, None, None, amax.view(torch.int32), None, m, f, 0.0, None
         launch(gate_up, grad, out, *given, SIDE, num_warps=WARPS)
@@ -88,22 +88,26 @@ def _silu_backward(grad, x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    tile, inside, first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
+    tile, inside, first, end, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of a matrix [m, k] from column `first`, and its cast; else raise the bits of the amax `record`."""
+    """Write a tile of a matrix [m, k] from column `first`, up to column `end`, and its cast; else raise the bits of the
+    amax `record`.
+    """
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
     rounded = tl.where(inside, tile, 0.0).to(out.dtype.element_ty)
     tl.store(out + row * k + first + tl.arange(0, SIDE)[None, :], rounded, mask=inside)
     wide = rounded.to(tl.float32)
     if data is not None:
-        cast_tile(wide, inside, first, amax, scale, data, transposed, record, counts, m, k, largest, FP8, 0, 0, SIDE)
+        cast_tile(
+            wide, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8, 0, 0, SIDE
+        )  # fmt: skip
     else:
         most = tl.max(tl.ravel(tl.abs(wide).to(tl.int32, bitcast=True)))
-        tl.atomic_max(record, most, mask=most > tl.load(record))  # few tiles have a larger one
+        tl.atomic_max(record, most, mask=most > tl.load(record), sem="relaxed")  # few tiles have a larger one
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _swiglu(  # type: ignore[no-untyped-def] # noqa: PLR0913
     gate_up, grad, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8: tl.constexpr,
     SIDE: tl.constexpr,
@@ -116,9 +120,11 @@ def _swiglu(  # type: ignore[no-untyped-def] # noqa: PLR0913
     up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0.0).to(tl.float32)
     if grad is None:
         result = _round(_silu(gate), out) * up
-        _write(result, inside, first, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8, SIDE)
+        _write(result, inside, first, f, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8, SIDE)
     else:
         above, k = tl.load(grad + row * f + column, mask=inside, other=0.0).to(tl.float32), 2 * f
         of_gate, of_up = _silu_backward(_round(above * up, out), gate), above * _round(_silu(gate), out)
-        _write(of_gate, inside, first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
-        _write(of_up, inside, f + first, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
+        _write(of_gate, inside, first, f, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
+        _write(
+            of_up, inside, f + first, k, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE
+        )  # fmt: skip

@@ -16,7 +16,7 @@ from megascale.ops.boundaries import Boundaries
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:
-    from megascale.parallel.experts.expert_choice import ExpertChoice
+    from megascale.parallel.experts.dispatcher import ExpertChoice
     from megascale.parallel.kv_store import KVStore
 
 

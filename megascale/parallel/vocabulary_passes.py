@@ -118,7 +118,12 @@ class VocabularyPasses:
         with enter(kind.value, chunk, index):
             match kind:
                 case Kind.EMBED:
-                    self._look_up(index, batch)
+                    assert batch.tokens is not None, "every stage reads the tokens"
+                    found = vocab_parallel_embedding(batch.tokens, self.embedding, self.vocabulary, self.tp)
+                    if found.requires_grad:
+                        self._edges[index] = get_gradient_edge(found)
+                    self.embedded.given[index] = found.detach()
+                    self.embedded.start(index)
                 case Kind.HIDDEN:
                     self.hidden.start(index)
                 case Kind.VS:
@@ -158,15 +163,6 @@ class VocabularyPasses:
         """End all exchanges of a step or an evaluation."""
         self.embedded.end_unused()
         self.hidden_grads.end_unused()
-
-    def _look_up(self, index: int, batch: MicroBatch) -> None:
-        """Look up the tokens of a micro-batch, and start the sum over the stages."""
-        assert batch.tokens is not None, "every stage reads the tokens"
-        found = vocab_parallel_embedding(batch.tokens, self.embedding, self.vocabulary, self.tp)
-        if found.requires_grad:
-            self._edges[index] = get_gradient_edge(found)
-        self.embedded.given[index] = found.detach()
-        self.embedded.start(index)
 
     @torch.no_grad()
     def _compute_logits(self, index: int, batch: MicroBatch, *, training: bool) -> None:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from megascale.layout.stages import v_shaped
 from megascale.schedule.dependencies import Result, dependencies, results
 from megascale.schedule.ir import Action, Kind, RankSchedule, forward
-from megascale.schedule.v_shaped import require_two_chunks
 
 PERIOD = 6
 LIVE = {Kind.F: 1, Kind.I: 0, Kind.W: -1}
@@ -42,29 +41,24 @@ def min_block(p: int) -> BuildingBlock:
 
 
 def v_half(p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """List the actions of `rank` of p for m micro-batches; v must be 2.
+    """List the actions of `rank` of p for m micro-batches; v is 2.
 
     With equal times F, I, W of a rank the bubble is less than half of 1F1B's, 3 (p - 1) F / 2, and at most 1 + p // 2
     micro-batches are live.
-
-    Raises: ValueError for v != 2
     """
-    return _squeezed_and_repeated(half_block(p), p, v, m, rank)
+    return _squeezed_and_repeated(half_block(p), p, m, rank)
 
 
 def v_min(p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """List the actions of `rank` of p for m micro-batches; v must be 2.
+    """List the actions of `rank` of p for m micro-batches; v is 2.
 
     With equal times F, I, W of a rank the bubble is at most two thirds of 1F1B's, 2 (p - 1) F, and at most (p + 4) // 3
     micro-batches are live.
-
-    Raises: ValueError for v != 2
     """
-    return _squeezed_and_repeated(min_block(p), p, v, m, rank)
+    return _squeezed_and_repeated(min_block(p), p, m, rank)
 
 
-def _squeezed_and_repeated(block: BuildingBlock, p: int, v: int, m: int, rank: int) -> RankSchedule:
-    require_two_chunks(v)
+def _squeezed_and_repeated(block: BuildingBlock, p: int, m: int, rank: int) -> RankSchedule:
     few = min(m, 2 * p + 4)  # with a steady micro-batch, if m is larger
     order = squeezed(block, p, few)[rank]
     return [*(repeated(order, p, m - few) if m > few else order)]

@@ -6,15 +6,19 @@ is equal at both ends and that no waits for devices deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
 
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS
-from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action
-from megascale.schedule.lower import global_order
+from megascale.schedule.global_order import global_order
+from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action, parts
 
 PASSES = {(Kind.F, *again, *last) for again in ((), (Kind.R,)) for last in ((Kind.B,), (Kind.I, Kind.W))}
 """The actions of a chunk and a micro-batch in their order."""
+
+KINDS = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R
 
 PAIRS = {(Kind.F, Kind.B), (Kind.F, Kind.I)}
 
@@ -33,19 +37,44 @@ def check_schedule(
     if len(compute) != p:
         raise ScheduleError(f"lists of actions for {len(compute)} ranks, not {p}")
     for rank, order in enumerate(compute):
-        if found := {type(each) for each in order} - {Action, Overlap} if isinstance(order, list) else {type(order)}:
-            what = ", ".join(sorted(each.__name__ for each in found))
-            raise ScheduleError(f"rank {rank}: {what}, not a list of Action and Overlap (megascale.schedule.ir)")
+        check_entries(order, rank)
         check_passes(order, rank, placement, m)
         summed = [0] * v
         for action in (action for action in each_action(order) if Kind.W in RESULTS[action.kind]):
             if action.microbatch < summed[action.chunk]:
                 raise ScheduleError(f"rank {rank}: {action} comes after that of micro-batch {summed[action.chunk]}")
             summed[action.chunk] = action.microbatch
-    global_order(compute, placement)
+    global_order([[order] for order in compute], placement)
     for rank, live in enumerate(map(most_live, compute)):
         if peak is not None and live > peak(p, v, m):
             raise ScheduleError(f"rank {rank} has {live} micro-batches live, more than {peak(p, v, m)}")
+
+
+def check_entries(order: RankSchedule, rank: int) -> None:
+    """Check that a rank's schedule is a list of actions with a Kind and whole numbers, and of pairs of them.
+
+    Raises: ScheduleError
+    """
+    found = (
+        {type(part) for entry in order for part in parts(entry)} - {Action}
+        if isinstance(order, list)
+        else {type(order)}
+    )
+    if found:
+        what = ", ".join(sorted(each.__name__ for each in found))
+        raise ScheduleError(f"rank {rank}: {what}, not a list of Action and Overlap (megascale.schedule.ir)")
+    for action in each_action(order):
+        if tuple(map(type, action)) != (Kind, int, int) or action.kind not in KINDS:
+            raise ScheduleError(f"rank {rank}: {action!r} has no Kind of {', '.join(KINDS)}, or no whole numbers")
+
+
+def check_facts(compute: Schedule, facts: Mapping[str, Any]) -> None:
+    """Check that a schedule's card tells of split backwards and pairs, as plans ask for them. Raises: ScheduleError"""
+    entries = list(chain(*compute))
+    found = {"split": any(action.kind is Kind.W for action in each_action(entries)),
+             "pairs": any(isinstance(entry, Overlap) for entry in entries)}  # fmt: skip
+    if missing := [fact for fact in found if found[fact] and not facts[fact]]:
+        raise ScheduleError(f"its card has not the fact {missing[0]} = True")
 
 
 def check_passes(order: RankSchedule, rank: int, placement: Placement, m: int) -> None:
@@ -67,7 +96,9 @@ def check_passes(order: RankSchedule, rank: int, placement: Placement, m: int) -
     for (chunk, i), found in kinds.items():
         if found not in PASSES:
             actions = " ".join(str(Action(kind, chunk, i)) for kind in found) or "nothing"
-            raise ScheduleError(f"rank {rank} runs {actions} for chunk {chunk} and micro-batch {i}, not F, then B")
+            raise ScheduleError(
+                f"rank {rank} runs {actions} for chunk {chunk} and micro-batch {i}, not F, then B or I and W"
+            )
 
 
 def most_live(order: RankSchedule) -> int:

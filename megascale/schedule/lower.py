@@ -18,18 +18,20 @@ Mattern and Tel 1996). torch's pipelining places receives alike.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from itertools import count
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.core.errors import ConfigError, Problem
+from megascale.core.registry import Card
 from megascale.layout.stages import Placement
-from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
+from megascale.schedule.check import check_entries, check_facts, check_schedule
+from megascale.schedule.dependencies import RESULTS, neighbours
+from megascale.schedule.global_order import global_order
 from megascale.schedule.ir import (
     Action,
-    Entry,
     Kind,
     RankSchedule,
     Schedule,
@@ -43,17 +45,7 @@ from megascale.schedule.one_f_one_b import partial_1f1b
 from megascale.schedule.resharding import Placed, Reshard, place_gathers
 from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
 
-CACHED_ORDERS = 32  # schedules of a search's layouts
-ACTION, MESSAGE = 5, 1
-"""Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their
-senders: the action before a message's consumer starts after the sender's action, and the receive is posted before it,
-to overlap with it. Were messages to take no time, many receives would be posted directly before their consumers.
-"""
-
-TICKS = {Kind.B: 2 * ACTION, Kind.VS: 1, Kind.VT: 1}
-"""Ticks with vocabulary parallelism, of other actions ACTION: the passes get the places that they have in time. On a
-clock where a backward takes no longer than a forward, steps would be up to a quarter longer.
-"""
+CACHED_ORDERS, CACHED_RANKS = 32, 64  # layouts of a search often share the order of actions
 
 
 def lower(
@@ -66,11 +58,12 @@ def lower(
     Raises: ScheduleError if the ranks wait for each other
     """
     exchanges = Exchanges(placement, microbatches(compute), training)
-    lowered = [exchanges.at_the_start for _ in compute]
+    first = [Action(kind, placement.v, 0) for kind in (Kind.WAIT_PARAMS, Kind.EMBED) if placement.barriers]
+    lowered: Schedule = [[*first] for _ in compute]
     last = [{a.chunk: a.microbatch for a in each_action(order) if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered, numbers = set[tuple[int, int]](), [count() for _ in compute]
     placed = [place_gathers(order, reshard) if reshard else (Placed(list), Placed(list)) for order in compute]
-    for rank, entry in global_order(compute, placement):
+    for rank, entry in global_order([[order] for order in compute], placement):
         order, actions, at, (before, after) = lowered[rank], parts(entry), next(numbers[rank]), placed[rank]
         order.extend(before[at])
         for kind, chunk, microbatch in actions:
@@ -91,7 +84,8 @@ def lower(
         joint = [exchange for action in actions for exchange in exchanges.after(action, rank)]
         for own in lowered if joint else ():
             own.extend(joint)
-    return [[*own, *exchanges.at_the_end] for own in lowered]
+    end = [Action(Kind.REDUCE, placement.v, exchanges.count - 1)] if training and placement.barriers else []
+    return [[*own, *end] for own in lowered]
 
 
 def with_passes(compute: Schedule, placement: Placement) -> Schedule:
@@ -104,73 +98,49 @@ def with_passes(compute: Schedule, placement: Placement) -> Schedule:
         return compute
     numbers, placed = range(microbatches(compute)), [RankSchedule() for _ in compute]
     passes: Schedule = [[Action(kind, placement.v, i) for i in numbers] for kind in (Kind.VT, Kind.VS)]
-    for rank, entry in _clocked([[*passes, delay_backwards(own, placement.barriers)] for own in compute], placement):
+    lists = [[*passes, delay_backwards(own, placement.barriers)] for own in compute]
+    for rank, entry in global_order(lists, placement):
         placed[rank].append(entry)
     return placed
 
 
 @lru_cache(CACHED_ORDERS)
 def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ...] = ()) -> Schedule:
-    """Build the compute actions of all ranks in the schedule `name`, with m micro-batches. `joined`: chunks whose W
-    follows its I at once.
+    """Build the compute actions of all ranks in the schedule `name`, with m micro-batches; another package's is
+    checked. `joined`: chunks whose W follows its I at once.
+
+    Raises: ConfigError
     """
     if placement.skip_ratio:
         return [partial_1f1b(placement, m, rank) for rank in range(placement.p)]
-    orders = build_schedule(SCHEDULES[name].load(), placement.p, placement.v, m)
+    p, v, card = placement.p, placement.v, SCHEDULES[name]
+    orders = build_schedule(partial(order_of, name), p, v, m)
+    if not card.built_in:
+        with _as_problem(card):
+            check_schedule(orders, placement, m, card.facts["peak"])
+            check_facts(orders, card.facts)
     return with_passes([weights_at_once(order, joined) for order in orders], placement)
 
 
-def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Entry]]:
-    """Order the entries of all ranks, with their ranks, by their starts on a clock; at equal times by rank.
-
-    Raises: ScheduleError if the ranks wait for each other
-    """
-    return _clocked([[order] for order in compute], placement)
-
-
-def _clocked(lists: Sequence[Sequence[RankSchedule]], placement: Placement) -> list[tuple[int, Entry]]:
-    """Run lists of entries of every rank on a clock, each list in its order; the first of a rank's lists with an entry
-    that can start at a time starts it. Return the entries with their ranks by their starts, at equal times by rank.
-    """
-    ticks = defaultdict(lambda: ACTION, TICKS if placement.barriers else {})
-    left = [[order[::-1] for order in own] for own in lists]
-    ends, clock, order = dict[Result, int](), [0 for _ in left], list[tuple[int, Entry]]()
-    waiting = defaultdict[Result, set[int]](set)  # the ranks that wait for a result
-    passed = Counter[Result]()  # ranks that have run a pass over their rows of the vocabulary
-    ready, version = list[tuple[int, int, int, int]](), [0 for _ in left]  # starts, ranks with versions, lists
-
-    def consider(rank: int) -> None:
-        version[rank] += 1
-        for at, own in enumerate(left[rank]):
-            needs = dependencies(own[-1], rank, placement) if own else []
-            missing = next((need for need in needs if need not in ends), None)
-            if missing is not None:
-                waiting[missing].add(rank)
-            elif own:
-                arrivals = (ends[need] + MESSAGE * (need[1] not in placement.stages[rank]) for need in needs)
-                heapq.heappush(ready, (max([clock[rank], *arrivals]), rank, at, version[rank]))
-
-    for rank in range(len(left)):
-        consider(rank)
-    while ready:
-        start, rank, at, known = heapq.heappop(ready)
-        if known != version[rank]:
-            continue  # the rank has run an entry since, or can run another
-        entry = left[rank][at].pop()
-        order.append((rank, entry))
-        clock[rank] = start + sum(ticks[kind] for kind, *_ in parts(entry))
-        made = results(entry, rank, placement)
-        if made[0][1] == placement.count:
-            passed.update(made)
-            made = made if passed[made[0]] == placement.p else []
-        ends.update(dict.fromkeys(made, clock[rank]))
-        for other in {rank}.union(*(waiting.pop(result, ()) for result in made)):
-            consider(other)
-    _check_done(left)
+@lru_cache(CACHED_RANKS)
+def order_of(name: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """List the compute actions of a rank in the schedule `name`. Raises: ConfigError"""
+    card = SCHEDULES[name]
+    with _as_problem(card):
+        order: RankSchedule = card.load()(p, v, m, rank)
+        if not card.built_in:
+            check_entries(order, rank)
     return order
 
 
-def _check_done(left: Sequence[Sequence[RankSchedule]]) -> None:
-    stuck = [f"rank {rank} at {own[-1]}" for rank, lists in enumerate(left) for own in lists if own]
-    if stuck:
-        raise ScheduleError(f"the schedule deadlocks: {', '.join(stuck)}")
+@contextmanager
+def _as_problem(card: Card) -> Iterator[None]:
+    """Raise ConfigError for whatever another package's schedule raises, and for what is wrong with its actions."""
+    try:
+        yield
+    except Exception as error:
+        if card.built_in:
+            raise
+        message = str(error) if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
+        hint = "docs/extending/schedule.md says what a schedule takes and returns"
+        raise ConfigError([Problem(card.target, "parallel.schedule", message, hint)]) from error

@@ -19,14 +19,10 @@ from megascale.schedule.ir import Action, RankSchedule, backward, each_action, f
 
 
 def one_f_one_b(p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """List the actions of `rank` of p for m micro-batches; v must be 1.
+    """List the actions of `rank` of p for m micro-batches; v is 1.
 
     The bubble is (p - 1) / m of the compute time, and min(m, p - rank) micro-batches are live.
-
-    Raises: ValueError for v > 1
     """
-    if v != 1:
-        raise ValueError(f"1f1b has one model chunk per rank, not {v}")
     forwards, backwards = [forward(0, i) for i in range(m)], [backward(0, i) for i in range(m)]
     return alternate(forwards, backwards, warmup=p - rank - 1)
 

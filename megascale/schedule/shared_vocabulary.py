@@ -52,16 +52,6 @@ class Exchanges:
     training: bool
     passed: Counter[tuple[Kind, int]] = field(default_factory=Counter)
 
-    @property
-    def at_the_start(self) -> RankSchedule:
-        v = self.placement.v
-        return [Action(Kind.WAIT_PARAMS, v, 0), Action(Kind.EMBED, v, 0)] if self.placement.barriers else []
-
-    @property
-    def at_the_end(self) -> RankSchedule:
-        reduces = self.training and self.placement.barriers
-        return [Action(Kind.REDUCE, self.placement.v, self.count - 1)] if reduces else []
-
     def after(self, action: Action, rank: int) -> list[Action]:
         """List the exchanges that follow an action of a rank in the global order."""
         if not self.placement.barriers:

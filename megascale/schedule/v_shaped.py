@@ -14,15 +14,8 @@ from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule
 Phase = tuple[int, str]
 
 
-def require_two_chunks(v: int) -> None:
-    """Raise ValueError unless v, the chunks per rank, is 2."""
-    if v != 2:
-        raise ValueError(f"the schedule has two model chunks per rank, not {v}")
-
-
-def in_phases(phases: Iterable[Phase], v: int, m: int) -> RankSchedule:
+def in_phases(phases: Iterable[Phase], m: int) -> RankSchedule:
     """List the actions of phases for m micro-batches; actions of further micro-batches are left out."""
-    require_two_chunks(v)
     following, left, order = Counter[tuple[bool, int]](), list[Action](), RankSchedule()
     for name in (name for times, names in phases for name in times * names.split()):
         if name[0] == Kind.W:
@@ -44,28 +37,24 @@ def in_phases(phases: Iterable[Phase], v: int, m: int) -> RankSchedule:
 
 
 def zb_v(p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """List the actions of `rank` of p for m micro-batches; v must be 2 (Qi et al. 2024, 2405.15362).
+    """List the actions of `rank` of p for m micro-batches; v is 2 (Qi et al. 2024, 2405.15362).
 
     With equal times F, I, W of a rank the bubble is (p - 1) F / 2, and at most p micro-batches are live on every rank.
-
-    Raises: ValueError for v != 2
     """
     after, steady = p - rank - 1, max(0, m - 2 * p + 1)
     phases = [
         (2 * after + 1, "F0"), (rank, "F1 F0"), (after + 1, "F1 I1 W1"), (steady + rank, "F0 I0 W0 F1 I1 W1"),
         (after, "I0 W0 F1 I1 W1"), (rank, "I0 I1"), (after + 1, "I0 W0"), (rank, "W1"), (rank, "W0"),
     ]  # fmt: skip
-    return in_phases(phases, v, m)
+    return in_phases(phases, m)
 
 
 def dualpipev(p: int, v: int, m: int, rank: int) -> RankSchedule:
-    """List the actions of `rank` of p for m micro-batches; v must be 2 (DeepSeek-AI 2024, 2412.19437, on a V).
+    """List the actions of `rank` of p for m micro-batches; v is 2 (DeepSeek-AI 2024, 2412.19437, on a V).
 
     In its steady phase forwards and backwards of different micro-batches are paired: the exchange of experts of one is
     hidden behind the compute of the other. With times F&B of a pair, B and W of a rank the bubble is about
     (p - 1)(F&B + B - 3 W) / 2, and p + 1/2 micro-batches are live.
-
-    Raises: ValueError for v != 2
     """
     after, steady, half = p - rank - 1, max(0, m - 2 * p), (rank + 1) // 2
     first = "F0&B1 F1&B0" if after else "F0 B1 F1&B0"
@@ -74,4 +63,4 @@ def dualpipev(p: int, v: int, m: int, rank: int) -> RankSchedule:
         (after, "B1 F1&B0"), (half, "B1 B0"), (1, "I1 I0" if rank % 2 else "B1 I0"), (rank - half, "I1 I0"),
         (after, "W I0"), (rank + 1, "W"),
     ]  # fmt: skip
-    return in_phases(phases, v, m)
+    return in_phases(phases, m)

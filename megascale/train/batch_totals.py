@@ -11,7 +11,6 @@ import torch
 
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.model import ModelConfig
-from megascale.config.run import RunConfig
 from megascale.layout.parts.part import Scores
 from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.attended import count_scores_in
@@ -21,16 +20,21 @@ from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
+    from megascale.config.data import DataConfig
+    from megascale.config.train import BatchConfig
     from megascale.parallel.experts.router_losses import RouterLosses
     from megascale.train.noise_scale import NoiseScale
 
 
-def batch_totals(config: RunConfig, noise_scale: NoiseScale | None, losses: RouterLosses | None) -> list[Hook]:
+def batch_totals(
+    model: ModelConfig, batch: BatchConfig, data: DataConfig, noise_scale: NoiseScale | None,
+    losses: RouterLosses | None,
+) -> list[Hook]:  # fmt: skip
     """Return the hooks of the totals that a run has."""
     return [
-        *([SampleCount()] if config.batch.rampup is not None else []),
-        *([DocumentScores()] if config.data.attention_mask == "document" else []),
-        *([LabelCounts(losses)] if losses is not None or config.model.mtp_layers else []),
+        *([SampleCount()] if batch.rampup is not None else []),
+        *([DocumentScores()] if data.attention_mask == "document" else []),
+        *([LabelCounts(losses)] if losses is not None or model.mtp_layers else []),
         *([NoiseMeasurement(noise_scale)] if noise_scale is not None else []),
     ]
 
@@ -67,7 +71,8 @@ class LabelCounts(Hook):
         totals = StepTotals(run.mesh, run.device.torch_device, batch)
         by_depth = targets_by_depth(run.config.model, batch)
         counts = {vector_name(DEPTH_TARGETS, depth): sum(t.count for t in own) for depth, own in by_depth.items()}
-        totals.add_per_microbatch(tokens=batch.loss_tokens, routed=count_tokens(run.config, batch), **counts)
+        whole = run.config.batch.micro * run.config.model.seq_length
+        totals.add_per_microbatch(tokens=batch.loss_tokens, routed=count_tokens(batch, whole), **counts)
         sums = totals.reduce("labels of the step")
         if self._losses is not None:
             self._losses.loss_tokens, self._losses.routed = sums["tokens"], sums["routed"]
@@ -79,9 +84,10 @@ class LabelCounts(Hook):
                 targets.constant = constant
 
 
-def count_tokens(config: RunConfig, batch: StepBatch) -> int:
-    """Count the tokens of the sequences of a batch, without padding; 0 on ranks without the first part of sequences."""
-    whole = config.batch.micro * config.model.seq_length
+def count_tokens(batch: StepBatch, whole: int) -> int:
+    """Count the tokens of the sequences of a batch, without padding; 0 on ranks without the first part of sequences.
+    `whole`: of the sequences of a micro-batch, with padding.
+    """
     return sum(whole if part.boundaries is None else sum(part.boundaries.filled) for part in batch.sequences)
 
 

@@ -15,10 +15,14 @@ from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.format.state import Progress
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
+from megascale.config.backends import Fp8Config
 from megascale.config.batch_rampup import batch_sizes
+from megascale.config.data import DataConfig
+from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
-from megascale.config.train import OptimizerConfig, TrainConfig
+from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
 from megascale.core.rank import Rank
 from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, embedding_chunks, fp8_layers, shares_embedding, stages_of
@@ -50,7 +54,9 @@ from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.schedule.state_aware import build_state_aware
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
+from megascale.train.exit_losses import ExitLosses
 from megascale.train.op_context import op_context
+from megascale.train.prediction_steps import PredictionSteps
 from megascale.train.run import Dtypes, Hooks, Run
 from megascale.train.stop import StopRequest
 
@@ -117,10 +123,10 @@ def build_rank_run(
     for bucket in buffers.buckets if init_weights else ():
         with bucket.whole_weights():
             init_parameters(bucket.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
-    fp8_state = build_fp8(config, mesh, context)
+    fp8_state = build_fp8(config.model, config.train, config.fp8, mesh, context)
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
-    experts, expert_state = build_experts(config, mesh, device)
+    experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
@@ -131,7 +137,7 @@ def build_rank_run(
     spec, placement, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), layout.placement, config.overlap.pp
     pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
     pipeline.passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
-    policy = build_policy(config, mesh, pipeline, train, on)
+    policy = build_policy(config.data, config.batch, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
     parts = (optimizer, fp8_state, guard, noise_scale, average, policy, expert_state)
     mesh.recorder.log.start_parts.begin("build")
@@ -169,15 +175,16 @@ def build_tensor_parallel(
     return TensorParallel(group, parallel.sp, bool(overlap), fused, gpu=not device.is_cpu, domino=domino)
 
 
-def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext) -> Fp8State | None:
+def build_fp8(
+    model: ModelConfig, train: TrainConfig, fp8: Fp8Config, mesh: Mesh, context: OpContext
+) -> Fp8State | None:
     """Build the statistics of FP8 operands, with the kernels of the selected backend; None without FP8."""
-    if not config.train.quantizes:
+    if not train.quantizes:
         return None
     from megascale.parallel.fp8_state import Fp8State
 
     kernels = select.build_op("linear", context)
-    layers = fp8_layers(config.model, config.train, config.fp8)
-    return Fp8State(config.model, config.fp8, layers, mesh, context.device.torch_device, kernels)
+    return Fp8State(model, fp8, fp8_layers(model, train, fp8), mesh, context.device.torch_device, kernels)
 
 
 def build_optimizer(
@@ -227,16 +234,16 @@ def build_average(settings: TrainConfig, optimizer: ShardedOptimizer, mesh: Mesh
 
 
 def build_policy(
-    config: RunConfig, mesh: Mesh, pipeline: PipelineExecutor, loader: Loader, device: torch.device
+    data: DataConfig, batch: BatchConfig, mesh: Mesh, pipeline: PipelineExecutor, loader: Loader, device: torch.device
 ) -> PolicyState | None:
     """Build the state of the data policy, with `data.blend_policy`."""
-    if config.data.blend_policy is None:
+    if data.blend_policy is None:
         return None
     from megascale.data.mix.batch_shape import BatchShape
     from megascale.train.policy_state import PolicyState
 
-    shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    policy = PolicyState(config.data, shape, loader.change_weights, mesh, device)
+    shape = BatchShape(batch.total, batch.micro, mesh.topology.dp)
+    policy = PolicyState(data, shape, loader.change_weights, mesh, device)
     pipeline.on_loss = policy.add_loss if policy.uses_losses else None
     return policy
 
@@ -246,7 +253,9 @@ def build_step_hooks(
     expert_state: ExpertState | None,
 ) -> Hooks:  # fmt: skip
     """Return the hooks of the features that are part of a step: totals over the batch, or state that follows."""
-    hooks = Hooks(batch_totals(config, noise_scale, None if experts is None else experts.losses))
+    hooks = Hooks(
+        batch_totals(config.model, config.batch, config.data, noise_scale, experts.losses if experts else None)
+    )
     if fp8_state is not None:
         from megascale.train.fp8_casts import Fp8Steps
 
@@ -256,12 +265,8 @@ def build_step_hooks(
 
         hooks.add(ExpertSteps(expert_state))
     if config.model.mtp_layers:
-        from megascale.train.prediction_steps import PredictionSteps
-
         hooks.add(PredictionSteps())
     if config.model.exits:
-        from megascale.train.exit_losses import ExitLosses
-
         hooks.add(ExitLosses())
     return hooks
 
@@ -348,27 +353,30 @@ def build_context_parallel(
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, overlap)
 
 
-def build_experts(config: RunConfig, mesh: Mesh, device: Device) -> tuple[ExpertParallel | None, ExpertState | None]:
+def build_experts(
+    model: ModelConfig, moe: MoeConfig, micro: int, mesh: Mesh, device: Device
+) -> tuple[ExpertParallel | None, ExpertState | None]:
     """Return the parallelism of experts, and the state that balances them; None of a dense model."""
-    model = config.model
     if not model.experts:
         return None, None
     from megascale.ops.routing import Routing
     from megascale.parallel.experts.all_gather import plan_all_gather
     from megascale.parallel.experts.all_to_all import plan_all_to_all
+    from megascale.parallel.experts.capacity import Capacity
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.experts.rank_tokens import RankTokens
-    from megascale.train.expert_steps import BIAS, ExpertState, expert_capacity, router_losses
+    from megascale.parallel.experts.router_losses import RouterLosses
+    from megascale.train.expert_steps import BIAS, CHOICES, ExpertState
 
-    state = ExpertState(model, config.moe, mesh, device.torch_device)
-    tokens = RankTokens(model.seq_length, config.batch.micro, mesh.coord.tp, mesh.topology.dp, mesh.coord.dp)
-    losses = router_losses(config.moe, model, mesh, tokens, state)
-    capacity = expert_capacity(config.moe, model, mesh, tokens)
-    group, bias, moe = mesh.group("ep"), state.layers(BIAS), config.moe
+    state, losses, capacity = ExpertState(model, moe, mesh, device.torch_device), None, None
+    tokens = RankTokens(model.seq_length, micro, mesh.coord.tp, mesh.topology.dp, mesh.coord.dp)
+    if moe.balance != "none" or moe.z_loss_weight:
+        losses = RouterLosses(moe, model, tokens, mesh.group(*moe.region_axes(micro)), state.layers(CHOICES))
+    if moe.capacity_factor is not None:
+        capacity = Capacity(moe.capacity_factor, model, mesh.group("tp", "cp"), tokens)
     plan = {"all_to_all": plan_all_to_all, "all_gather": plan_all_gather}[moe.dispatcher]
-    read = device.read_counts
-    experts = ExpertParallel(group, Routing(model), plan, tokens, moe.token_blocks, read, bias, losses, capacity)
-    return experts, state
+    exchange = mesh.group("ep"), Routing(model), plan, tokens, moe.token_blocks, device.read_counts
+    return ExpertParallel(*exchange, state.layers(BIAS), losses, capacity), state
 
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:

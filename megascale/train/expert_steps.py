@@ -15,9 +15,6 @@ from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.core.errors import MegascaleError
 from megascale.optim.replicated_state import ReplicatedState
-from megascale.parallel.experts.capacity import Capacity
-from megascale.parallel.experts.rank_tokens import RankTokens
-from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.stateful import BALANCE_BIAS, GlobalTensor
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
 from megascale.train.batch_totals import count_tokens
@@ -49,22 +46,6 @@ class ExpertState(ReplicatedState):
         return self.vector(name).view(self._shape) if name in self.global_tensors() else None
 
 
-def router_losses(
-    moe: MoeConfig, model: ModelConfig, mesh: Mesh, tokens: RankTokens, state: ExpertState
-) -> RouterLosses | None:
-    """Build the losses of the routers, with `[moe]`; None without one."""
-    if moe.balance == "none" and not moe.z_loss_weight:
-        return None
-    return RouterLosses(moe, model, tokens, mesh.group(*moe.region_axes(tokens.micro)), state.layers(CHOICES))
-
-
-def expert_capacity(moe: MoeConfig, model: ModelConfig, mesh: Mesh, tokens: RankTokens) -> Capacity | None:
-    """Build the capacity of experts, with `moe.capacity_factor`."""
-    if moe.capacity_factor is None:
-        return None
-    return Capacity(moe.capacity_factor, model, mesh.group("tp", "cp"), tokens)
-
-
 class ExpertSteps(Hook):
     """Counts the choices of a step's tokens, for bias and metrics."""
 
@@ -81,7 +62,8 @@ class ExpertSteps(Hook):
         sums = torch.zeros(model.total_layers * model.experts + 1, dtype=torch.float64, device=device)
         choices, slots = sums[:-1].view(model.total_layers, model.experts), sums[-1]
         if coord.pp == run.mesh.placement.ends[0] and coord.tp == 0:
-            slots.fill_(count_tokens(run.config, totals.batch) * model.experts_per_token)
+            tokens = count_tokens(totals.batch, run.config.batch.micro * model.seq_length)
+            slots.fill_(tokens * model.experts_per_token)
         parts = dict.fromkeys(ROUTER_TOTALS, choices.new_zeros(()))
         for micro_batch in totals.batch.micro_batches:
             for layer, choice in micro_batch.expert_choices.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megascale.train.exit_losses import exit_metrics
+from megascale.train.prediction_steps import prediction_metrics
 from megascale.train.reporter import Reporter
 from megascale.train.run import Hook, Hooks, Run, StepResult
 from megascale.train.saves import Saves
@@ -57,16 +59,8 @@ class StepRecords(Hook):
                 from megascale.train.expert_steps import expert_metrics
 
                 experts = expert_metrics(run.config.model, run.config.moe, result.totals)
-            mtp = None
-            if run.config.model.mtp_layers:
-                from megascale.train.prediction_steps import prediction_metrics
-
-                mtp = prediction_metrics(run.config.model, run.config.train, result.totals)
-            exits = None
-            if run.config.model.exits:
-                from megascale.train.exit_losses import exit_metrics
-
-                exits = exit_metrics(run.config.model, run.config.train, run.progress.step, result.totals)
+            mtp = prediction_metrics(run.config.model, run.config.train, result.totals)
+            exits = exit_metrics(run.config.model, run.config.train, run.progress.step, result.totals)
             self._reporter.write_step(result, run.progress, cast_stats, noise_scale, experts, mtp, exits)
 
 

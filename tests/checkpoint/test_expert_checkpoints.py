@@ -48,7 +48,12 @@ CHAIN: list[dict[str, Any]] = [
 
 def expert_config(folder: Path, layout: dict[str, Any], **changes: Any) -> Any:
     parallel = {f"parallel__{key}": value for key, value in layout.items()}
-    keys = {"checkpoint__every": 1, "optimizer__name": "muon", "optimizer__groups": ADAMW_IN_LAYER_3}
+    keys = {
+        "batch__global": 4,
+        "checkpoint__every": 1,
+        "optimizer__name": "muon",
+        "optimizer__groups": ADAMW_IN_LAYER_3,
+    }
     return config_of(settings(MODEL, folder, **MOE | keys | parallel | changes), folder)
 
 

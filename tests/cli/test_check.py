@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,11 +12,16 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.toml_writer import to_toml
+from megascale.core import registry
 from megascale.core.registry import Card
 from megascale.core.units import format_bytes
+from megascale.layout.stages import placement_of
 from megascale.plan.account.memory import JobMemory
-from megascale.schedule.ir import RankSchedule, ScheduleFn, backward, forward
+from megascale.schedule.combined import combined_1f1b
+from megascale.schedule.ir import Action, Kind, RankSchedule, ScheduleFn, backward, each_action, forward
+from megascale.schedule.lower import compute_order
 from megascale.schedule.one_f_one_b import one_f_one_b
+from megascale.schedule.zero_bubble import interleaved_zb
 from tests.runs import GPT, settings, write_config
 
 
@@ -59,9 +65,47 @@ def ranks_waiting(p: int, v: int, m: int, rank: int) -> RankSchedule:
     return [*(forward(0, i) for i in reversed(range(m))), *(backward(0, i) for i in range(m))]
 
 
+def raising(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    raise ValueError("no luck")
+
+
+def with_fewer_arguments(p: int, v: int, m: int) -> RankSchedule:
+    return []
+
+
+def in_a_tuple(p: int, v: int, m: int, rank: int) -> object:
+    return tuple(one_f_one_b(p, v, m, rank))
+
+
+def in_tuples(p: int, v: int, m: int, rank: int) -> object:
+    return [tuple(action) for action in one_f_one_b(p, v, m, rank)]
+
+
+def with_names(p: int, v: int, m: int, rank: int) -> object:
+    """A schedule whose kinds are text."""
+    return [action._replace(kind="F") for action in each_action(one_f_one_b(p, v, m, rank))]
+
+
+def with_messages(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    return [Action(Kind.SEND_F, 0, 0), *one_f_one_b(p, v, m, rank)]
+
+
+def without_weights(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    return [action for action in interleaved_zb(p, v, m, rank) if action != Action(Kind.W, 0, 3)]
+
+
 @pytest.mark.parametrize(
     ("schedule", "mistake"),
     [
+        (raising, "ValueError: no luck"),
+        (with_fewer_arguments, "TypeError: with_fewer_arguments() takes 3 positional arguments but 4 were given"),
+        (in_a_tuple, "rank 0: tuple, not a list of Action and Overlap"),
+        (in_tuples, "rank 0: tuple, not a list of Action and Overlap"),
+        (with_names, "rank 0: Action(kind='F', chunk=0, microbatch=0) has no Kind"),
+        (with_messages, "rank 0: Action(kind=<Kind.SEND_F: 'SEND_F'>, chunk=0, microbatch=0) has no Kind of F"),
+        (without_weights, "rank 0 runs F0.3 I0.3 for chunk 0 and micro-batch 3, not F, then B or I and W"),
+        (interleaved_zb, "its card has not the fact split = True"),
+        (combined_1f1b, "its card has not the fact pairs = True"),
         (backwards_missing, "rank 1 runs F0.3 for chunk 0 and micro-batch 3, not F, then B"),
         (ranks_waiting, "the schedule deadlocks: rank 0 at B0.0, rank 1 at F0.3"),
     ],
@@ -69,12 +113,46 @@ def ranks_waiting(p: int, v: int, m: int, rank: int) -> RankSchedule:
 def test_another_package_s_schedule_is_run_symbolically(
     schedule: ScheduleFn, mistake: str, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A plan, of which the simulation builds all ranks, says the same."""
     name = schedule.__name__
-    card = Card(name, "", f"{__name__}:{name}", SCHEDULES["1f1b"].facts)
+    card = Card(name, "", f"{__name__}:{name}", {**SCHEDULES["1f1b"].facts, "peak": None})
     monkeypatch.setitem(SCHEDULES.cards, name, card)
     keys = ["parallel.pp=2", f"parallel.schedule={name}", "batch.global=4"]
-    assert main(["check", config, "--gpus", "4", *keys]) == 2
-    assert f"{__name__}:{name}  parallel.schedule: {mistake}" in capsys.readouterr().err
+    for command in (["check", config], ["plan", config, "--hardware", "h100"]):
+        assert main([*command, "--gpus", "4", *keys]) == 2
+        found = capsys.readouterr().err
+        assert f"{__name__}:{name}  parallel.schedule: {mistake}" in found and "Traceback" not in found
+
+
+@pytest.mark.parametrize(
+    ("target", "facts", "mistake"),
+    [
+        ("no_such_module:f", {}, "no_such_module:f  parallel.schedule: ModuleNotFoundError: No module named"),
+        ("math:nothing", {}, "math:nothing  parallel.schedule: AttributeError: module 'math' has no attribute"),
+        ("math:pi", {}, "math:pi  parallel.schedule: TypeError: 'float' object is not callable"),
+        (f"{__name__}:one_f_one_b", {"placement": "w"}, "'theirs' has the unknown placement 'w'  -> one of loop, v"),
+        (f"{__name__}:one_f_one_b", {"peak": 2}, "parallel.schedule: TypeError: 'int' object is not callable"),
+        (f"{__name__}:one_f_one_b", {"peak": lambda p, v, m: 1}, "rank 0 has 2 micro-batches live, more than 1"),
+        (f"{__name__}:one_f_one_b", {"periodik": True}, "the unknown fact 'periodik', none of multi_chunk, "),
+        (f"{__name__}:one_f_one_b", {}, ""),
+    ],
+)
+def test_another_package_s_card(
+    target: str, facts: dict[str, object], mistake: str, config: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    point = SimpleNamespace(load=lambda: Card("theirs", "", target, facts), value="other:CARD")
+    points = SimpleNamespace(select=lambda group: [point] if group == SCHEDULES.group else [])
+    monkeypatch.setattr(registry, "installed_entry_points", lambda: points)
+    monkeypatch.delitem(vars(SCHEDULES), "cards", raising=False)
+    compute_order.cache_clear()
+    try:
+        status = main(["check", config, "--gpus", "4", "parallel.pp=2", "parallel.schedule=theirs"])
+    finally:
+        compute_order.cache_clear()
+        placement_of.cache_clear()
+    found = capsys.readouterr().err
+    assert status == (2 if mistake else 0) and mistake in found and "Traceback" not in found
 
 
 def test_json_is_one_object(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from tests.data.prepare.test_tokenizer import byte_level
 from tests.jobs import heed_signals
 
 REPOSITORY = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "megascale", "data"]
+COMMAND = [sys.executable, "-B", "-m", "megascale", "data"]  # -B: a limit of file sizes would cut compiled modules
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
-from megascale.config.foreign.imported import import_arguments
+from megascale.config.foreign.imported import UNKNOWN, import_arguments
 from megascale.config.foreign.sources import read_arguments
 from megascale.config.loading import load_config
 from tests.data.datasets import ORIGIN, write_documents
@@ -398,6 +398,12 @@ def test_variables_come_from_the_environment(
 
 @pytest.mark.parametrize(("name", "text", "problem"), [
     ("run.sh", "echo hello", "has no command of pretrain_gpt.py or torchtitan  -> a training script"),
+    ("run.sh", "torchrun pretrain_gpt.py $ARGS", "$ARGS: ARGS has no value in the script"),
+    ("run.sh", "torchrun pretrain_gpt.py \\ \n --lr 1", "has a backslash with spaces behind it, which joins no lines"),
+    ("run.sh", "pretrain_gpt.py --num-layer 1", f"--num-layer: {UNKNOWN}  -> did you mean --num-layers? If not"),
+    ("run.toml", "training.stepz = 1\ntraining.global_batch_size = 8", f"training.stepz: {UNKNOWN}  -> did you mean "
+     "training.steps?"),
+    ("run.toml", "training.steps = 1", "training.global_batch_size: local_batch_size x dp by default: give --gpus N"),
     ("run.sh", "python pretrain_t5.py --lr 1", "pretrain_t5.py: trains a model of another kind  -> a script of "
      "pretrain_gpt.py"),
     ("run.sh", "-m torchtitan.train --config llama3_8", "llama3_8: is a Python function of torchtitan, which is not "

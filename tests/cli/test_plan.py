@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
+from tests.marks import only_quick_rows
 from tests.runs import GPT, settings, write_config
 
 BIG = "configs/gpu/megascale-175b.toml"
@@ -62,6 +63,27 @@ def test_a_timeline_is_one_that_viewers_open(capsys: pytest.CaptureFixture[str],
     assert {each["cat"] for each in slices} >= {"compute", "pp", "dp"}
     assert len([each for each in slices if each["cat"] == "compute"]) == 8 * (6 * 24 * 2 + 2)
     assert max(each["ts"] + each["dur"] for each in slices) / 1e6 == pytest.approx(report["step_time_s"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_timeline_has_the_exchanges_of_a_shared_vocabulary(
+    schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, chunks = tmp_path / "step.json", 2 if schedule == "zb_v" else 1
+    keys = ["parallel.pp=4", f"parallel.vpp={chunks}", f"parallel.schedule={schedule}", "parallel.vocab_pp=2"]
+    answer(capsys, "--timeline", str(path), *keys, job=LLAMA)
+    names = {item["name"] for item in json.loads(path.read_text())["traceEvents"]}
+    assert any(name.startswith("pp.exchange vocabulary") for name in names)
+
+
+@pytest.mark.parametrize("keys", [
+    ["parallel.vocab_pp=1", "model.exits=[4]"],
+    ["parallel.skip_ratio=0.5", "parallel.schedule=gpipe"],
+    ["parallel.vocab_pp=1", "parallel.vpp=2", "parallel.schedule=v_half"],
+])  # fmt: skip
+def test_a_plan_needs_no_data_and_has_the_other_rules(keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "parallel.pp=4", *keys]) == 2
+    assert "  -> " in capsys.readouterr().err
 
 
 def test_a_timeline_changes_no_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -156,12 +178,14 @@ def test_a_key_of_the_command_line_may_not_fit(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith(legal)
 
 
-def test_numbers_of_devices_with_a_layout_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
-    job = ["plan", "configs/gpu/gpt3-175b.toml", "--hardware", "a100-80g", "--search", "batch.global=96", "--gpus"]
-    assert main([*job, "101"]) == 2
-    assert "no layout on 101 devices is legal: 100 devices, or another batch.global" in capsys.readouterr().err
-    assert main([*job, "1000000"]) == 2
-    assert "no layout on 1000000 devices is legal: 903168 devices, or another" in capsys.readouterr().err
+@pytest.mark.parametrize(("count", "near"), only_quick_rows([(101, 100), (1000000, 903168)], (101, 100)))
+def test_numbers_of_devices_with_a_layout_are_suggested(
+    count: int, near: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["plan", "configs/gpu/gpt3-175b.toml", "--hardware", "a100-80g", "--search", "batch.global=96"]
+    assert main([*job, "--gpus", str(count)]) == 2
+    said = f"no layout on {count} devices is legal: {near} devices, or another batch.global"
+    assert said in capsys.readouterr().err
 
 
 def test_a_near_number_may_have_more_stages_than_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -172,7 +196,7 @@ def test_a_near_number_may_have_more_stages_than_layers(capsys: pytest.CaptureFi
     job = ["plan", str(own), "--hardware", "h100", "--search", "parallel.pp=13", "--gpus"]
     assert main([*job, "25"]) == 2
     assert "other values of parallel.pp, 26 devices, or" in capsys.readouterr().err
-    assert main([*job, "26"]) == 0
+    assert main([*job, "26", *FEW_LAYOUTS]) == 0
 
 
 def test_a_plan_that_no_number_of_devices_can_fix(capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,7 +379,7 @@ def test_mistakes_are_a_line(more: list[str], words: str, capsys: pytest.Capture
 def test_data_need_not_be_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "best.toml"
     job = ["plan", "configs/quickstart.toml", "--gpus", "8", "--hardware", "a100-80g", "data.train=nowhere"]
-    report = answer(capsys, "--search", "--output", str(path), job=job)
+    report = answer(capsys, "--search", "--output", str(path), *FEW_LAYOUTS, job=job)
     assert report["fits"]
     assert "nowhere" in path.read_text()
 
@@ -445,6 +469,7 @@ def test_mfu_is_against_the_peak_that_a_run_is_measured_against(capsys: pytest.C
 
 def test_memory_by_kind_is_near_the_dry_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     size = {"model__num_layers": 8, "model__seq_length": 256, "model__hidden_size": 256, "model__vocab_size": 1024}
+    size |= {"batch__global": 2}
     config = str(write_config(settings(GPT, tmp_path, **size), tmp_path / "run.toml"))
     job = ["plan", config, "--gpus", "1", "--hardware", "a100-80g", "train.precision=bf16"]
     formulas, exact = answer(capsys, job=job)["memory_bytes"], answer(capsys, "--exact", job=job)["memory_bytes"]

@@ -109,11 +109,11 @@ def shown(variables: dict[str, str]) -> bytes:
 
 @pytest.mark.parametrize("arguments", [
     ["check", "run.toml", f"data.train={NAME}"],
-    ["train", "run.toml", f"data.train={NAME}"],
-    ["plan", f"{NAME}.toml", "--hardware", "h100"],
+    pytest.param(["train", "run.toml", f"data.train={NAME}"], marks=pytest.mark.slow),
+    pytest.param(["plan", f"{NAME}.toml", "--hardware", "h100"], marks=pytest.mark.slow),
     ["data", "inspect", NAME],
     ["data", "prepare", NAME, "--output", "x", "--tokenizer", "bytes"],
-    ["data", "prepare", "run.toml", "--output", "x", "--tokenizer", NAME],
+    pytest.param(["data", "prepare", "run.toml", "--output", "x", "--tokenizer", NAME], marks=pytest.mark.slow),
     pytest.param(["ckpt", "list", NAME], marks=pytest.mark.slow),
     ["trace", NAME],
     ["check", "run.toml", f"--{NAME}"],

@@ -19,7 +19,11 @@ from tests.runs import GPT
     ("variables", "words"),
     [
         ({"TORCH_LOGS": "nonsense"}, "Invalid log settings: nonsense, must be a comma separated list"),
-        ({"TORCH_LOGS": "+dynamo", "TORCH_LOGS_OUT": "/none/x"}, "No such file or directory: '/none/x'"),
+        pytest.param(
+            {"TORCH_LOGS": "+dynamo", "TORCH_LOGS_OUT": "/none/x"},
+            "No such file or directory: '/none/x'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_bad_variable_is_named_in_one_line(variables: dict[str, str], words: str) -> None:

@@ -157,7 +157,7 @@ def test_ranks_without_events_and_unmatched_messages_are_noted(
     ]
     folder = store_run(tmp_path / "late", [ranks[1], late])
     assert answer(capsys, folder, "--ranks", "1,3")["notes"] == [
-        "6 messages without an arrow: the clocks say that they arrived before they were sent"
+        "6 messages without an arrow: seen to arrive before they were sent"
     ]
 
 

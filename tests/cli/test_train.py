@@ -47,10 +47,10 @@ def test_a_dataset_that_was_cut_short_is_a_fault_of_the_data(tmp_path: Path) -> 
 
 
 def test_the_launcher_refuses_what_its_smallest_layout_does_not_allow(tmp_path: Path) -> None:
-    """Before it starts ranks: two, for the experts."""
+    """Before it starts ranks: four, for the experts."""
     experts = {"experts": 4, "bias": False}
-    config = job_config(tmp_path, GPT | experts, parallel__ep=2, moe__balance="group", moe__balance_group=3)
-    with pytest.raises(ConfigError, match="groups of 3 do not divide the"):
+    config = job_config(tmp_path, GPT | experts, parallel__ep=4, batch__global=6)
+    with pytest.raises(ConfigError, match=r"6 is not divisible by micro x dp = \d x 4"):
         train.run(argparse.Namespace(config=str(config), overrides=[]))
 
 

@@ -20,12 +20,19 @@ from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from megascale.record.layout import CONTROL
 from megascale.record.log_reader import LogReader
+from tests.marks import only_quick
 from tests.thread_world import simulate
 from tests.worlds import run_world
 
 shared = st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2), (4, 2)])  # cp, and how many of them exchange heads
 sizes = st.integers(1, 3), shared, st.integers(1, 3), st.integers(1, 7)
 topologies = st.builds(lambda tp, cp, dp, pp: Topology(tp, cp[0], dp, pp, cp_heads=cp[1]), *sizes)
+MOST_RANKS = pytest.mark.parametrize("most", only_quick([32, 252], 32))
+"""Sizes of the largest job that is drawn; 252 are all."""
+
+
+def drawn(most: int) -> st.SearchStrategy[Topology]:
+    return topologies.filter(lambda topology: topology.world_size <= most)
 
 
 def opened(topology: Topology, *, tied: bool, around: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -51,33 +58,42 @@ def opened(topology: Topology, *, tied: bool, around: bool) -> list[list[tuple[s
     return found
 
 
-@settings(max_examples=60)
-@given(topologies, st.booleans(), st.booleans())
-def test_every_rank_opens_one_group_of_each_kind(topology: Topology, tied: bool, around: bool) -> None:
+@MOST_RANKS
+def test_every_rank_opens_one_group_of_each_kind(most: int) -> None:
     """torch names a group after its ranks and the number of groups that a process has, and with `device_id` NCCL splits
     it off the group of all ranks, which all must do at once: the groups of each turn are a partition of the job.
     """
-    orders = opened(topology, tied=tied, around=around)
-    assert len({len(order) for order in orders}) == 1
-    for turn in zip(*orders, strict=True):
-        members = defaultdict(set)
-        for rank, (_, ranks) in enumerate(turn):
-            assert rank in ranks
-            members[ranks].add(rank)
-        assert all(set(ranks) == there for ranks, there in members.items())
+
+    @settings(max_examples=60)
+    @given(drawn(most), st.booleans(), st.booleans())
+    def check(topology: Topology, tied: bool, around: bool) -> None:
+        orders = opened(topology, tied=tied, around=around)
+        assert len({len(order) for order in orders}) == 1
+        for turn in zip(*orders, strict=True):
+            members = defaultdict(set)
+            for rank, (_, ranks) in enumerate(turn):
+                assert rank in ranks
+                members[ranks].add(rank)
+            assert all(set(ranks) == there for ranks, there in members.items())
+
+    check()
 
 
-@settings(max_examples=60)
-@given(topologies, st.booleans())
-def test_each_channel_has_a_group_of_its_two_ranks(topology: Topology, around: bool) -> None:
-    for rank, order in enumerate(opened(topology, tied=False, around=around)):
-        stages = topology.group(rank, "pp")
-        own, p = stages.index(rank), len(stages)
-        ways = [(a, a + 1) for a in range(p - 1)] + ([(p - 1, 0)] if around and p > 1 else [])
-        pairs = {(stages[a], stages[b]) for a, b in ways if own in (a, b)}
-        channels = {f"pp.{'up' if a < b else 'down'} {a}-{b}" for x, y in pairs for a, b in ((x, y), (y, x))}
-        names = [name for name, _ in order if name.startswith("pp.")]
-        assert len(names) == len(set(names)) and set(names) == channels
+@MOST_RANKS
+def test_each_channel_has_a_group_of_its_two_ranks(most: int) -> None:
+    @settings(max_examples=60)
+    @given(drawn(most), st.booleans())
+    def check(topology: Topology, around: bool) -> None:
+        for rank, order in enumerate(opened(topology, tied=False, around=around)):
+            stages = topology.group(rank, "pp")
+            own, p = stages.index(rank), len(stages)
+            ways = [(a, a + 1) for a in range(p - 1)] + ([(p - 1, 0)] if around and p > 1 else [])
+            pairs = {(stages[a], stages[b]) for a, b in ways if own in (a, b)}
+            channels = {f"pp.{'up' if a < b else 'down'} {a}-{b}" for x, y in pairs for a, b in ((x, y), (y, x))}
+            names = [name for name, _ in order if name.startswith("pp.")]
+            assert len(names) == len(set(names)) and set(names) == channels
+
+    check()
 
 
 def rows(mesh: Mesh) -> set[str]:

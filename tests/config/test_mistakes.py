@@ -301,9 +301,16 @@ WORLDS = {
     (3, "parallel={tp=2, dp=2}"): "command line  parallel.dp: tp 2 x cp 1 x pp 1 x dp 2 = 4, but there are 3 processes  -> start 4 processes",
     (6, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 6  -> 6 or 12",
     (10**12, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 1000000000000  -> 1000000000000",
-    (8, 'parallel={pp=2, vpp=2, schedule="dualpipev"}'): "run.toml:9  batch.global: 2 micro-batches in a step of a rank, but dualpipev with pp = 2 needs 4  -> 16 or more, or another parallel.schedule",
+    (8, "parallel={pp=4, skip_ratio=0.8}"): "command line  parallel.skip_ratio: leaves some stage none of the 4 micro-batches in a step of a rank  -> at most 0.75, or a larger batch",
     (2, "batch.micro=3"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 3 x 1  -> 6 or 9",
 }  # fmt: skip
+
+
+def test_the_fewest_processes_have_a_batch() -> None:
+    """Without a world, the fewest replicas whose stages have ranks for all experts."""
+    keys = ["model.experts=8", "model.experts_per_token=2", "parallel.ep=8", "batch.micro=2"]
+    (found,) = problems(GOOD, *keys)
+    assert "batch.global: 8 is not divisible by micro x dp = 2 x 8  -> 16" in found
 
 
 @pytest.mark.parametrize(("world", "override"), WORLDS)
@@ -316,6 +323,42 @@ def test_a_world_holds_the_longest_document() -> None:
     assert problems(GOOD, *keys, world=8) == [
         "command line  data.max_tokens_per_rank: 8 ranks hold 8 tokens, and a document may have 16  -> 2 or more"
     ]
+
+
+EXPERTS = ("model.experts=8", "model.bias=false")
+
+
+@pytest.mark.parametrize(("layout", "found"), [
+    (["parallel.ep=8", "batch.micro=2"], "good.toml:9  batch.global: 8 is not divisible by micro x dp = 2 x 8  -> 16"),
+    (["parallel.ep=4", "moe.balance=group", "moe.balance_group=3"],
+     "good.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 12  -> 12"),
+])  # fmt: skip
+def test_the_smallest_world_is_checked(layout: list[str], found: str) -> None:
+    """Without a number of processes the layout's fewest have micro-batches, and whole groups of samples."""
+    with pytest.raises(ConfigError) as caught:
+        load_config("good.toml", [*EXPERTS, *layout])
+    assert str(caught.value).splitlines()[:-1] == [found]
+
+
+def test_the_smallest_world_has_room() -> None:
+    """Groups of samples and pools of documents need replicas, which divide the batch."""
+    groups = load_config("good.toml", [*EXPERTS, "parallel.ep=2", "moe.balance=group", "moe.balance_group=4"])
+    pool = ("parallel.hybrid_dp=true", "data.max_tokens_per_rank=6", "data.attention_mask=document")
+    assert (groups.dp, load_config("good.toml", pool).dp) == (4, 4)
+
+
+def test_the_layout_of_a_search_is_not_checked() -> None:
+    """The search replaces the layout, which fits no number of processes."""
+    config = load_config("good.toml", [*EXPERTS, "parallel.ep=8", "batch.micro=2"], skip_sections=["parallel"])
+    assert config.parallel.ep == 8
+
+
+@pytest.mark.parametrize("layout", [{"parallel.ep": 3}, {"parallel.tp": 2, "parallel.ep": 2}])
+@pytest.mark.parametrize("world", [None, 8])
+def test_a_mistake_is_listed_once(layout: dict[str, int], world: int | None) -> None:
+    """Rules that are checked again for the number of processes find the same, once."""
+    lines = problems(GOOD, *EXPERTS, *(f"{key}={value}" for key, value in layout.items()), world=world)
+    assert len(lines) == 1, lines
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.catalog.decays import DECAYS
+from megascale.catalog.schedules import SCHEDULES
 from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.loading import load_config
 from megascale.config.model_rules import new_router
@@ -72,7 +73,8 @@ def test_every_switch_warns_of_keys_that_wait_for_it() -> None:
 
 def test_a_router_of_given_weights_may_stay_as_it_is() -> None:
     """A published model with one normalized expert a token is trained with a warning; a new one is refused."""
-    config = load_config("run.toml", ["model={preset='mixtral-8x7b', experts_per_token=1, router_normalize=false}"])
+    model = "model={preset='mixtral-8x7b', experts_per_token=1, router_normalize=false}"
+    config = load_config("run.toml", [model, "moe.balance=sequence"])
     normalized = config.model.model_copy(update={"router_normalize": True})
     assert [len(list(new_router(normalized, CheckpointConfig(resume=of)))) for of in ("auto", "hf:folder")] == [1, 0]
     (warning,) = run_warnings(config.model_copy(update={"model": normalized}))
@@ -90,6 +92,35 @@ def test_a_key_that_waits_for_its_switch(key: str, switch: str) -> None:
     (line,) = warnings(key)
     assert line.startswith(f"{key.partition('=')[0]} has no effect with") and "  -> " in line
     assert warnings(key, switch) == []
+
+
+EXPERTS = ["model.experts=8", "model.bias=false", "batch.global=16", "moe.balance=sequence"]
+
+
+def test_experts_without_a_balance() -> None:
+    assert warnings(*EXPERTS) == warnings(*EXPERTS[:3], "model.balance_bias=true") == []
+    (line,) = warnings(*EXPERTS[:3])
+    assert line.startswith("moe.balance = none") and "  -> " in line
+
+
+@pytest.mark.parametrize("key", ["moe.dispatcher=all_gather", "moe.token_blocks=2"])
+def test_an_exchange_without_ranks(key: str) -> None:
+    (line,) = warnings(*EXPERTS, key)
+    assert line.startswith(f"{key.partition('=')[0]} has no effect with ep = 1")
+    assert warnings(*EXPERTS, key, "parallel.ep=2") == []
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(0.5, "= 0.5 drops 50%"), (1.0, ""), (3.9, ""), (4.0, "has no effect")])
+def test_a_capacity_that_is_none(factor: float, warned: str) -> None:
+    """An expert of 8, of which a token has 2, has at most four times the mean load."""
+    found = warnings(*EXPERTS, f"moe.capacity_factor={factor}")
+    assert len(found) == bool(warned) and all(line.startswith(f"moe.capacity_factor {warned}") for line in found)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if not SCHEDULES[name].facts["v"]])
+def test_a_schedule_of_one_stage(name: str) -> None:
+    found = warnings(f"parallel.schedule={name}")
+    assert len(found) == (name != "1f1b") and all(line.startswith("parallel.schedule ") for line in found)
 
 
 def test_a_ring_of_hybrid_data_parallelism_overlaps() -> None:

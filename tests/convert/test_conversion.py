@@ -331,7 +331,8 @@ def test_weights_are_cast_to_another_dtype(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_one_line_error(tmp_path: Path) -> None:
     pretrained(GPT | {"activation": "gelu"}, tmp_path / "theirs")
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
-    command = f"ulimit -f 20; {sys.executable} -m megascale ckpt convert {tmp_path}/ours {tmp_path}/again"
+    # -B: Python would write compiled modules up to the limit, and all later processes would fail to load them.
+    command = f"ulimit -f 20; {sys.executable} -B -m megascale ckpt convert {tmp_path}/ours {tmp_path}/again"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
     assert f"cannot convert into {tmp_path}/again: " in done.stderr and not (tmp_path / "again").exists()

@@ -522,5 +522,18 @@ def test_a_region_of_a_fused_tensor_is_read(tmp_path: Path) -> None:
 
 def test_a_model_between_two_families_is_refused() -> None:
     keys = read_model(PUBLISHED["gemma-2-2b"], "config.json").model_dump(by_alias=True) | {"norm": "rmsnorm"}
-    with pytest.raises(CheckpointError, match=r"no supported .*; gemma2 has norm = 'rmsnorm_1p'"):
+    with pytest.raises(
+        CheckpointError, match=r"^no supported .*; the nearest: gemma2 has norm = 'rmsnorm_1p'"
+    ) as found:
         make_config(ModelConfig.model_validate(keys), {})
+    assert found.value.message.count(" has ") <= 3, "a reader needs the nearest alone"
+
+
+@pytest.mark.parametrize("name", sorted(name for name, keys in PUBLISHED.items() if "experts" in str(keys)))
+def test_a_width_without_effect_is_exported(name: str) -> None:
+    """Where all layers have experts, the width of dense ones is nobody's."""
+    model = read_model(PUBLISHED[name], "config.json")
+    if not model.dense_layers:
+        other = ModelConfig.model_validate(model.model_dump(by_alias=True) | {
+            "ffn_size": model.ffn_size + 64, "expert_ffn_size": model.expert_ffn_size})  # fmt: skip
+        assert family_of_model(other, PUBLISHED[name]["model_type"]).name == PUBLISHED[name]["model_type"]

@@ -222,8 +222,10 @@ def test_the_package_asks_the_file_system_here_alone() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
-            name, owner = node.func.attr, ast.unparse(node.func.value)
-            if name in questions or (name == "exists" and owner not in LOCATIONS.get(file.name, ())):
+            if (name := node.func.attr) not in {*questions, "exists"}:
+                continue
+            owner = ast.unparse(node.func.value)
+            if name in questions or owner not in LOCATIONS.get(file.name, ()):
                 found.append(f"{file.relative_to(package)}:{node.lineno} {owner}.{name}")
     assert not found, "ask exists, is_file or is_folder of core.files"
 

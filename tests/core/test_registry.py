@@ -58,3 +58,27 @@ def test_a_name_is_not_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     things = _plug_in(monkeypatch, Card("ours", "help", "math:cos"))
     with pytest.raises(MegascaleError, match=r"thing 'ours' is registered twice, .* by other\.package:CARD  -> rename"):
         things.names()
+
+
+def test_a_plug_in_without_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Card:
+        raise ImportError("no module")
+
+    for load, message in ((fail, "ImportError: no module"), (lambda: 3, "AttributeError: .*")):
+        point = SimpleNamespace(load=load, value="other.package:CARD")
+        points = SimpleNamespace(select=lambda group, point=point: [point])
+        monkeypatch.setattr(registry, "installed_entry_points", lambda points=points: points)
+        with pytest.raises(MegascaleError, match=rf"thing of other\.package:CARD is no card: {message}  -> "):
+            Registry("thing", "megascale.things", []).names()
+
+
+def test_facts_of_a_plug_in_are_known_or_have_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = SimpleNamespace(select=lambda group: [point])
+    monkeypatch.setattr(registry, "installed_entry_points", lambda: points)
+    point = SimpleNamespace(load=lambda: Card("theirs", "", "math:cos", {"b": 2}), value="other.package:CARD")
+    things = Registry("thing", "megascale.things", [], facts={"a": 0, "b": 1})
+    assert things["theirs"].facts == {"a": 0, "b": 2}
+    with pytest.raises(
+        MegascaleError, match=r"thing of .* is no card: ValueError: the unknown fact 'b', none of a  -> "
+    ):
+        Registry("thing", "megascale.things", [], facts={"a": 0}).names()

@@ -57,7 +57,7 @@ def install(page: str, folder: Path) -> ModuleType:
     assert target == f"{name[1]}:CARD" and key == module.CARD.name
     own = next(iter(registry.cards.values())).facts
     assert module.CARD.facts.keys() <= own.keys(), "only facts that the catalog has"
-    registry.cards[key] = module.CARD
+    registry.cards[key] = registry.complete(module.CARD)
     return module
 
 

@@ -119,9 +119,8 @@ def test_a_page_s_words_are_the_field_s(page: Path) -> None:
 
 def foreign(line: str) -> list[str]:
     """What should stand in place of a line's words."""
-    return [
-        ours for pattern, ours in FOREIGN.items() if re.search(pattern, re.sub(r"`[^`]*`", " ", line), re.IGNORECASE)
-    ]
+    prose = re.sub(r"`[^`]*`", " ", line)
+    return [ours for pattern, ours in FOREIGN.items() if re.search(pattern, prose, re.IGNORECASE)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

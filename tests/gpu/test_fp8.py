@@ -99,10 +99,12 @@ def test_weights_gradients_accumulate_in_place(block: ScaleBlock) -> None:
         assert error < 1e-4, f"{name}: {error:.1e}; with fewer bits than fp32 it is 1e-3"
 
 
-@pytest.mark.parametrize("block", [TENSOR, ROW], ids=str)
+@pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D], ids=str)
 def test_weights_gradients_are_timed_beside_torchs(block: ScaleBlock, figure: Figure) -> None:
     """Of the largest weight of llama3-8b and 8,192 tokens: within the GEMM, and by torch's GEMM and an addition."""
     device, draw = detect_device(), partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    if block == BLOCK_1D and device.capability[0] != 9:
+        pytest.skip("torch's GEMM needs a GPU of compute capability 9")
     grad, x = (Quantizer(Fp8Format.E4M3, block).encode(draw(rows, 8192)) for rows in (28672, 4096))
     total = torch.zeros(28672, 4096, device="cuda")
     for name, wgrad in (wgrads() | {"torch": fp8.scaled_wgrad}).items():
@@ -131,7 +133,7 @@ def test_a_cast_is_the_counted_kernels(block: ScaleBlock, kernels: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, TOKENS])
 def test_norms_and_swiglu_find_amaxes_in_their_kernels(rows: int, figure: Figure) -> None:
-    """Those of a pass over what they write, in one kernel each."""
+    """Those of a pass over what they write, in one kernel each, of which SwiGLU's raises a zero that another writes."""
     context = replace(setting(torch.bfloat16, detect_device(), hidden_size=K), recipe="tensorwise")
     norm = context.backends.model_copy(update={"norm": "compile", "add_norm": "compile"})
     context = replace(context, backends=norm)
@@ -151,4 +153,4 @@ def test_norms_and_swiglu_find_amaxes_in_their_kernels(rows: int, figure: Figure
         torch.cuda.synchronize()
     found = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     figure("kernels", len(found))
-    assert len(found) == 3, found
+    assert len(found) == 1 + 2 + 2, found

@@ -59,22 +59,21 @@ def _patch(plain: Any, tensor: Any, *scope: Any) -> None:
 
 @dataclass
 class Launches:
-    """Stands in for a kernel: notes the arguments of its launches, and computes nothing."""
+    """Stands in for a `kernel` that was declared without the interpreter: notes what each launch is compiled for by
+    Triton's own rule: constants, types, and which numbers and addresses are multiples of 16. It computes nothing.
+    """
 
-    name: str
-    arg_names: list[str]
-    found: list[dict[str, Any]] = field(default_factory=list)
+    kernel: Any
+    found: list[str] = field(default_factory=list)
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda *given, **options: self.found.append(dict(zip(self.arg_names, given, strict=True)))
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+        from triton.runtime.jit import create_function_from_signature
 
-    def take_keys(self) -> list[dict[str, Any]]:
-        """Return what each launch compiles in: constants, in capitals, and arguments that are None."""
-        keys = [
-            {name: value for name, value in launch.items() if name.isupper() or value is None} for launch in self.found
-        ]
-        self.found.clear()
-        return keys
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        return lambda *given, **options: self.found.append(str(bind(*given, **options, debug=False)[1:]))
 
 
 def compile_for_hopper(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -146,31 +147,51 @@ def test_a_cast_compiles_for_hopper(block: ScaleBlock, fp8_type: str, counts: bo
     assembly = compile_for_hopper(MODULE, "_fp8_cast", types, {"FP8": fp8_type, **sides}, 16)
     assert {"fp8e4nv": ".e4m3x2", "fp8e5": ".e5m2x2"}[fp8_type] in assembly, "casts pairs to this format"
     assert "ld.global.v4" in assembly and "st.global.v4" in assembly
-    assert "ld.global.b16" not in assembly and "st.global.b8" not in assembly
+    assert "ld.global.b16" not in assembly and "st.global.b8" not in assembly and "acq_rel" not in assembly
 
 
 def test_amaxes_and_whole_rows_compile_for_hopper() -> None:
+    """Statistics order no other memory access."""
     sizes = {"m": "i32", "k": "i32"}
     for high, wide in ((0, 0), (0, 1), (1, 128)):
         types = {"x": "*bf16", "amax": "*i32"} | sizes
-        compile_for_hopper(MODULE, "_fp8_amax", types, {"HIGH": high, "WIDE": wide, "SIDE": 128}, 8)
+        assembly = compile_for_hopper(MODULE, "_fp8_amax", types, {"HIGH": high, "WIDE": wide, "SIDE": 128}, 8)
+        assert "atom.global.gpu.relaxed.max.s32" in assembly
     types = {"x": "*bf16", "scale": "*fp32", "data": "*fp8e4nv", "record": "*i32", "counts": "*i64", "largest": "fp32"}
     constants = {"FP8": "fp8e4nv", "BAND": 4, "SPAN": 2048}
-    compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes, constants, 8)
-    assembly = compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes | {"by_column": "*i32"}, constants, 8)
-    assert "atom.global.gpu.relaxed.max.s32" in assembly, "maxima of columns order no other memory access"
+    for more in ({}, {"by_column": "*i32"}):
+        assembly = compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes | more, constants, 8)
+        assert "atom.global.gpu.relaxed.max.s32" in assembly and "acq_rel" not in assembly
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launches]:
+    """The launches of every kernel of casts."""
+    module = importlib.import_module(MODULE)
+    found = [Launches(getattr(module, name)) for name in ("_fp8_amax", "_fp8_cast", "_fp8_cast_rows")]
+    for each in found:
+        monkeypatch.setattr(module, each.kernel.__name__, each)
+    return found
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_kernels_are_not_compiled_for_shapes(kernels: Any, block: ScaleBlock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launch compiles in: constants, in capitals, and arguments that are None."""
-    names = ("_fp8_amax", "_fp8_cast", "_fp8_cast_rows")
-    launches = [Launches(name, getattr(kernels, name).arg_names) for name in names]
-    for stand_in in launches:
-        monkeypatch.setattr(kernels, stand_in.name, stand_in)
-    keys = []
-    for m, k in ((256, 128), (384, 1152)):
-        for x in (torch.zeros(m, k), torch.zeros(k, m).t()):
-            kernels.cast(x, None, block, Fp8Format.E4M3, True, None)
-        keys.append([stand_in.take_keys() for stand_in in launches])
-    assert keys[0] == keys[1] and any(keys[0])
+@pytest.mark.parametrize("turned", [False, True])
+def test_kernels_are_not_compiled_for_shapes(launches: list[Launches], block: ScaleBlock, turned: bool) -> None:
+    from megascale.ops.cast_transpose import cast
+
+    for m, k in ((256, 128), (384, 1152), (128, 640)):
+        cast(torch.zeros(k, m).t() if turned else torch.zeros(m, k), None, block, Fp8Format.E4M3, True, None)
+    assert [len(set(each.found)) for each in launches] == [min(1, len(each.found)) for each in launches]
+    assert any(each.found for each in launches)
+
+
+@pytest.mark.parametrize("block", [TENSOR, ROW], ids=str)
+def test_kernels_are_not_compiled_for_places_of_statistics(launches: list[Launches], block: ScaleBlock) -> None:
+    """Which are elements of tensors, as are amaxes of a history."""
+    from megascale.ops.cast_transpose import cast
+
+    x, amaxes, counts = torch.zeros(128, 64), torch.zeros(4), torch.zeros(4, 3, dtype=torch.int64)
+    for place in range(4):
+        expected = amaxes[place] if block == TENSOR else None
+        cast(x, expected, block, Fp8Format.E4M3, True, CastRecord(amaxes[place], counts[place]))
+    assert sorted((len(each.found), len(set(each.found))) for each in launches) == [(0, 0), (0, 0), (4, 1)]

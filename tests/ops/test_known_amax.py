@@ -66,7 +66,8 @@ def test_steps_with_kept_amaxes_are_those_without(parallel: dict[str, Any], tmp_
     """Bit for bit: norms find the amaxes of the inputs of qkv and gate_up, of two layers in two steps."""
     given = {"train__precision": "fp8", "fp8__recipe": "tensorwise", "fp8__first_layers_bf16": 0,
              "fp8__last_layers_bf16": 0, "backends__norm": "compile", "backends__add_norm": "compile"}  # fmt: skip
-    tree = settings(LLAMA | {"num_layers": 2, "ffn_size": 64}, tmp_path, optimizer__lr=1e-3, **given, **parallel)
+    given |= {"optimizer__lr": 1e-3, "batch__global": 2}
+    tree = settings(LLAMA | {"num_layers": 2, "ffn_size": 64}, tmp_path, **given, **parallel)
     config = config_of(tree, tmp_path)
     (kept, few), (plain, many) = (run_world(len(parallel) or 1, curve, config, keeps)[0] for keeps in (True, False))
     assert kept == plain

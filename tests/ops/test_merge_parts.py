@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.partial_attention import Accumulator
-from tests.ops.interpreter import compile_for_hopper, interpreted
+from tests.ops.interpreter import Launches, compile_for_hopper, interpreted
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
 
@@ -40,6 +40,18 @@ def test_it_compiles_for_hopper(gathers: bool) -> None:
     types |= dict.fromkeys((*sizes, *strides), "i32")
     constants = {"gathers": gathers, "QUERIES": QUERIES, "WIDTH": 128}
     assert compile_for_hopper(MODULE, "_merge_part", types, constants).count("ld.global") > 2
+
+
+def test_it_is_not_compiled_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a part is, and however long."""
+    from megascale.ops import merge_parts
+
+    launches, total = Launches(merge_parts._merge_part), Accumulator(torch.empty(2, 3, 48, 8))
+    monkeypatch.setattr(merge_parts, "_merge_part", launches)
+    for rows, places in ((slice(0, 1), slice(0, 1)), (slice(0, 2), slice(1, 17)), (slice(1, 2), slice(16, 48))):
+        m = (rows.stop - rows.start) * (places.stop - places.start)
+        merge_parts.merge_part((total.out, total.lse), rows, places, torch.zeros(m, 3, 8), torch.zeros(3, m))
+    assert len(launches.found) == 3 and len(set(launches.found)) == 1
 
 
 @pytest.mark.parametrize("d", [8, 40])

@@ -28,6 +28,7 @@ from megascale.ops.partial_attention import (
     PartialAttention,
     TorchPartialAttention,
 )
+from tests.marks import only_quick_rows
 
 CPU = torch.device("cpu")
 Starts = tuple[tuple[int, ...], ...] | None
@@ -272,12 +273,22 @@ def test_stand_ins_take_the_operators_arguments(stand_in: Any) -> None:
     assert list(ours) == list(theirs), "in the same order"
 
 
+CUTS = [(1, 1), (2, 1), (3, 1), (2, 2), (1, 4)]
+"""Divisions of keys and of heads."""
+
+ALL = [
+    (*cut, window, starts, kv_heads, backend)
+    for cut in CUTS for window in (None, 1, 3, 11, 24) for starts in (None, STARTS) for kv_heads in (4, 2)
+    for backend in ATTENTION
+]  # fmt: skip
+QUICK = ALL[::3]
+"""Every third: each value of a parameter with each of any other."""
+
+
 @pytest.mark.usefixtures("kernels_of_a_gpu")
-@pytest.mark.parametrize("backend", ATTENTION)
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("starts", [None, STARTS])
-@pytest.mark.parametrize("window", [None, 1, 3, 11, 24])
-@pytest.mark.parametrize(("keys", "heads"), [(1, 1), (2, 1), (3, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("keys", "heads", "window", "starts", "kv_heads", "backend"), only_quick_rows(ALL, *QUICK), ids=str
+)
 def test_parts_add_up_to_the_whole(
     keys: int, heads: int, window: int | None, starts: Starts, kv_heads: int, backend: str
 ) -> None:

@@ -77,7 +77,8 @@ def test_steps_with_planned_casts_are_those_without(recipe: str, parallel: dict[
     """
     given = {"train__precision": "fp8", "fp8__recipe": recipe, "fp8__first_layers_bf16": 0,
              "fp8__last_layers_bf16": 0, "backends__activation": "torch"}  # fmt: skip
-    tree = settings(LLAMA | {"num_layers": 2, "ffn_size": 64}, tmp_path, optimizer__lr=1e-3, **given, **parallel)
+    given |= {"optimizer__lr": 1e-3, "batch__global": 2}
+    tree = settings(LLAMA | {"num_layers": 2, "ffn_size": 64}, tmp_path, **given, **parallel)
     config = config_of(tree, tmp_path)
     (kept, few), (plain, many) = (run_world(len(parallel) or 1, curve, config, casts)[0] for casts in (True, False))
     assert kept == plain

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megascale.model.attention import Attention
+from tests.marks import only_quick_rows
 from tests.model.test_transformer import micro_batch, stage_of
 from tests.oracles.test_transformers import wide
 from tests.runs import LLAMA
@@ -40,6 +41,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_seq_length": 8}
 MORE = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 2.0}
 
+TOLERANCES = [(torch.float64, 1e-12), (torch.float32, 1e-5)]
 CASES = {
     "linear": Case("Llama", rope("linear", factor=4.0), {"rope_scaling": {"type": "linear", "factor": 4}}),
     "dynamic": Case(
@@ -156,7 +158,7 @@ def our_attention(case: Case, layer: int, weights: dict[str, Tensor]) -> tuple[A
     return module, {name: places[name] for name in weights}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), only_quick_rows(TOLERANCES, TOLERANCES[0]), ids=str)
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients(name: str, layer: int, dtype: torch.dtype, tolerance: float) -> None:

@@ -17,6 +17,7 @@ from megascale.convert.huggingface import PretrainedWeights
 from megascale.convert.tensor_map import bias_names, read_region, tensor_map
 from megascale.core.rank import Rank
 from tests.convert.tiny import MIXTURES, TINY, as_saved, balance_biases, make_tiny, save_tiny
+from tests.marks import only_quick
 from tests.oracles.ours import LAYOUTS, Arrays, Batch, Result, compute, difference
 from tests.oracles.test_transformers import wide
 from tests.runs import build_run, config_of, curve_of, settings
@@ -72,7 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", only_quick(TINY, *(name for name in TINY if name not in MIXTURES)))  # those in fp64
 def test_logits_and_gradients(name: str, folders: Path, tmp_path: Path) -> None:
     model, weights, theirs = reference(name, folders / name)
     found = difference(compute(model, weights, tmp_path, "fp32"), theirs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +43,21 @@ QUICK = ("cp2 ring", "tp2 sp cp2 ulysses ep2", "chunks")
 
 
 def curves(folder: Path, **changes: Any) -> list[list[tuple[float, float]]]:
-    config = config_of(settings(GPT_OSS, folder, train__steps=3, **changes), folder)
+    config = config_of(settings(GPT_OSS, folder, train__steps=3, batch__global=4, **changes), folder)
     return run_threads(config, lambda run: curve_of(run, 3))
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[float, float]]]:
+    """A function that returns the curve of one process."""
+    return cache(lambda **changes: curves(tmp_path_factory.mktemp("alone"), **changes)[0])
+
+
 @pytest.mark.parametrize("name", [pytest.param(it, marks=() if it in QUICK else pytest.mark.slow) for it in LAYOUTS])
-def test_layouts_are_the_same_run(name: str, tmp_path: Path) -> None:
-    changes = LAYOUTS[name]
-    (alone,) = curves(tmp_path, **(DOCUMENTS if name.startswith("documents") else {}))
-    for curve in curves(tmp_path, **changes):
-        assert sum(curve, ()) == pytest.approx(sum(alone, ()), rel=1e-10)
+def test_layouts_are_the_same_run(name: str, alone: Any, tmp_path: Path) -> None:
+    expected = alone(**(DOCUMENTS if name.startswith("documents") else {}))
+    for curve in curves(tmp_path, **LAYOUTS[name]):
+        assert sum(curve, ()) == pytest.approx(sum(expected, ()), rel=1e-10)
 
 
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int) -> Tensor:

@@ -272,6 +272,6 @@ def zeroed(run: Any) -> list[str]:
 def test_only_embedding_gradients_are_zeroed(tmp_path: Path) -> None:
     """A tied embedding's gradient is not zeroed either: the head has overwritten the gradient before."""
     formats = ("fp32", "bf16")
-    trees = [settings(model, tmp_path, train__precision=p) for model in (LLAMA, GPT) for p in formats]
+    trees = [settings(model, tmp_path, train__precision=p, batch__global=2) for model in (LLAMA, GPT) for p in formats]
     results = [run_threads(config_of(tree, tmp_path), zeroed)[0] for tree in trees]
     assert results == [["embedding.token.weight"]] * 2 + [[]] * 2

@@ -274,6 +274,7 @@ def by_backend(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
 
 def test_a_boundary_is_gathered_by_the_backends_collectives_too(tmp_path: Path) -> None:
     """As in groups too large for shared memory and point-to-point messages."""
-    config = config_of(settings(GPT, tmp_path, parallel__tp=2, parallel__pp=2), tmp_path)
+    keys = {"parallel__tp": 2, "parallel__pp": 2, "batch__global": 4, "train__steps": 3}
+    config = config_of(settings(GPT, tmp_path, **keys), tmp_path)
     results, expected = run_world(4, by_backend, config)[0], run_world(4, train_curve, config)[0]
     np.testing.assert_allclose(results, expected[:2], rtol=1e-10)

@@ -20,6 +20,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp pp2 vpp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
 }
 
+SAMPLES = 4  # of a step
+
 Masks = dict[tuple[str, int], set[str]]
 """Digests of masks by place and sample; an attention place ends in the head index."""
 
@@ -56,7 +58,7 @@ def merged(ranks: list[Any], step: int) -> Masks:
 
 
 def run_layout(folder: Path, **layout: Any) -> list[Any]:
-    more = {"model__dropout": 0.2, "train__eval_every": 5, "train__eval_steps": 1}
+    more = {"model__dropout": 0.2, "batch__global": SAMPLES, "train__eval_every": 5, "train__eval_steps": 1}
     config = config_of(settings(GPT, folder, **more, **layout), folder)
     return run_world(config.world_size, drawn, config)
 
@@ -71,10 +73,10 @@ def test_masks_differ_by_place_and_sample(alone: list[Any]) -> None:
     places = 1 + layers * (2 + heads)  # the embedding; by layer two branches and the attention heads
     steps = [merged(alone, step) for step in range(2)]
     for index, step in enumerate(steps):
-        assert len(step) == places * 8
-        assert {sample for _, sample in step} == set(range(8 * index, 8 * index + 8))
+        assert len(step) == places * SAMPLES
+        assert {sample for _, sample in step} == set(range(SAMPLES * index, SAMPLES * index + SAMPLES))
     digests = [digest for step in steps for one in step.values() for digest in one]
-    assert len(digests) == len(set(digests)) == 2 * places * 8
+    assert len(digests) == len(set(digests)) == 2 * places * SAMPLES
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

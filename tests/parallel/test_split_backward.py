@@ -51,8 +51,7 @@ def curves(rank: Rank, configs: list[RunConfig]) -> tuple[Curves, set[str]]:
 
 
 QUICK = [
-    ("gpt", "pp2 v", "fp64"), ("untied", "pp2 v", "fp64"), ("untied", "pp2 dp2 zero2", "fp64"),
-    ("experts", "pp2 vpp2", "fp64"),
+    ("untied", "pp2 v", "fp64"), ("untied", "pp2 dp2 zero2", "fp64"), ("experts", "pp2 vpp2", "fp64"),
 ]  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def saved_by(job: JobMemory, rank: int) -> int:
 
 @pytest.mark.parametrize("schedule", only_quick(SCHEDULES, "zb_v"))
 def test_p_micro_batches_are_live_on_every_rank(schedule: str, tmp_path: Path) -> None:
-    found, job = peaks(tmp_path, schedule, 64, train__precision="fp32", batch__global=6)
+    found, job = peaks(tmp_path, schedule, 32, train__precision="fp32", batch__global=6)
     for rank, peak in enumerate(found):
         assert peak == pytest.approx(2 * saved_by(job, rank), rel=0.05)
 

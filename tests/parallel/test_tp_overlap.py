@@ -81,7 +81,7 @@ def switched(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
 def test_overlap_changes_no_result(layout: str, tmp_path: Path) -> None:
     family = GPT if "pp" in layout else LLAMA | {"num_kv_heads": 4}
-    common: dict[str, Any] = {"train__precision": "fp32", "train__steps": 3}
+    common: dict[str, Any] = {"train__precision": "fp32", "train__steps": 3, "batch__global": 4}
     common["model__block"] = "parallel" if "sp" in layout else "serial"
     common["model__num_layers"] = 4 if "vpp2" in layout else 2
     common |= LAYOUTS[layout]

@@ -9,7 +9,7 @@ import pytest
 
 from megascale.core.rank import Rank
 from megascale.plan.account.state_bytes import state_bytes
-from tests.marks import only_quick_rows
+from tests.marks import only_quick, only_quick_rows
 from tests.recorded_events import forget_events
 from tests.runs import FAMILIES, GPT, build_run, builds, config_of, settings, traffic_of
 from tests.worlds import run_world
@@ -46,7 +46,7 @@ def measure(tmp_path: Any, family: str, **layout: Any) -> tuple[Any, list[Counts
     return configs[0], [on for on, _ in ranks]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", only_quick(FAMILIES, "gpt"))
 def test_tensor_parallelism_has_four_collectives_a_layer(family: str, tmp_path: Any) -> None:
     config, counts = measure(tmp_path, family, parallel__tp=2)
     m, micro = config.model, config.num_microbatches
@@ -62,7 +62,7 @@ def test_tensor_parallelism_has_four_collectives_a_layer(family: str, tmp_path: 
         }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", only_quick(FAMILIES, "llama"))
 def test_sequence_parallelism_has_all_gathers_and_reduce_scatters(family: str, tmp_path: Any) -> None:
     config, counts = measure(tmp_path, family, parallel__tp=2, parallel__sp=True)
     m, micro = config.model, config.num_microbatches

@@ -13,8 +13,8 @@ from megascale.layout.stages import looped
 from megascale.plan.simulate.event_simulator import Simulation, simulate
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.check import check_passes
+from megascale.schedule.global_order import global_order
 from megascale.schedule.ir import Kind, RankSchedule, Schedule, build_schedule
-from megascale.schedule.lower import global_order
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware, state_aware_1f1b
 from tests.schedule.units import unit_times
@@ -84,7 +84,7 @@ def test_orders_are_complete_and_free_of_deadlock(p: int, sequences: list[int], 
     schedule = build_state_aware(p, sequences, keep)
     for rank, order in enumerate(schedule):
         check_passes(order, rank, looped(p, 1), sum(sequences))
-    global_order(schedule, looped(p, 1))
+    global_order([[order] for order in schedule], looped(p, 1))
 
 
 @given(p=stages, sequences=sequences_of_chunks, keep=kept)

@@ -19,6 +19,7 @@ from tests.runs import GPT
 SIZES = GPT | {"num_layers": 2, "hidden_size": 64, "vocab_size": 257, "seq_length": 32}
 RUN: dict[str, Any] = {
     "parallel__tp": 2,
+    "batch__micro": 4,
     "train__precision": "fp32",
     "train__steps": 30,
     "train__log_every": 5,

@@ -61,7 +61,8 @@ QUICK = [
 
 def configure(model: dict[str, Any], folder: Path, layout: Mapping[str, Any], **keys: Any) -> RunConfig:
     given = {
-        "train__steps": 3, "train__exit_warmup_steps": 2, "optimizer__warmup_steps": 0, "optimizer__clip_norm": 0.0,
+        "batch__global": 4, "train__steps": 3, "train__exit_warmup_steps": 2, "optimizer__warmup_steps": 0,
+        "optimizer__clip_norm": 0.0,
         "train__exit_loss_weight": [0.5, 0.25][: len(model["exits"])], "parallel__zero": 0,
     } | {f"parallel__{key}": value for key, value in layout.items()}  # fmt: skip
     return config_of(settings(model, folder, **given | keys), folder)

@@ -57,7 +57,7 @@ def phases(rank: Rank, config: Any) -> set[tuple[str, int]]:
 
 
 def test_all_moments_are_reached(tmp_path: Path) -> None:
-    faults = {"fault__inject": "kill rank=0 step=3", "train__steps": 3}
+    faults = {"fault__inject": "kill rank=0 step=3", "train__steps": 3, "batch__global": 4}
     tensor = configured(tmp_path / "a", 2, parallel__tp=2, **faults)
     pipeline = {"parallel__pp": 2, "parallel__dp": 2, "train__eval_every": 2, "checkpoint__every": 1}
     experts = {"parallel__ep": 2, "model__experts": 2, "model__bias": False}

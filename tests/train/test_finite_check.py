@@ -119,7 +119,7 @@ def test_the_error_names_the_fault_and_nothing_is_updated(layout: dict[str, Any]
 
 def test_a_tied_embedding_does_not_hide_the_source_of_a_gradient(tmp_path: Path) -> None:
     """The embedding is first and last in the network, so every fault reaches its gradient."""
-    config = config_of(settings(GPT, tmp_path, train__precision="fp32", parallel__pp=2), tmp_path)
+    config = config_of(settings(GPT, tmp_path, train__precision="fp32", batch__global=4, parallel__pp=2), tmp_path)
     for rank in run_world(2, diverge, config, last_rank_with_layer_2(config)):
         assert "the gradient of layers.2.mlp.down.bias on rank 1 (" in rank[FAULTS.index("gradient")][0]
 
@@ -144,7 +144,7 @@ def unguarded(rank: Rank, config: Any) -> list[tuple[str, bool]]:
 
 
 def test_without_the_guards_the_weights_become_non_finite(tmp_path: Path) -> None:
-    config = config_of(settings(LLAMA, tmp_path, train__precision="fp32"), tmp_path)
+    config = config_of(settings(LLAMA, tmp_path, train__precision="fp32", batch__global=4), tmp_path)
     assert run_world(1, unguarded, config) == [[("", True), ("", False)]]
 
 

@@ -18,10 +18,12 @@ from tests.jobs import Job, job_config
 from tests.operate.driver.launched import LaunchedJob, launch_config
 from tests.runs import GPT, build_run, config_of, settings
 
+SHORT = {"train__precision": "fp32", "batch__global": 2}
+
 
 def profiled(folder: Path, step: int) -> dict[str, object] | None:
     """Train for two steps with the hook, and return what it writes."""
-    config = config_of(settings(GPT, folder, train__precision="fp32", observe__profile_step=step), folder)
+    config = config_of(settings(GPT, folder, **SHORT, observe__profile_step=step), folder)
     config.folder.mkdir(parents=True)
     run, hook = build_run(Rank(0, 1, 0, "here"), config), KernelShares()
     for _ in range(2):
@@ -42,7 +44,7 @@ def test_the_step_is_divided_by_purpose(tmp_path: Path) -> None:
 
 def test_a_new_run_removes_the_profile_of_an_earlier_one(tmp_path: Path) -> None:
     assert profiled(tmp_path, step=1) is not None
-    config = config_of(settings(GPT, tmp_path, train__precision="fp32"), tmp_path)
+    config = config_of(settings(GPT, tmp_path, **SHORT), tmp_path)
     KernelShares().run_begins(build_run(Rank(0, 1, 0, "here"), config))
     assert not list((config.folder / "kernels").iterdir())
 
@@ -53,7 +55,7 @@ def test_no_step_is_profiled_by_default(tmp_path: Path) -> None:
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs" / "test").mkdir(parents=True)
-    config = config_of(settings(GPT, tmp_path, train__precision="fp32", observe__profile_step=1), tmp_path)
+    config = config_of(settings(GPT, tmp_path, **SHORT, observe__profile_step=1), tmp_path)
     config.folder.mkdir(parents=True, exist_ok=True)
     (config.folder / "kernels").write_text("in the way")
     run, hook = build_run(Rank(0, 1, 0, "here"), config), KernelShares()
@@ -64,7 +66,7 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: p
 
 def test_the_profiler_works_in_a_phase_of_its_own_and_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver calls it no hang, and what the first profile imports is no part of a step."""
-    config = config_of(settings(GPT, tmp_path, train__precision="fp32", observe__profile_step=1), tmp_path)
+    config = config_of(settings(GPT, tmp_path, **SHORT, observe__profile_step=1), tmp_path)
     config.folder.mkdir(parents=True)
     run, hook, calls = build_run(Rank(0, 1, 0, "here"), config), KernelShares(), list[tuple[str, str]]()
     flight = run.mesh.recorder.log

@@ -80,6 +80,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configure(model: dict[str, Any], dataset: Path, folder: Path, layout: Mapping[str, Any], **keys: Any) -> RunConfig:
     given = {
         "data__mock": False, "data__train": str(dataset), "data__attention_mask": "document", "train__steps": 3,
+        "batch__global": 4,
         "train__mtp_loss_weight": 0.6, "optimizer__warmup_steps": 0, "optimizer__clip_norm": 0.0, "parallel__zero": 0,
     } | {f"parallel__{key}": value for key, value in layout.items()}  # fmt: skip
     return config_of(settings(model, folder, **given | keys), folder)

@@ -149,6 +149,7 @@ CASES = [
 def test_an_average(layout: dict[str, Any], average: dict[str, Any], tmp_path: Path) -> None:
     precision = "bf16" if "parallel__pp" in layout else "fp64"
     keys = {"checkpoint__every": 100, "train__eval_every": 100, "train__eval_steps": 1, "train__precision": precision}
+    keys["batch__global"] = 4
     config = configuration(tmp_path, {"name": "adamw"}, SMALL, **keys, **average, **layout)
     for worst, same, resumed, _ in run_world(config.world_size, averaged, config):
         assert worst < (1e-14 if precision == "fp64" else 1e-6)

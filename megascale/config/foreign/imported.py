@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any
 
-from megascale.config.foreign.setting import Context, Values, plain
+from megascale.config.foreign.setting import MANY, Context, Values, plain
 from megascale.config.foreign.translation import SYSTEMS, Translation, context_of, find, translate
 from megascale.config.loading import sections
-from megascale.config.toml_writer import LOSS_SECTIONS, section_to_toml, toml_value
+from megascale.config.toml_reader import Source
+from megascale.config.toml_writer import LOSS_SECTIONS, toml_value
 
 UNKNOWN = "unknown: docs/from-megatron.md has no row of it"
 _UNKNOWN_TEXT = re.compile(r"\$(\w+)|(?:\$|`).*", re.DOTALL)
@@ -33,11 +33,10 @@ class Imported:
 
     def tree(self, name: str) -> dict[str, Any]:
         """Return the configuration of a run of this name, unchecked."""
-        tree: dict[str, Any] = {"name": name, "output_dir": "runs"} | {table: {} for table in sections()}
+        source = Source("", {"name": name, "output_dir": "runs"} | {table: {} for table in sections()})
         for key, value in self.settings.items():
-            *tables, last = key.split(".")
-            reduce(lambda inner, table: inner.setdefault(table, {}), tables, tree)[last] = value
-        return {key: value for key, value in tree.items() if value != {}}
+            source.set(key.split("."), value)
+        return {key: value for key, value in source.tree.items() if value != {}}
 
     def take_back(self, keys: Collection[str]) -> bool:
         """Remove the defaults of these keys, which have no effect. Returns False if there are none."""
@@ -50,17 +49,16 @@ class Imported:
         """Return the configuration as TOML, with a comment on each value that is converted."""
         lines = []
         for table, value in self.tree(name).items():
-            keys = value if isinstance(value, dict) else {table: value}
-            prefix = f"{table}." if keys is value else ""
+            keys, prefix = (value, f"{table}.") if isinstance(value, dict) else ({table: value}, "")
             lines += ["", f"[{table}]"] if prefix else []
-            notes = (self.notes.get(prefix + key, "") for key in keys)
-            written = section_to_toml(table, keys).splitlines()[1:]
-            lines += [line + (f"  # {note}" if note else "") for line, note in zip(written, notes, strict=True)]
+            for key, item in keys.items():
+                note = self.notes.get(prefix + key)
+                lines.append(f"{key} = {toml_value(item)}" + (f"  # {note}" if note else ""))
         return "\n".join(lines) + "\n"
 
 
 def import_arguments(
-    system: str, given: Mapping[str, Values], gpus: int | None = None, unknown: Mapping[str, str] | None = None
+    system: str, given: Mapping[str, Values], gpus: int | None = None, unknown: Mapping[str, str] = {}
 ) -> Imported:
     """Translate the arguments of a run by the table of `system`, and write its defaults that differ. `given`: values by
     name; None, and False for a switch, are as no argument. `gpus`: of the job, for what counts by them. `unknown`:
@@ -70,16 +68,14 @@ def import_arguments(
     context = context_of(given) | ({"gpus": [gpus]} if gpus else {})
     made = Imported()
     for name, values in given.items():
-        one = _translation(name, values, context, system, unknown or {})
+        one = _translation(name, values, context, system, unknown)
         if one.value is not None:
             _write(made, name, one)
         else:
             (made.dropped if one.needless else made.refused)[name] = one.note
     for setting in SYSTEMS[system]:
-        own = not setting.only_with or plain(setting.only_with) in context
-        if setting.theirs is None or not own or any(plain(name) in context for name in setting.names):
-            continue
-        if setting.key not in made.settings:
+        unset = setting.key not in made.settings and not any(plain(name) in context for name in setting.names)
+        if unset and setting.theirs is not None and (not setting.only_with or plain(setting.only_with) in context):
             made.settings[setting.key] = setting.theirs
             made.defaults.add(setting.key)
     return made
@@ -89,19 +85,18 @@ def _translation(name: str, values: Values, context: Context, system: str, chang
     """Return an argument's translation, with a note if it has no value here."""
     found, one = find(name, system), translate(name, values, context, system)
     unknown = next(filter(None, (_UNKNOWN_TEXT.search(str(text)) for text in (name, *values))), None)
-    if one is not None and one.needless:
-        return one
+    if one is not None and one.needless and not (unknown and found and found[1].takes == MANY):
+        return one  # an unknown word behind a list may be another argument
     if unknown:
         why = f"has no one value: {changed[unknown[1]]} may set it" if unknown[1] in changed else "has no value"
         return Translation(system, "", None, f"{unknown[1] or unknown[0]} {why} in the script")
-    if any(value != value for value in values):
-        return Translation(system, "", None, "nan is no number")
-    if found is None or one is None:
-        return Translation(system, "", None, UNKNOWN)
+    if found is None or one is None or any(value != value for value in values):
+        return Translation(system, "", None, "nan is no number" if found else UNKNOWN)
     if (only := found[1].only_with) and plain(only) not in context:
         return Translation(system, "", None, f"nothing to write without {only}", needless=True)
     if one.key and one.value is None:
-        note = one.note or f"no value of {one.key} means it"
+        note = f"no value of {one.key} means it" if values or not found[1].takes else "no value stands behind it"
+        note = one.note if "not supported" in one.note else f"{note}: {one.note}".removesuffix(": ")
         return replace(one, note=note, needless=one.key.partition(".")[0] not in LOSS_SECTIONS)
     return one
 
@@ -115,13 +110,10 @@ def _is_unset(name: str, values: Values, system: str) -> bool:
 
 def _write(made: Imported, name: str, one: Translation) -> None:
     """Write what an argument means, unless another one means another value of the key."""
-    other = {key: value for key, value in one.settings.items() if key in made.settings and made.settings[key] != value}
-    if other:
-        key = next(iter(other))
-        made.refused[name] = (
-            f"means {key} = {toml_value(other[key])}, another argument {toml_value(made.settings[key])}"
-        )
-        return
+    for key, value in one.settings.items():
+        if (before := made.settings.get(key, value)) != value:
+            made.refused[name] = f"means {key} = {toml_value(value)}, another argument {toml_value(before)}"
+            return
     made.mapped.append(name)
     made.settings |= one.settings
     if one.converted and one.note:

@@ -17,14 +17,13 @@ from megascale.config.foreign.megatron_values import (
     positions,
     query_groups,
     schedule,
+    steps_of,
     steps_of_run,
     steps_of_share,
     swiglu,
     value_of,
-    whole_batches,
     window,
     with_quick_geglu,
-    wsd_steps,
     zero,
 )
 from megascale.config.foreign.setting import (
@@ -40,6 +39,7 @@ from megascale.config.foreign.setting import (
     every,
     needless,
     same,
+    same_values,
     switch,
     two_shares,
     words,
@@ -53,7 +53,7 @@ _LOAD = "auto, the default, is the run's newest; theirs: `megascale ckpt convert
 _TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; training compares data.tokenizer with it"
 _DECAY = "not supported: optimizer.weight_decay is constant"
 _WSD = "with decay = wsd; linear, theirs exponential by default"
-_WARMUP = "Megatron-LM's + 1: its step k has the rate after k - 1 steps"
+_WARMUP = "steps of batch.global, + 1: Megatron-LM's step k has the rate after k - 1 steps"
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _CLAMP = "not supported but for --quick-geglu: 7 and 1"
@@ -61,23 +61,23 @@ _BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
 
 
 MODEL = (
-    same("--num-layers", "model.num_layers"),
-    same("--hidden-size", "model.hidden_size"),
-    same("--num-attention-heads", "model.num_heads"),
+    *same_values({
+        "--num-layers": "model.num_layers", "--hidden-size": "model.hidden_size",
+        "--num-attention-heads": "model.num_heads", "--kv-channels": "model.head_dim",
+        "--seq-length, sequence_length": "model.seq_length", "--norm-epsilon, --layernorm-epsilon": "model.norm_eps",
+        "--rotary-base": "model.rope_theta", "--rotary-percent": "model.rotary_fraction",
+        "--init-method-std": "model.init_std", "--mup-base-hidden-size": "model.mup_base_width",
+        "--mtp-num-layers": "model.mtp_layers", "--mtp-loss-scaling-factor": "train.mtp_loss_weight",
+    }),
     computed("--group-query-attention", "model.num_kv_heads", query_groups, "1, or --num-query-groups", takes=0),
     computed("--num-query-groups", "model.num_kv_heads", query_groups),
     same("--ffn-hidden-size", "model.ffn_size", "for a gated activation the width of one of the two matrices"),
-    same("--kv-channels", "model.head_dim"),
     same("--vocab-size", "model.vocab_size", "the true size; it is padded to a multiple of 64 x tp"),
     needless("--make-vocab-size-divisible-by", "nothing to write: padded to a multiple of 64 x tp, theirs of 128 x tp"),
-    same("--seq-length, sequence_length", "model.seq_length"),
     computed("--max-position-embeddings", "model.seq_length", positions,
              "nothing to write beside --seq-length; with learned positions of a longer model: model.positions"),
     computed("--normalization", "model.norm", norm),
-    same("--norm-epsilon, --layernorm-epsilon", "model.norm_eps"),
-    computed("--apply-layernorm-1p", "model.norm", lambda _, context: norm(context.get("normalization") or [
-             "layernorm" if "num_layers" in context else "rmsnorm"], {"apply_layernorm_1p": [], **context}),
-             "for RMSNorm; LayerNorm has gain 1 from the start", takes=0),
+    computed("--apply-layernorm-1p", "model.norm", norm, "for RMSNorm; LayerNorm has gain 1 from the start", takes=0),
     computed("--swiglu", "model.activation", swiglu, theirs="gelu_tanh", takes=0),
     switch("--openai-gelu", "model.activation", "gelu_tanh"),
     absent("--squared-relu", "not supported: one of the choices of model.activation", 0),
@@ -89,8 +89,6 @@ MODEL = (
           "off-by-one: not supported"),
     words("--position-embedding-type", "model.position", {"learned_absolute": "learned", "rope": "rope"}),
     switch("--use-rotary-position-embeddings", "model.position", "rope"),
-    same("--rotary-base", "model.rope_theta"),
-    same("--rotary-percent", "model.rotary_fraction"),
     computed("--rotary-seq-len-interpolation-factor", "model.rope_scaling",
              lambda values, _: {"type": "linear", "factor": float(values[0])}),
     computed("--use-rope-scaling", "model.rope_scaling", lambda _, context: {
@@ -113,10 +111,8 @@ MODEL = (
              context.get(name, [0.1] if "num_layers" in context else values)[0] == values[0]
              for name in ("hidden_dropout", "attention_dropout")) else
              Advice("not supported: two probabilities; write one for both"), "one value for both", 0.1),
-    same("--init-method-std", "model.init_std"),
     absent("--init-method-xavier-uniform", "not supported: write model.init_std", 0),
     needless("--use-cpu-initialization", "nothing to write: train.seed gives the same weights in every layout", 0),
-    same("--mup-base-hidden-size", "model.mup_base_width"),
     needless("--use-mup", "nothing to write: model.mup_base_width says it", 0),
     computed("--window-size", "model.window", window, "their number of keys before the query, plus 1"),
     needless("--window-attn-skip-freq", "written by --window-size: a list, with 0 for layers without a window"),
@@ -134,18 +130,19 @@ MODEL = (
              'written by --rotary-scaling-factor: model.rope_scaling, a table of type "yarn"'),
     absent("--yarn-beta-fast", "not supported with latent attention but 32", harmless={"32": "nothing to write: 32"}),
     absent("--yarn-beta-slow", "not supported with latent attention but 1", harmless={"1": "nothing to write: 1"}),
-    same("--mtp-num-layers", "model.mtp_layers"),
-    same("--mtp-loss-scaling-factor", "train.mtp_loss_weight"),
     needless("--use-mcore-models, --use-legacy-models", "nothing to write: one model", 0),
     needless("--transformer-impl", "write backends.* for single operations; auto takes what is installed"),
     absent("--spec", "not supported: layers of another kind", MANY, {"local": "as --transformer-impl"}),
 )  # fmt: skip
 
 PARALLEL = (
-    same("--tensor-model-parallel-size", "parallel.tp"),
-    same("--pipeline-model-parallel-size", "parallel.pp"),
-    same("--context-parallel-size", "parallel.cp"),
-    same("--num-virtual-stages-per-pipeline-rank, --virtual-pipeline-model-parallel-size", "parallel.vpp"),
+    *same_values({
+        "--tensor-model-parallel-size": "parallel.tp", "--pipeline-model-parallel-size": "parallel.pp",
+        "--context-parallel-size": "parallel.cp",
+        "--num-virtual-stages-per-pipeline-rank, --virtual-pipeline-model-parallel-size": "parallel.vpp",
+        "--max-seqlen-per-dp-cp-rank": "data.max_tokens_per_rank", "--micro-batch-size": "batch.micro",
+        "--global-batch-size": "batch.global", "--distributed-timeout-seconds-after-init": "comm.timeout_s",
+    }),
     computed("--num-layers-per-virtual-pipeline-stage", "parallel.vpp",
              lambda values, context: context["num_layers"][0] // (
                  context["pipeline_model_parallel_size"][0] * values[0]),
@@ -162,7 +159,6 @@ PARALLEL = (
     computed("--hierarchical-context-parallel-sizes", "parallel.cp_a2a_size", lambda values, _: values[0],
              "with cp_mode = usp", takes=MANY),
     switch("--hybrid-context-parallel", "parallel.hybrid_dp", True),
-    same("--max-seqlen-per-dp-cp-rank", "data.max_tokens_per_rank"),
     computed("--use-distributed-optimizer", "parallel.zero", zero, theirs=0, takes=0),
     needless("--DDP-impl", "nothing to write: parallel.zero says it"),
     computed("--data-parallel-sharding-strategy", "parallel.zero", zero,
@@ -174,8 +170,6 @@ PARALLEL = (
     switch("--no-overlap-p2p-communication", "overlap.pp", False),
     computed("--ddp-bucket-size", "overlap.bucket_bytes", lambda values, _: 4.0 * values[0],
              "bytes of fp32 gradients, theirs are elements"),
-    same("--micro-batch-size", "batch.micro"),
-    same("--global-batch-size", "batch.global"),
     computed("--rampup-batch-size", "batch.rampup", every, takes=MANY),
     computed("--step-batch-size-schedule", "batch.rampup", batch_schedule,
              "[start, increment, samples], and batch.global: equal increments at equal distances of samples",
@@ -184,7 +178,6 @@ PARALLEL = (
              if values[0] <= 30 else Several({"comm.timeout_s": values[0] * 60.0, "launch.start_timeout_s":
                                               values[0] * 60.0}),
              "in seconds; launch.start_timeout_s is no less"),
-    same("--distributed-timeout-seconds-after-init", "comm.timeout_s"),
     needless("--distributed-backend", "nothing to write: NCCL on GPUs, gloo on CPUs"),
     needless("--nccl-communicator-config-path", "write nccl.*_ctas"),
     needless("--use-tp-pp-dp-mapping", "not supported: tp is fastest, pp slowest", 0),
@@ -264,20 +257,22 @@ TRAIN = (
 
 OPTIMIZER = (
     words("--optimizer", "optimizer.name",
-          {"adam": "adamw", "lion": "lion", "soap": "soap"}, "sgd is not supported", muon=MUON, dist_muon=MUON),
-    same("--lr", "optimizer.lr"),
+          {"adam": "adamw", "lion": "lion", "soap": "soap"},
+          "sgd is not supported, nor others than adam, lion and soap", muon=MUON, dist_muon=MUON),
+    *same_values({
+        "--lr": "optimizer.lr", "--adam-eps": "optimizer.eps", "--clip-grad": "optimizer.clip_norm",
+    }),
     computed("--min-lr", "optimizer.min_lr", lambda values, context: Needless("nothing to write: a constant rate")
              if value_of(context, "lr_decay_style") == "constant" else values[0]),
-    computed("--lr-warmup-iters", "optimizer.warmup_steps", lambda values, _: values[0] + 1, _WARMUP, 1),
+    computed("--lr-warmup-iters, --lr-warmup-samples", "optimizer.warmup_steps",
+             lambda _, context: steps_of("lr_warmup", context) + 1, _WARMUP, 1),
     computed("--lr-warmup-fraction", "optimizer.warmup_steps", steps_of_share, "share x --lr-decay-iters, + 1"),
-    computed("--lr-warmup-samples", "optimizer.warmup_steps", lambda values, context: whole_batches(
-             values, context) + 1, "samples / batch.global, + 1"),
     words("--lr-decay-style", "optimizer.decay",
           {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}, theirs="linear"),
     computed("--lr-decay-iters, --lr-decay-samples", "optimizer.schedule_steps", schedule, "steps of batch.global"),
     computed("--lr-wsd-decay-iters, --lr-wsd-decay-samples", "optimizer.decay_steps", lambda values, context: Advice(
              _WSD) if value_of(context, "lr_wsd_decay_style") != "linear" and "num_layers" in context
-             else wsd_steps(values, context), _WSD),
+             else steps_of("lr_wsd_decay", context) - 1, _WSD),  # theirs begins and ends a step later
     computed("--lr-wsd-decay-style", "", lambda values, context: Needless("nothing to write: linear, or not wsd")
              if values[0] == "linear" or str(value_of(context, "lr_decay_style")).lower() != "wsd"
              else Advice("not supported: linear alone"), "linear alone"),
@@ -293,8 +288,6 @@ OPTIMIZER = (
     absent("--weight-decay-incr-style", _DECAY, harmless={"constant": "nothing to write: constant"}),
     computed("--adam-beta1", "optimizer.betas", _BETAS),
     computed("--adam-beta2", "optimizer.betas", _BETAS, theirs=[0.9, 0.999]),
-    same("--adam-eps", "optimizer.eps"),
-    same("--clip-grad", "optimizer.clip_norm"),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
     absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",

@@ -19,6 +19,7 @@ from megascale.config.foreign.setting import (
     every,
     needless,
     same,
+    same_values,
     switch,
     words,
 )
@@ -61,10 +62,15 @@ def _groups(values: Values, context: Context) -> Any:
 _OF_EXPERTS = (
     computed("--moe-router-topk", "model.experts_per_token", lambda values, _: values[0] if values[0] > 1
              else Several({"model.experts_per_token": 1, "model.router_normalize": False})),  # as a single weight is
-    same("--moe-ffn-hidden-size", "model.expert_ffn_size"),
+    *same_values({
+        "--moe-ffn-hidden-size": "model.expert_ffn_size",
+        "--moe-shared-expert-intermediate-size": "model.shared_ffn_size",
+        "--moe-router-group-topk": "model.router_top_groups", "--moe-router-topk-scaling-factor": "model.router_scale",
+        "--moe-router-bias-update-rate": "moe.bias_rate", "--moe-z-loss-coeff": "moe.z_loss_weight",
+        "--expert-model-parallel-size": "parallel.ep",
+    }),
     computed("--moe-layer-freq", "model.dense_layers", _dense_layers,
              "the first layers without experts, N of `([0]*N+[1]*M)`"),
-    same("--moe-shared-expert-intermediate-size", "model.shared_ffn_size"),
     switch("--moe-shared-expert-gate", "model.shared_gate", True),
     words("--moe-router-score-function", "model.router_score",
           {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}),
@@ -72,19 +78,14 @@ _OF_EXPERTS = (
              if value_of(context, "moe_router_score_function", "softmax") != "softmax" else False, takes=0),
     computed("--moe-router-num-groups", "model.router_groups", _groups,
              "with router_group_value = top2, at two experts a group"),
-    same("--moe-router-group-topk", "model.router_top_groups"),
-    same("--moe-router-topk-scaling-factor", "model.router_scale"),
     switch("--moe-router-enable-expert-bias", "model.balance_bias", True),
-    same("--moe-router-bias-update-rate", "moe.bias_rate"),
     replace(words(
-        "--moe-router-load-balancing-type", "moe.balance", LOSSES, "one loss: several are not supported", takes=MANY,
-        aux_loss="with moe.balance_group = batch.micro",
-        global_aux_loss="the nearest, by the loads of the step before",
-        sinkhorn="not supported: write another moe.balance, or model.balance_bias = true"), convert=balance),
+        "--moe-router-load-balancing-type", "moe.balance", LOSSES, "one loss: several are not supported",
+        aux_loss="with moe.balance_group = batch.micro", global_aux_loss="the nearest, by the loads of the step before",
+        sinkhorn="not supported: write another moe.balance, or model.balance_bias = true"),
+        convert=balance, takes=MANY),
     computed("--moe-aux-loss-coeff", "moe.balance_weight", balance_weight, "0, their default: moe.balance is none",
              takes=MANY),
-    same("--moe-z-loss-coeff", "moe.z_loss_weight"),
-    same("--expert-model-parallel-size", "parallel.ep"),
     computed("--expert-tensor-parallel-size", "", lambda values, _: Needless(
              "nothing to write: an expert is whole" if values[0] == 1 else _WHOLE), _WHOLE),
     same("--moe-expert-capacity-factor", "moe.capacity_factor", "of a sequence, theirs is of a rank's tokens"),

@@ -15,14 +15,12 @@ OTHERS = (
              "--use-fused-weighted-squared-relu, --defer-embedding-wgrad-compute, --use-transformer-engine-op-fuser, "
              "--no-use-layer-wise-param-layout, --enable-experimental, --check-for-large-grads, "
              "--disable-bf16-reduced-precision-matmul, --fsdp-manual-registration, --init-model-with-meta-device, "
-             "--fsdp-double-buffer, --use-nccl-ub, --export-force-local-attention",
-             _FAST, 0),
+             "--fsdp-double-buffer, --use-nccl-ub, --export-force-local-attention", _FAST, 0),
     needless("--ddp-num-buckets, --num-distributed-optimizer-instances, --high-priority-stream-groups, "
              "--cuda-graph-modules, --cuda-graph-scope, --cuda-graph-warmup-steps, --tp-comm-overlap-cfg, "
              "--wgrad-deferral-limit, --offload-modules, --outer-dp-sharding-strategy, "
-             "--megatron-fsdp-grad-comm-dtype, "
-             "--megatron-fsdp-main-grads-dtype, --megatron-fsdp-main-params-dtype, --activations-checkpoint-method, "
-             "--num-dataset-builder-threads", _FAST, MANY),
+             "--megatron-fsdp-grad-comm-dtype, --megatron-fsdp-main-grads-dtype, --megatron-fsdp-main-params-dtype, "
+             "--activations-checkpoint-method, --num-dataset-builder-threads", _FAST, MANY),
     needless("--async-ckpt-use-cpu-shm, --use-persistent-ckpt-worker, --auto-detect-ckpt-format, "
              "--ckpt-assume-constant-structure, --ckpt-drop-redundant-extra-state, "
              "--ckpt-fully-parallel-load-per-rank-objects, --dist-ckpt-optim-fully-reshardable, "
@@ -60,27 +58,18 @@ OTHERS = (
     absent("--is-hybrid-model, --bert-no-binary-head", "not supported: a model of another kind", 0),
 )  # fmt: skip
 
-_SERVING = "not supported: serving; `megascale sample` generates text"
-_REINFORCEMENT = "not supported: reinforcement learning"
-_MODELS = "not supported: a model of another kind"
-_ELASTIC = "not supported: a search for a smaller model"
-
-PREFIXES = {
-    "moe_": "not supported for experts", "fim_": "not supported: samples of another kind",
-    "sft_": "not supported: samples of another kind",
-    **dict.fromkeys(("rl_", "no_rl_", "grpo_", "langrl_", "perform_rl", "refit_"), _REINFORCEMENT),
-    **dict.fromkeys((
-        "inference_", "incoming_requests", "num_tokens_to_generate", "output_", "prompt", "return_log_probs",
-        "temperature", "top_", "stop_words", "termination_id", "test_mode", "flash_decode", "max_tokens_to_oom",
-        "use_coordinator", "async_mode", "use_legacy_static_engine", "suspend_",
-        "enable_chunked_prefill", "decode_only_"), _SERVING),
-    **dict.fromkeys((
-        "export_", "flextron", "enable_router", "router_", "budget_", "binary_mask", "soft_mask", "slice", "tau_",
-        "emb_int_list", "mlp_int_list", "hard_sample_th", "loss_alpha", "original_model_sample", "linear_scaler"),
-        _ELASTIC),
-    **dict.fromkeys((
-        "mamba_", "hybrid_", "encoder_", "decoder_", "vocab_extra_ids", "linear_", "dsa_", "experimental_attention",
-        "img_", "patch_dim", "disable_vision", "dataloader_seq_length", "dataset_provider", "total_seq_length",
-        "packing_buffer", "modelopt_", "language_model_checkpoint"), _MODELS),
-}  # fmt: skip
-"""Beginnings of the names of other settings."""
+BEGINNINGS = (
+    absent("moe_", "not supported for experts"), absent("fim_, sft_", "not supported: samples of another kind"),
+    absent("rl_, no_rl_, grpo_, langrl_, perform_rl, refit_", "not supported: reinforcement learning"),
+    absent("inference_, incoming_requests, num_tokens_to_generate, output_, prompt, return_log_probs, temperature, "
+           "top_, stop_words, termination_id, test_mode, flash_decode, max_tokens_to_oom, use_coordinator, async_mode, "
+           "use_legacy_static_engine, suspend_, enable_chunked_prefill, decode_only_",
+           "not supported: serving; `megascale sample` generates text"),
+    absent("export_, flextron, enable_router, router_, budget_, binary_mask, soft_mask, slice, tau_, emb_int_list, "
+           "mlp_int_list, hard_sample_th, loss_alpha, original_model_sample, linear_scaler",
+           "not supported: a search for a smaller model"),
+    absent("mamba_, hybrid_, encoder_, decoder_, vocab_extra_ids, linear_, dsa_, experimental_attention, img_, "
+           "patch_dim, disable_vision, dataloader_seq_length, dataset_provider, total_seq_length, packing_buffer, "
+           "modelopt_, language_model_checkpoint", "not supported: a model of another kind"),
+)  # fmt: skip
+"""By the beginnings of the names of other settings."""

@@ -23,9 +23,10 @@ def value_of(context: Context, name: str, default: Any = None) -> Any:
 
 
 def norm(values: Values, context: Context) -> str:
-    """Return the norm of `--normalization`, with gains around 1 by `--apply-layernorm-1p`."""
-    name = {"layernorm": "layernorm", "rmsnorm": "rmsnorm"}[str(values[0]).lower()]
-    return "rmsnorm_1p" if name == "rmsnorm" and "apply_layernorm_1p" in context else name
+    """Return the norm of `--normalization`, with gains around 1 by `--apply-layernorm-1p`, a switch."""
+    name = str(value_of(context, "normalization", "layernorm" if "num_layers" in context else "rmsnorm")).lower()
+    around_1 = not values or "apply_layernorm_1p" in context
+    return {"layernorm": "layernorm", "rmsnorm": "rmsnorm_1p" if around_1 else "rmsnorm"}[name]
 
 
 def swiglu(values: Values, context: Context) -> str | Several:
@@ -152,9 +153,10 @@ def _sizes(context: Context) -> BatchSizes:
     return BatchSizes(batch, *map(int, context.get("rampup_batch_size", (batch, batch, 0))))
 
 
-def whole_batches(values: Values, context: Context) -> int:
-    """Return the steps of batch.global for a number of samples."""
-    return int(values[0] // _sizes(context).total)
+def steps_of(name: str, context: Context) -> int:
+    """Return the steps of `--NAME-iters`, or those of batch.global for `--NAME-samples`."""
+    samples = value_of(context, f"{name}_samples")
+    return context[f"{name}_iters"][0] if samples is None else int(samples // _sizes(context).total)
 
 
 def steps_of_run(values: Values, context: Context) -> int:
@@ -169,19 +171,13 @@ def schedule(values: Values, context: Context) -> Any:
         return Needless("nothing to write: a constant rate")
     if values == (context.get("train_iters") or context.get("train_samples")):
         return Needless("nothing to write: the run's length")
-    return whole_batches(values, context) if "lr_decay_samples" in context else values[0]
+    return steps_of("lr_decay", context)
 
 
 def steps_of_share(values: Values, context: Context) -> int:
     """Return the steps, and one, of a warm-up that is a share of the decay."""
-    if steps := context.get("lr_decay_iters") or context.get("train_iters"):
-        return round(values[0] * steps[0]) + 1
-    return round(values[0] * whole_batches(context.get("lr_decay_samples") or context["train_samples"], context)) + 1
-
-
-def wsd_steps(values: Values, context: Context) -> int:
-    """Return the steps of the last decay, of which theirs begins and ends a step later."""
-    return (whole_batches(values, context) if "lr_wsd_decay_samples" in context else int(values[0])) - 1
+    decays = {"lr_decay_iters", "lr_decay_samples"} & set(context)
+    return round(values[0] * steps_of("lr_decay" if decays else "train", context)) + 1
 
 
 def decoupled(values: Values, context: Context) -> list[dict[str, Any]] | Advice:

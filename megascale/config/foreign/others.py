@@ -25,6 +25,7 @@ from megascale.config.foreign.setting import (
     every,
     needless,
     same,
+    same_values,
     switch,
     words,
 )
@@ -54,7 +55,7 @@ def _global_batch(values: Values, context: Context) -> Any:
     if values[0] != -1:
         return values[0]
     if "gpus" not in context:
-        return Advice("write batch.global: local_batch_size x dp")
+        return Advice("local_batch_size x dp by default: give --gpus N, or write batch.global")
     ranks = math.prod(
         _first(context, f"parallelism.{axis}_parallel_degree") for axis in ("tensor", "pipeline", "context")
     )
@@ -90,12 +91,16 @@ TORCHTITAN = (
     absent("training.num_tokens_per_train_step", "write batch.global, in sequences"),
     same("training.steps", "train.steps", theirs=10000),
     same("optimizer.lr", "optimizer.lr", theirs=8e-4),
-    same("optimizer.eps", "optimizer.eps"),
+    *same_values({
+        "optimizer.eps": "optimizer.eps", "training.max_norm": "optimizer.clip_norm", "debug.seed": "train.seed",
+        "parallelism.tensor_parallel_degree": "parallel.tp", "parallelism.pipeline_parallel_degree": "parallel.pp",
+        "parallelism.context_parallel_degree": "parallel.cp", "parallelism.expert_parallel_degree": "parallel.ep",
+        "lr_scheduler.total_steps": "optimizer.schedule_steps", "metrics.log_freq": "train.log_every",
+    }),
     computed("optimizer.weight_decay", "optimizer.weight_decay",
              lambda values, _: Several({"optimizer.weight_decay": values[0]}), "of norms, too, there, and not here"),
     words("optimizer.name", "optimizer.name", {"adamw": "adamw"}, "adamw alone"),
     same("lr_scheduler.warmup_steps", "optimizer.warmup_steps", theirs=200),
-    same("training.max_norm", "optimizer.clip_norm"),
     absent("training.dtype", "not supported: master weights are fp32",
            harmless={"float32": "nothing to write: master weights are fp32"}),
     words("training.mixed_precision_param", "train.precision", {"bfloat16": "bf16", "float32": "fp32"},
@@ -103,11 +108,8 @@ TORCHTITAN = (
     needless("training.mixed_precision_reduce", "nothing to write: fp32"),
     needless("training.enable_cpu_offload", "not supported: write train.activation_offload, or parallel.zero = 3"),
     needless("training.gc_freq, training.gc_debug", "nothing to write: collected on all ranks in the same step"),
-    same("debug.seed", "train.seed"),
     needless("debug.deterministic", "nothing to write"),
-    same("parallelism.tensor_parallel_degree", "parallel.tp"),
     switch("parallelism.enable_sequence_parallel", "parallel.sp", True, "with tp above 1", True),
-    same("parallelism.pipeline_parallel_degree", "parallel.pp"),
     words("parallelism.pipeline_parallel_schedule", "parallel.schedule",
           {"1f1b": "1f1b", "interleaved1f1b": "interleaved_1f1b", "gpipe": "gpipe",
            "interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zb_v", "dualpipev": "dualpipev"},
@@ -115,7 +117,6 @@ TORCHTITAN = (
     absent("parallelism.pipeline_parallel_layers_per_stage, parallelism.module_fqns_per_model_part",
            "write parallel.vpp, and parallel.layers_per_chunk"),
     needless("parallelism.num_pp_microbatches", "nothing to write: batch.global / (batch.micro x dp)"),
-    same("parallelism.context_parallel_degree", "parallel.cp"),
     words("parallelism.context_parallel_rotate_method", "parallel.cp_mode",
           {"allgather": "allgather", "alltoall": "ring"}),
     needless("parallelism.context_parallel_load_balancer", "nothing to write: head and tail together"),
@@ -125,7 +126,6 @@ TORCHTITAN = (
   "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 to 3 shards over all of it"),
     words("parallelism.fsdp_reshard_after_forward", "parallel.reshard", {"always": "forward", "never": "keep"},
           "keep: gathered once a step"),
-    same("parallelism.expert_parallel_degree", "parallel.ep"),
     needless("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank of ep"),
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
            theirs=False),
@@ -133,7 +133,6 @@ TORCHTITAN = (
     computed("optimizer.beta1", "optimizer.betas", _BETAS),
     computed("optimizer.beta2", "optimizer.betas", _BETAS),
     needless("optimizer.implementation, optimizer.early_step_in_backward", "write backends.optimizer"),
-    same("lr_scheduler.total_steps", "optimizer.schedule_steps"),
     words("lr_scheduler.decay_type", "optimizer.decay", {"linear": "linear", "cosine": "cosine"}, theirs="linear"),
     absent("lr_scheduler.decay_ratio", "write optimizer.decay = wsd and optimizer.decay_steps"),
     computed("lr_scheduler.min_lr_factor", "optimizer.min_lr", lambda values, context: float(
@@ -160,7 +159,6 @@ TORCHTITAN = (
     words("checkpoint.async_mode", "checkpoint.async",
           {"disabled": False, "async": True, "async_with_pinned_mem": True}, theirs=False),
     needless("checkpoint.last_save_in_hf, checkpoint.export_dtype", "`megascale ckpt convert RUN FOLDER --dtype bf16`"),
-    same("metrics.log_freq", "train.log_every"),
     switch("metrics.enable_tensorboard", "observe.tensorboard", True, theirs=False),
     needless("metrics.enable_wandb", "not supported: metrics.jsonl, TensorBoard, `megascale dashboard`, Prometheus", 0),
     same("job.dump_folder, dump_folder", "output_dir", "a run's folder is output_dir/name"),
@@ -181,39 +179,42 @@ TORCHTITAN = (
     needless("dataloader.num_workers, training.dataloader.num_workers", "write data.reader = host"),
 )  # fmt: skip
 
-TORCHTITAN_BEGINNINGS = {
-    **dict.fromkeys(("profiling.", "metrics.", "comm.", "memory_estimation.", "job."), "for logs alone"),
-    **dict.fromkeys(("compile.", "checkpoint.", "activation_checkpoint.", "parallelism.", "debug.deterministic",
-                     "model.name", "model.print"), "the run is the same"),
-    "validation.": "as in training",
-}  # fmt: skip
-"""Beginnings of the names of other settings of torchtitan, which a run does not need."""
+TORCHTITAN_BEGINNINGS = (
+    needless("profiling., metrics., comm., memory_estimation., job.", "for logs alone"),
+    needless("compile., checkpoint., activation_checkpoint., parallelism., debug.deterministic, model.name, "
+             "model.print", "the run is the same"),
+    needless("validation.", "as in training"),
+)  # fmt: skip
+"""By the beginnings of the names of other settings of torchtitan."""
 
 NEMO = (
-    same("trainer.max_steps, max_steps", "train.steps"),
+    *same_values({
+        "trainer.max_steps, max_steps": "train.steps",
+        "trainer.val_check_interval, val_check_interval": "train.eval_every",
+        "trainer.limit_val_batches, limit_val_batches": "train.eval_steps",
+        "trainer.log_every_n_steps, log_every_n_steps": "train.log_every",
+        "trainer.gradient_clip_val, gradient_clip_val": "optimizer.clip_norm",
+        "exp_manager.explicit_log_dir, explicit_log_dir, exp_dir, log_dir": "output_dir",
+        "model.encoder_seq_length, encoder_seq_length": "model.seq_length", "model.optim.lr, max_lr": "optimizer.lr",
+        "model.optim.sched.warmup_steps": "optimizer.warmup_steps", "softmax_scale": "model.softmax_scale",
+    }),
     words("trainer.precision, precision", "train.precision", _DTYPES, "16 is not supported: fp16 with loss scaling"),
-    same("trainer.val_check_interval, val_check_interval", "train.eval_every"),
-    same("trainer.limit_val_batches, limit_val_batches", "train.eval_steps"),
-    same("trainer.log_every_n_steps, log_every_n_steps", "train.log_every"),
-    same("trainer.gradient_clip_val, gradient_clip_val", "optimizer.clip_norm"),
     needless("trainer.devices, trainer.num_nodes, num_nodes", "nothing to write: torchrun, srun or `megascale launch`"),
     needless("trainer.accumulate_grad_batches", "nothing to write: batch.global / (batch.micro x dp)"),
-    same("exp_manager.explicit_log_dir, explicit_log_dir, exp_dir, log_dir", "output_dir"),
-    same("model.encoder_seq_length, encoder_seq_length", "model.seq_length"),
     needless("model.mcore_gpt", "nothing to write: one model", 0),
-    same("model.optim.lr, max_lr", "optimizer.lr"),
     computed("model.optim.betas", "optimizer.betas", every, takes=MANY),
-    same("model.optim.sched.warmup_steps", "optimizer.warmup_steps"),
     words("model.optim.sched.name", "optimizer.decay", {"cosineannealing": "cosine", "warmuppolicy": "constant"}),
     absent("model.optim.sched.constant_steps", "write optimizer.decay = wsd and optimizer.decay_steps"),
     computed("model.data.data_prefix, data_prefix, blend", "data.train", blend, takes=MANY),
-    same("softmax_scale", "model.softmax_scale"),
     needless("model.megatron_amp_O2", "nothing to write: master weights in fp32", 0),
 )  # fmt: skip
 
 DEEPSPEED = (
-    same("train_batch_size", "batch.global"),
-    same("train_micro_batch_size_per_gpu", "batch.micro"),
+    *same_values({
+        "train_batch_size": "batch.global", "train_micro_batch_size_per_gpu": "batch.micro",
+        "warmup_num_steps": "optimizer.warmup_steps", "total_num_steps": "train.steps",
+        "tiled_mlp_num_shards": "train.mlp_tiles", "steps_per_print": "train.log_every",
+    }),
     needless("gradient_accumulation_steps", "nothing to write: batch.global / (batch.micro x dp)"),
     words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, theirs=0),
     switch("zero_optimization.overlap_comm, overlap_comm", "overlap.dp", True),
@@ -224,61 +225,50 @@ DEEPSPEED = (
     switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", NO_FP16),
     same("gradient_clipping", "optimizer.clip_norm", theirs=0.0),
     absent("scheduler.type", "write optimizer.decay"),
-    same("warmup_num_steps", "optimizer.warmup_steps"),
-    same("total_num_steps", "train.steps"),
     switch("cpu_checkpointing", "train.activation_offload", True, 'with train.recompute = "full"'),
     absent("partition_activations", "write parallel.sp = true", 0),
-    same("tiled_mlp_num_shards", "train.mlp_tiles"),
-    same("steps_per_print", "train.log_every"),
     needless("wall_clock_breakdown", "nothing to write: observe.record_events", 0),
     same("sequence_parallel_size, ulysses_degree", "parallel.cp", 'with parallel.cp_mode = "ulysses"'),
     absent("autotp_size", "write parallel.tp"),
 )  # fmt: skip
 
 TRANSFORMERS = (
-    same("dim, n_embd, d_model", "model.hidden_size"),
-    same("n_head, n_heads", "model.num_heads"),
-    same("num_key_value_heads, n_kv_heads", "model.num_kv_heads"),
+    *same_values({
+        "dim, n_embd, d_model": "model.hidden_size", "n_head, n_heads": "model.num_heads",
+        "num_key_value_heads, n_kv_heads": "model.num_kv_heads", "qk_rope_head_dim": "model.rope_head_dim",
+        "num_local_experts, n_routed_experts": "model.experts", "num_experts_per_tok": "model.experts_per_token",
+        "moe_intermediate_size": "model.expert_ffn_size", "first_k_dense_replace": "model.dense_layers",
+        "norm_topk_prob": "model.router_normalize", "routed_scaling_factor": "model.router_scale",
+        "n_layer, n_layers, num_hidden_layers": "model.num_layers", "intermediate_size, hidden_dim": "model.ffn_size",
+        "seq_len, max_seq_len, n_positions, block_size": "model.seq_length",
+        "rms_norm_eps, layer_norm_epsilon, layer_norm_eps": "model.norm_eps",
+        "partial_rotary_factor, rotary_pct": "model.rotary_fraction", "initializer_range": "model.init_std",
+        "sliding_window": "model.window", "attn_logit_softcapping": "model.attention_softcap",
+        "final_logit_softcapping": "model.logit_softcap", "tp_size": "parallel.tp", "pp_size": "parallel.pp",
+        "dp_size": "parallel.dp", "per_device_train_batch_size": "batch.micro", "learning_rate": "optimizer.lr",
+        "wd": "optimizer.weight_decay", "grad_clip, max_grad_norm, max_norm": "optimizer.clip_norm",
+        "iterations, num_iterations": "train.steps", "random_seed": "train.seed", "logging_steps": "train.log_every",
+        "save_steps, interval": "checkpoint.every", "save_total_limit": "checkpoint.keep",
+        "resume_from_checkpoint, resume_from": "checkpoint.resume", "train_file, dataset_path, dataset": "data.train",
+    }),
     same("qk_nope_head_dim", "model.head_dim", "with kv_lora_rank"),
-    same("qk_rope_head_dim", "model.rope_head_dim"),
-    same("n_layer, n_layers, num_hidden_layers", "model.num_layers"),
-    same("intermediate_size, hidden_dim", "model.ffn_size"),
-    same("seq_len, max_seq_len, n_positions, block_size", "model.seq_length"),
-    same("rms_norm_eps, layer_norm_epsilon, layer_norm_eps", "model.norm_eps"),
-    same("partial_rotary_factor, rotary_pct", "model.rotary_fraction"),
-    same("initializer_range", "model.init_std"),
+    absent("n_shared_experts", "write model.shared_ffn_size: n_shared_experts x moe_intermediate_size"),
+    same("router_aux_loss_coef", "moe.balance_weight", "with moe.balance"),
     words("hidden_act, hidden_activation, activation_function", "model.activation",
           {"silu": "swiglu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
           "a gated MLP: swiglu for silu, geglu for gelu_pytorch_tanh"),
     switch("tie_word_embeddings", "model.tie_embeddings", True),
-    same("sliding_window", "model.window"),
-    same("attn_logit_softcapping", "model.attention_softcap"),
-    same("final_logit_softcapping", "model.logit_softcap"),
     computed("query_pre_attn_scalar", "model.softmax_scale", lambda values, _: values[0] ** -0.5,
              "its inverse square root"),
     words("torch_dtype, dtype", "train.precision", _DTYPES),
-    same("tp_size", "parallel.tp"),
-    same("pp_size", "parallel.pp"),
-    same("dp_size", "parallel.dp"),
     absent("fsdp, reshard_after_forward", "write parallel.zero = 3 and parallel.reshard"),
-    same("per_device_train_batch_size", "batch.micro"),
-    same("learning_rate", "optimizer.lr"),
-    same("wd", "optimizer.weight_decay"),
-    same("grad_clip, max_grad_norm, max_norm", "optimizer.clip_norm"),
     computed("warmup_ratio", "optimizer.warmup_steps", lambda values, context: round(
         values[0] * context["max_steps"][0]), "counts steps"),
     computed("warmup_samples", "optimizer.warmup_steps", lambda values, context: int(
              values[0] // (context.get("global_batch_size") or context["train_batch_size"])[0]),
              "steps: samples / batch.global"),
-    same("iterations, num_iterations", "train.steps"),
     absent("num_train_epochs, max_epochs", "write train.steps: steps x batch.global samples"),
-    same("random_seed", "train.seed"),
     switch("gradient_checkpointing", "train.recompute", "full"),
-    same("logging_steps", "train.log_every"),
-    same("save_steps, interval", "checkpoint.every"),
-    same("save_total_limit", "checkpoint.keep"),
-    same("resume_from_checkpoint, resume_from", "checkpoint.resume"),
-    same("train_file, dataset_path, dataset", "data.train"),
 )  # fmt: skip
 
 TABLES = {

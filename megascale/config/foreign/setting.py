@@ -66,27 +66,33 @@ def first(values: Values, context: Context) -> Any:
     return values[0]
 
 
+def computed(
+    names: str, key: str, convert: Conversion, note: str = "", theirs: Any = None, takes: int = 1, only_with: str = ""
+) -> Setting:
+    """Make a setting with a conversion of its own."""
+    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, only_with=only_with)
+
+
 def same(names: str, key: str, note: str = "", theirs: Any = None, only_with: str = "") -> Setting:
     """Make a setting with the same values."""
-    return Setting(tuple(names.split(", ")), key, first, 1, note, theirs, only_with=only_with)
+    return computed(names, key, first, note, theirs, only_with=only_with)
 
 
-def switch(names: str, key: str, value: Any, note: str = "", theirs: Any = None, only_with: str = "") -> Setting:
+def same_values(keys: Mapping[str, str]) -> list[Setting]:
+    """Make settings with the same values, by names."""
+    return [same(names, key) for names, key in keys.items()]
+
+
+def switch(names: str, key: str, value: Any, note: str = "", theirs: Any = None) -> Setting:
     """Make a switch, which means `value` if it is on."""
-
-    def convert(values: Values, context: Context) -> Any:
-        if not values or str(values[0]).lower() in ("true", "1"):
-            return value
-        if str(values[0]).lower() in ("false", "0") and isinstance(value, bool):
-            return not value
-        raise ValueError(values)
-
-    return Setting(tuple(names.split(", ")), key, convert, 0, note, theirs, only_with=only_with)
+    on = dict.fromkeys(("true", "1"), value)
+    off = dict.fromkeys(("false", "0"), not value) if isinstance(value, bool) else {}
+    return computed(names, key, lambda values, _: (on | off)[as_word(*values)] if values else value, note, theirs, 0)
 
 
 def words(
-    names: str, key: str, meanings: Mapping[str, Any], note: str = "", theirs: Any = None, takes: int = 1,
-    only_with: str = "", **notes: str,
+    names: str, key: str, meanings: Mapping[str, Any], note: str = "", theirs: Any = None, only_with: str = "",
+    **notes: str,
 ) -> Setting:  # fmt: skip
     """Make a setting with other words for the same values; `meanings` in lower case. `notes`: by word."""
 
@@ -94,27 +100,19 @@ def words(
         (word,) = values
         return meanings[str(word).lower()]
 
-    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, meanings, notes, only_with)
+    return Setting(tuple(names.split(", ")), key, convert, 1, note, theirs, meanings, notes, only_with)
 
 
-def computed(
-    names: str, key: str, convert: Conversion, note: str = "", theirs: Any = None, takes: int = 1, only_with: str = ""
-) -> Setting:  # fmt: skip
-    """Make a setting with a conversion of its own."""
-    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, only_with=only_with)
-
-
-def absent(names: str, note: str, takes: int = 1, harmless: Mapping[str, str] | None = None) -> Setting:
+def absent(names: str, note: str, takes: int = 1, harmless: Mapping[str, str] = {}) -> Setting:
     """Make a setting without a key here. `note`: what to write or do in its place; `harmless`: words that mean the same
     run as none, with the reason.
     """
-    same_run = harmless or {}
 
     def convert(values: Values, context: Context) -> Advice:
-        reason = same_run.get(as_word(values[0])) if values else None
+        reason = harmless.get(as_word(values[0])) if values else None
         return Advice(note) if reason is None else Needless(reason)
 
-    return Setting(tuple(names.split(", ")), "", convert, takes, note, notes=same_run)
+    return Setting(tuple(names.split(", ")), "", convert, takes, note, notes=harmless)
 
 
 def needless(names: str, note: str, takes: int = 1) -> Setting:
@@ -143,9 +141,7 @@ def blend(values: Values, context: Context) -> Any:
 
 
 def two_shares(values: Values, context: Context) -> list[float]:
-    """Return the shares of training and validation, with that of a test in the second. The values: a text with commas,
-    or a list.
-    """
+    """Return the shares, of a text or a list: training, and validation with a test."""
     given = values[0] if isinstance(values[0], list) else str(values[0]).strip("'\"").split(",")
     shares = [float(share) for share in given]
     return [int(share) if share.is_integer() else share for share in (shares[0], sum(shares[1:], 0.0))]

@@ -49,17 +49,15 @@ _SETTERS = ("read", "mapfile", "readarray", "getopts", "unset", "for", "select",
 _DECLARATIONS = ("export", "local", "readonly", "declare", "typeset")
 _PREFIXES = ("then", "do", "!", "time", "command", "builtin")
 _CONDITIONS = (["if"], ["elif"], ["while"], ["until"])
-_OPENS, _ALONE = ("if", "for", "while", "until", "case", "select", "{", "function"), ("else", "fi", "done", "esac", "}")
+_LOOPS = ("for", "while", "until", "select")
+_OPENS, _ALONE = ("if", *_LOOPS, "case", "{", "function"), ("else", "fi", "done", "esac", "}")
 _NAMES_ALONE = ("[", "[[", "test", "echo", "printf", *_OPENS)  # begin statements that run no argument
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda a, b: int(a / b),
     ast.Mod: lambda a, b: int(math.fmod(a, b)),
 }  # fmt: skip
 _NO_INTEGER = (SyntaxError, LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RecursionError)
-_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
-    "-le": operator.le,
-}  # fmt: skip
+_COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 
 class _Statement(NamedTuple):
@@ -93,13 +91,13 @@ class ShellScript:
         self._variables |= {**numbered, "@": list(arguments), "*": list(arguments), "#": [str(len(arguments))]}
         self._mentioned = set(re.findall(r"\$\{?([A-Za-z_]\w*)", text))
         self._blocks: list[_Block] = []
-        self._never: set[str] = (
-            set()
-        )  # variables with other values than those assigned: integers, and those of functions
+        self._never = set[str]()  # variables with other values than those assigned: integers, and those of functions
+        self._looped = list[list[str]]()  # commands of an open loop, which may set their variables behind them
         self.unknown: dict[str, str] = {}
         self.commands: dict[tuple[str, ...], list[str]] = {}
         for statement in _statements(_HEREDOC.sub(_heredoc, text)):
             self._follow(statement)
+        self._train(self._looped)
 
     @property
     def command(self) -> list[str]:
@@ -126,7 +124,7 @@ class ShellScript:
     def _values(self, part: re.Match[str]) -> list[str]:
         """Return the values of an expansion; what is unknown stays, and in a function all that its caller may set."""
         given = _PARAMETER.fullmatch(part["name"] or (part["braced"] or "")[2:-1])
-        if any(block.keyword == "function" for block in self._blocks):
+        if self._is_in("function"):
             if given:
                 self.unknown.setdefault(given["name"], "the caller of a function")
             return [f"${given['name']}" if given else part[0]]
@@ -164,10 +162,22 @@ class ShellScript:
         self._forget(self._may_set(" ".join(words), command), statement)
         for assigned, array in [] if command else assignments:
             self._assign(assigned, array, statement, sure=sure and not assigned[2])
-        training = _training([word for text in command for word in self.expand(text)])
-        if training and training[0] not in _NAMES_ALONE:
-            program = itertools.dropwhile(lambda word: not PROGRAM.fullmatch(word), training)
-            self.commands.setdefault(tuple(program), training)
+        if self._is_in(*_LOOPS) and not self._is_in("function"):
+            self._looped.append(command)
+        else:
+            self._train([command])
+
+    def _is_in(self, *keywords: str) -> int:
+        """Return the number of open blocks of the keywords."""
+        return sum(block.keyword in keywords for block in self._blocks)
+
+    def _train(self, commands: Iterable[list[str]]) -> None:
+        """Add the training commands of a list."""
+        for command in commands:
+            training = _training([word for text in command for word in self.expand(text)])
+            if training and training[0] not in _NAMES_ALONE:
+                program = itertools.dropwhile(lambda word: not PROGRAM.fullmatch(word), training)
+                self.commands.setdefault(tuple(program), training)
 
     def _block(self, keyword: str, condition: list[str], *, sure: bool) -> None:
         """Open, change or close a block."""
@@ -176,6 +186,9 @@ class ShellScript:
             holds = None if holds and keyword == "while" else holds
             self._blocks.append(_Block(keyword, holds, holds))
         elif self._blocks:
+            if keyword == "done" and self._is_in(*_LOOPS) == 1:
+                self._train(self._looped)
+                self._looped.clear()
             block = self._blocks.pop()
             if keyword in ("elif", "else"):
                 holds = True if keyword == "else" else self._test(condition)
@@ -224,7 +237,7 @@ class ShellScript:
         for name in names:
             self._variables[name] = None
             self.unknown[name] = str(statement)
-        if any(block.keyword == "function" for block in self._blocks):
+        if self._is_in("function"):
             self._never |= set(names)
 
     def _assign(self, assigned: re.Match[str], array: list[str] | None, statement: _Statement, *, sure: bool) -> None:
@@ -241,9 +254,7 @@ class ShellScript:
             self._forget([name], statement)
 
     def _test(self, words: list[str]) -> bool | None:
-        """Return the value of a condition, None if unknown, as in a block run later, or again. A variable
-        without a value is empty.
-        """
+        """Return the value of a condition, None if unknown, as in a block run later, or again."""
         if any(block.followed is None for block in self._blocks):
             return None
         results, joints = list[bool | None](), {word for word in words if word in ("&&", "||")}

@@ -60,16 +60,24 @@ def read_arguments(source: str, words: Sequence[str], environment: Mapping[str, 
         raise ConfigError([Problem(source, "", f"cannot be read: {error.strerror}", "give a file")]) from None
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError([Problem(source, "", f"cannot be read: {' '.join(str(error).split())}")]) from None
-    script = ShellScript(text, environment, words)
+    return _from_script(text, ShellScript(text, environment, words), source)
+
+
+def _from_script(text: str, script: ShellScript, source: str) -> Arguments:
+    """Read the training command of a script, or a file of words."""
+    command, is_script = script.command or ["pretrain_gpt.py", *split_words(text)], bool(script.command)
     if (count := len(script.commands)) > 1:
-        raise ConfigError([Problem(source, "", f"has {count} training commands", "leave one of them in a copy")])
-    command = script.command or ["pretrain_gpt.py", *split_words(text)]
-    if not script.command and any("/pretrain_" in f"/{word}" and word.endswith(".py") for word in command[1:]):
-        why = "names a program that no command known here runs: it is behind an unknown variable, or not called"
-        raise ConfigError([Problem(source, "", why, "write the training command into a copy")])
-    if len(command) < 2 or not any(word.startswith("--") for word in command):
-        raise ConfigError([Problem(source, "", "has no command of pretrain_gpt.py or torchtitan", "a training script")])
-    return replace(_from_command(command, source), unknown=script.unknown, text=text)
+        what, hint = f"has {count} training commands", "leave one of them in a copy"
+    elif not is_script and any("/pretrain_" in f"/{word}" and word.endswith(".py") for word in command[1:]):
+        what = "names a program that no command known here runs: it is behind an unknown variable, or not called"
+        hint = "write the training command into a copy"
+    elif any(map(str.isspace, command)):
+        what, hint = "has a backslash with spaces behind it, which joins no lines", "remove the spaces"
+    elif not is_script and not any(word.startswith("--") for word in command):
+        what, hint = "has no command of pretrain_gpt.py or torchtitan", "a training script"
+    else:
+        return replace(_from_command(command, source), unknown=script.unknown, text=text)
+    raise ConfigError([Problem(source, "", what, hint)])
 
 
 def _from_command(command: Sequence[str], source: str) -> Arguments:

@@ -11,20 +11,9 @@ from functools import cache
 from typing import Any
 
 from megascale.config.foreign.megatron import SETTINGS as MEGATRON
-from megascale.config.foreign.megatron_others import PREFIXES
+from megascale.config.foreign.megatron_others import BEGINNINGS
 from megascale.config.foreign.others import DEEPSPEED, NEMO, TORCHTITAN, TORCHTITAN_BEGINNINGS, TRANSFORMERS
-from megascale.config.foreign.setting import (
-    Advice,
-    Context,
-    Needless,
-    Setting,
-    Several,
-    Values,
-    absent,
-    as_word,
-    needless,
-    plain,
-)
+from megascale.config.foreign.setting import Advice, Context, Needless, Setting, Several, Values, as_word, plain
 from megascale.config.toml_writer import toml_value
 
 SYSTEMS: dict[str, tuple[Setting, ...]] = {
@@ -69,9 +58,7 @@ class Translation:
 
 @cache
 def _by_name(of: str) -> dict[str, tuple[str, Setting]]:
-    """Return system and setting by `plain` name, whole and without its table; the first that has a name. `of`: the one
-    system to look at, "" for all.
-    """
+    """Return system and setting by `plain` name, whole and without its table: the first of each name."""
     systems = {"": SYSTEMS, "NeMo": {"NeMo": NEMO, "Megatron-LM": MEGATRON}}.get(of) or {of: SYSTEMS[of]}
     named = [(system, setting, name) for system, rows in systems.items() for setting in rows for name in setting.names]
     found: dict[str, tuple[str, Setting]] = {}
@@ -92,17 +79,12 @@ def find(name: str, of: str = "") -> tuple[str, Setting] | None:
     for known in (key,) if of == "torchtitan" else (key, key.rpartition(".")[2]):
         if known in _by_name(of):
             return _by_name(of)[known]
-    beginnings = TORCHTITAN_BEGINNINGS if of == "torchtitan" else PREFIXES
-    reason = next((note for beginning, note in beginnings.items() if key.startswith(beginning)), None)
-    if not reason:
-        return None
-    return (of, needless(name, reason)) if of == "torchtitan" else ("Megatron-LM", absent(name, reason))
+    system, rows = ("torchtitan", TORCHTITAN_BEGINNINGS) if of == "torchtitan" else ("Megatron-LM", BEGINNINGS)
+    return next(((system, setting) for setting in rows if key.startswith(setting.names)), None)
 
 
 def translate(name: str, values: Values = (), context: Context | None = None, of: str = "") -> Translation | None:
-    """Return what to write in place of a setting with these values; None for an unknown name. `of`: its system, "" for
-    any.
-    """
+    """Return what to write in place of a setting with these values; None for an unknown name. `of`: as of `find`."""
     if (found := find(name, of)) is None:
         return None
     system, setting = found

@@ -76,18 +76,19 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
 
     Raises: CheckpointError if there is none
     """
-    reasons = {}
+    reasons = list[tuple[int, str]]()
     for family in sorted(FAMILIES.values(), key=lambda family: family.name != preferred):
         try:
             again = read_model(fresh_config(family, model), "its config.json")
         except CheckpointError as error:
-            reasons[family.name] = error.message
+            reasons.append((len(ModelConfig.model_fields), f"{family.name}: {error.message}"))
             continue
         if not (different := differences(again, model)):
             return family
-        reasons[family.name] = ", ".join(f"{key} = {value!r}" for key, value in different.items())
-    listed = "; ".join(f"{name} has {reason}" for name, reason in reasons.items())
-    raise CheckpointError(f"no supported Hugging Face architecture computes this model: {listed}")
+        values = ", ".join(f"{key} = {value!r}" for key, value in different.items())
+        reasons.append((len(different), f"{family.name} has {values}"))
+    nearest = "; ".join(reason for _, reason in sorted(reasons)[:3])
+    raise CheckpointError(f"no supported Hugging Face architecture computes this model; the nearest: {nearest}")
 
 
 def differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:

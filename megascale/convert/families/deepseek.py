@@ -10,17 +10,15 @@ from dataclasses import replace
 from functools import partial
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families import prediction_layers
-from megascale.convert.families.family import ConfigKeys, Family, Fused, Key, Same, require
-from megascale.convert.families.llama import LLAMA, OUTER, ROTARY_BUFFERS, SIZES, kv_heads
-from megascale.convert.families.mixtures import EXPERTS, GLM4_MOE, ROUTER
+from megascale.convert.families.family import ConfigKeys, Fused, Key, Layer, Same, require
+from megascale.convert.families.llama import LLAMA, SIZES, kv_heads
+from megascale.convert.families.mixtures import GLM4_MOE, read_groups, read_shared, routed_keys, write_shared
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 
 QUERIES = Fused(("attention.q", "attention.q_rope"), per_head=True, paired=("attention.q_rope",))
 
-DEEPSEEK_LAYER: dict[str, str | Fused] = {
+DEEPSEEK_LAYER: Layer = {
     **{theirs: ours for theirs, ours in GLM4_MOE.layer.items() if "self_attn" not in theirs},
-    **ROUTER,
     "self_attn.q_proj": QUERIES,
     "self_attn.q_a_proj": "attention.q_latent",
     "self_attn.q_a_layernorm": "attention.q_latent_norm",
@@ -38,36 +36,19 @@ COMMON_KEYS = {
     "head_dim": Key("qk_nope_head_dim", 128, size=True),
     "rope_head_dim": Key("qk_rope_head_dim", 64, size=True),
     "value_head_dim": Key("v_head_dim", 128, size=True),
-    "router_scale": Key("routed_scaling_factor", 1.0, size=True),
 }
 FIXED = LLAMA | {"bias": False, "latent_norm_eps": 1e-6}  # of latents, whatever rms_norm_eps is
 REQUIRED = {"hidden_act": ("silu",), "attention_bias": (False,), "moe_layer_freq": (1,)}
 
 
-def _read(config: ConfigKeys, shared: int, width: int) -> ConfigKeys:
-    """The keys of rotary positions, and of the shared experts, by default `shared` of `width`.
-
-    Raises: ValueError for other key-value heads than heads
-    """
-    heads = config["num_attention_heads"]
-    if (given := config.get("num_key_value_heads")) not in (None, heads):
-        raise ValueError(f"num_key_value_heads is {given!r}, not {heads!r}, as num_attention_heads")
-    found = config.get("n_shared_experts", shared) * config.get("moe_intermediate_size", width)
-    return read_rope(config) | {"shared_ffn_size": found}
+def _check_heads(config: ConfigKeys) -> ConfigKeys:
+    """Check that key-value heads are as many as heads. Raises: ValueError"""
+    require(config, "num_key_value_heads", config["num_attention_heads"], None)
+    return {}
 
 
 def _write(model: ModelConfig) -> ConfigKeys:
-    return {
-        "q_lora_rank": model.q_lora_rank or None,
-        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
-    }
-
-
-def _read_group_value(config: ConfigKeys) -> ConfigKeys:
-    """The value of a group of DeepSeek-V3, if there are several; null stands for none."""
-    if config.get("n_group", 8) is None:
-        return {"router_groups": 1, "router_top_groups": 1}
-    return {"router_group_value": "top2" if config.get("n_group", 8) > 1 else "max"}
+    return {"q_lora_rank": model.q_lora_rank or None} | write_shared(model)
 
 
 GREEDY, BEST_GROUPS = "greedy", "group_limited_greedy"
@@ -81,41 +62,36 @@ def _read_groups(config: ConfigKeys) -> ConfigKeys:
     return {"router_groups": config["n_group"], "router_top_groups": config["topk_group"]}
 
 
-V2 = Family(
-    "deepseek_v2", "DeepseekV2ForCausalLM", FIXED | {"router_normalize": False},
-    SIZES | COMMON_KEYS | {
+V2 = replace(
+    GLM4_MOE, name="deepseek_v2", architecture="DeepseekV2ForCausalLM", fixed=FIXED | {"router_normalize": False},
+    keys=SIZES | COMMON_KEYS | {
         "num_kv_heads": kv_heads(Same("num_attention_heads")),
         "experts": Key("n_routed_experts", 64, size=True, also="num_experts"),
         "experts_per_token": Key("num_experts_per_tok", size=True),
         "expert_ffn_size": Key("moe_intermediate_size", 1407, size=True),
         "dense_layers": Key("first_k_dense_replace", 0),
+        "router_scale": Key("routed_scaling_factor", 1.0, size=True),
     },
-    OUTER, "model.layers", DEEPSEEK_LAYER,
-    REQUIRED | {"mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
-    (partial(_read, shared=2, width=1407), _read_groups),
-    (write_rope, _write, lambda model: {
+    layer=DEEPSEEK_LAYER,
+    required=REQUIRED | {"mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
+    read=(read_rope, _check_heads, partial(read_shared, shared=2, width=1407), _read_groups),
+    write=(write_rope, _write, lambda model: {
         "topk_method": BEST_GROUPS if model.router_groups > 1 else GREEDY, "n_group": model.router_groups,
-        "topk_group": model.router_top_groups}), ROTARY_BUFFERS, EXPERTS,
+        "topk_group": model.router_top_groups}),
+    balance_bias="",
 )  # fmt: skip
 
-V3 = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM", FIXED | {"router_score": "sigmoid", "balance_bias": True},
-    SIZES | COMMON_KEYS | {
+V3 = replace(
+    GLM4_MOE, name="deepseek_v3", architecture="DeepseekV3ForCausalLM",
+    fixed=FIXED | {"router_score": "sigmoid", "balance_bias": True},
+    keys=SIZES | COMMON_KEYS | {
         "num_kv_heads": kv_heads(128),
         "seq_length": Key("max_position_embeddings", 4096, size=True),
-        "experts": Key("n_routed_experts", 256, size=True, also="num_local_experts"),
-        "experts_per_token": Key("num_experts_per_tok", 8, size=True),
-        "expert_ffn_size": Key("moe_intermediate_size", 2048, size=True),
-        "dense_layers": Key("first_k_dense_replace", 3),
-        "router_normalize": Key("norm_topk_prob", True),
-        "router_scale": Key("routed_scaling_factor", 2.5, size=True),
-        "router_groups": Key("n_group", 8, size=True),
-        "router_top_groups": Key("topk_group", 4, size=True),
-    } | prediction_layers.KEYS,
-    OUTER, "model.layers", DEEPSEEK_LAYER,
-    REQUIRED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-    (partial(_read, shared=1, width=2048), _read_group_value), (write_rope, _write), ROTARY_BUFFERS, EXPERTS,
-    "mlp.gate.e_score_correction_bias",
+    } | routed_keys(256, 2048, dense=3, scale=2.5, groups=8, top_groups=4),
+    layer=DEEPSEEK_LAYER,
+    required=REQUIRED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    read=(read_rope, _check_heads, partial(read_shared, shared=1, width=2048), partial(read_groups, default=8)),
+    write=(write_rope, _write),
 )  # fmt: skip
 
 KIMI_K2 = replace(V3, name="kimi_k2")

@@ -58,6 +58,10 @@ class Stacked:
     name: str
 
 
+Layer = dict[str, str | Fused]
+"""Module of a layer in Hugging Face -> module of `layers.N`, or several."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A Hugging Face architecture. `name`: its `model_type`.
@@ -65,22 +69,21 @@ class Family:
     `fixed`: `[model]` keys with one value in all models of the family. `keys`: `[model]` key -> key of config.json.
     `required`: key of config.json -> supported values, of which the first is the default. `read`: functions to further
     `[model]` keys of a config.json; `write`: to further keys of a config.json.
-    `outer`: megascale tensor -> Hugging Face tensor. `layer`: module of `layer_prefix`.N in Hugging Face -> module of
-    `layers.N`, or several (`Fused`). `experts`: stack of matrices of `layers.N` -> modules of each expert in Hugging
-    Face, in the order of the stack, with * for the expert's number, or one that holds them one after the other, or the
-    tensor that is a stack itself.
+    `outer`: megascale tensor -> Hugging Face tensor. `layer`: of `layer_prefix`.N. `experts`: stack of matrices of
+    `layers.N` -> modules of each expert in Hugging Face, in the order of the stack, with * for the expert's number, or
+    one that holds them one after the other, or the tensor that is a stack itself.
     `balance_bias`: the tensor of `layer_prefix`.N that has the experts' biases. `ignored_suffixes`: of tensors in files
     that are no weights.
     """
 
     name: str
     architecture: str
-    fixed: Mapping[str, Any]
+    fixed: dict[str, Any]
     keys: Mapping[str, Key]
     outer: Mapping[str, str]
     layer_prefix: str
-    layer: Mapping[str, str | Fused]
-    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    layer: Layer
+    required: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     read: Sequence[Callable[[ConfigKeys], ConfigKeys]] = ()
     write: Sequence[Callable[[ModelConfig], ConfigKeys]] = ()
     ignored_suffixes: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from functools import partial
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import ConfigKeys, Family, Key, Stacked
 from megascale.convert.families.llama import KEYS, LAYER, OUTER, kv_heads, read_head_dim, write_head_dim
+from megascale.convert.families.mixtures import write_expert_size
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_windows, write_layer_types
 
@@ -45,10 +46,8 @@ FAMILY = Family(
         "experts_per_token": Key("num_experts_per_tok", 4, size=True, also="experts_per_token"),
     },
     OUTER, "model.layers",
-    {theirs: ours for theirs, ours in LAYER.items() if "mlp." not in theirs} | {
-        "self_attn.sinks": "attention.sinks", "mlp.router": "router",
-    },
+    LAYER | {"self_attn.sinks": "attention.sinks", "mlp.router": "router"},
     {"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
-    (_read, partial(read_head_dim, default=64)), (_write_rope, write_head_dim, write_layer_types),
+    (_read, partial(read_head_dim, default=64)), (_write_rope, write_head_dim, write_layer_types, write_expert_size),
     experts={"experts.gate_up": Stacked("mlp.experts.gate_up_proj"), "experts.down": Stacked("mlp.experts.down_proj")},
 )  # fmt: skip

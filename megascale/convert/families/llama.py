@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families.family import ConfigKeys, Family, Fused, Key, Same
+from megascale.convert.families.family import ConfigKeys, Family, Fused, Key, Layer, Same
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import read_one_window, write_one_window
 
@@ -38,7 +38,7 @@ OUTER = {
     "final_norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-LAYER = {
+LAYER: Layer = {
     "input_layernorm": "attention_norm",
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
@@ -100,7 +100,7 @@ PHI3_KEYS = KEYS | {
     "seq_length": Key("max_position_embeddings", 4096, size=True),
     "norm_eps": Key("rms_norm_eps", 1e-5),
 }
-PHI3_LAYER: dict[str, str | Fused] = {
+PHI3_LAYER: Layer = {
     "input_layernorm": "attention_norm",
     "self_attn.qkv_proj": Fused(("attention.q", "attention.k", "attention.v")),
     "self_attn.o_proj": "attention.out",

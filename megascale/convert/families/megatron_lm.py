@@ -8,22 +8,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megascale.config.foreign.megatron import SETTINGS
+from megascale.config.foreign.setting import plain
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import Family, Fused
 
-SAME = {
-    "num_layers": "num_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_heads",
-    "num_query_groups": "num_kv_heads", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size",
-    "vocab_size": "vocab_size", "seq_length": "seq_length", "norm_epsilon": "norm_eps", "add_bias_linear": "bias",
-    "add_qkv_bias": "qkv_bias", "rotary_base": "rope_theta", "rotary_percent": "rotary_fraction",
-    "hidden_dropout": "dropout", "attention_dropout": "dropout", "init_method_std": "init_std",
-    "moe_router_topk": "experts_per_token", "moe_ffn_hidden_size": "expert_ffn_size",
-    "moe_shared_expert_intermediate_size": "shared_ffn_size", "moe_shared_expert_gate": "shared_gate",
-    "moe_router_score_function": "router_score", "moe_router_topk_scaling_factor": "router_scale",
-    "moe_router_num_groups": "router_groups", "moe_router_group_topk": "router_top_groups",
-    "moe_router_enable_expert_bias": "balance_bias",
-}  # fmt: skip
-"""Argument -> key of `[model]` with its value."""
+SAME = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "vocab_size", "seq_length", "norm_epsilon", "add_bias_linear", "add_qkv_bias", "rotary_base", "rotary_percent",
+    "hidden_dropout", "attention_dropout", "init_method_std", "moe_router_topk", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_score_function",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
+)  # fmt: skip
+"""Arguments with the value of their key of `[model]`."""
 
 VOCAB_MULTIPLE = 128  # default of --make-vocab-size-divisible-by
 
@@ -32,7 +29,8 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
     """The arguments of a model. What Megatron-LM cannot express is lost."""
     rope, tanh, dense = model.rope_scaling or {}, model.activation == "gelu_tanh", model.dense_layers
     widest = max(window or 0 for window in model.windows)
-    return {name: getattr(model, key) for name, key in SAME.items()} | {
+    keys = {plain(name): row.key.removeprefix("model.") for row in SETTINGS for name in row.names}
+    return {name: getattr(model, keys[name]) for name in SAME} | {
         "group_query_attention": model.num_kv_heads != model.num_heads,
         "normalization": "RMSNorm" if model.norm.startswith("rmsnorm") else "LayerNorm",
         "apply_layernorm_1p": model.norm == "rmsnorm_1p",

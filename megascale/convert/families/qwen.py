@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families.family import ConfigKeys, Family, Key
-from megascale.convert.families.llama import (
-    KEYS,
-    LAYER,
-    LLAMA,
-    OUTER,
-    ROTARY_BUFFERS,
-    check_heads,
-    kv_heads,
-    read_head_dim,
-    write_head_dim,
-)
+from megascale.convert.families.family import ConfigKeys, Key
+from megascale.convert.families.llama import FAMILY, KEYS, check_heads, kv_heads, read_head_dim, write_head_dim
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_windows, write_layer_types
 
@@ -40,14 +31,15 @@ def write_windows(model: ModelConfig) -> ConfigKeys:
     return keys | {"use_sliding_window": SLIDING in types, "max_window_layers": full}
 
 
-QWEN2 = Family(
-    "qwen2", "Qwen2ForCausalLM", LLAMA | {"bias": False, "qkv_bias": True},
-    QWEN_KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",)},
-    (read_rope, check_heads, _read_windows), (write_rope, write_windows), ROTARY_BUFFERS,
+QWEN2 = replace(
+    FAMILY, name="qwen2", architecture="Qwen2ForCausalLM", keys=QWEN_KEYS,
+    fixed=FAMILY.fixed | {"bias": False, "qkv_bias": True},
+    read=(read_rope, check_heads, _read_windows), write=(write_rope, write_windows),
 )  # fmt: skip
-QWEN3 = Family(
-    "qwen3", "Qwen3ForCausalLM", LLAMA | {"bias": False, "qk_norm": "head"},
-    QWEN_KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",), "attention_bias": (False,)},
-    (read_rope, partial(read_head_dim, default=128), _read_windows),
-    (write_rope, write_head_dim, write_windows), ROTARY_BUFFERS,
+QWEN3 = replace(
+    FAMILY, name="qwen3", architecture="Qwen3ForCausalLM", keys=QWEN_KEYS,
+    fixed=FAMILY.fixed | {"bias": False, "qk_norm": "head"},
+    required=FAMILY.required | {"attention_bias": (False,)},
+    read=(read_rope, partial(read_head_dim, default=128), _read_windows),
+    write=(write_rope, write_head_dim, write_windows),
 )  # fmt: skip

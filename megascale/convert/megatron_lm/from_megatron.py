@@ -13,6 +13,7 @@ from megascale.checkpoint import offline
 from megascale.checkpoint.format.state import Progress
 from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
 from megascale.config.run import RunConfig
+from megascale.convert.dcp import DAMAGED_HINT
 from megascale.convert.families.megatron_lm import FAMILY, VOCAB_MULTIPLE, VOCABULARY
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, iteration_folder
 from megascale.convert.megatron_lm.legacy import LegacyFolder
@@ -34,6 +35,13 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     Raises: CheckpointError if the folder is unreadable, its model is unsupported or not that of `config`; OSError
     """
     path = iteration_folder(folder)
+    try:
+        return _convert(path, output, config)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not what Megatron-LM writes: {error!r}", hint=DAMAGED_HINT) from error
+
+
+def _convert(path: Path, output: Path, config: RunConfig | None) -> list[str]:
     source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
     args = vars(source.common["args"]) if "args" in source.common else {}
     tensors = _Tensors(source, model := _model(args, path, config), args)
@@ -55,23 +63,22 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
 
 def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> ModelConfig:
     """The model of Megatron-LM's arguments, or of `config`. Raises: CheckpointError if they differ, or both lack"""
-    if not args and config is None:
-        raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
-    size = {"vocab_size": config.model.vocab_size} if config else {}
-    there = model_of({**args, **size}, f"{path}: args") if args else None
-    if config and there and (different := model_differences(there.model_dump(by_alias=True), config.model)):
+    if config is None:
+        if not args:
+            raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
+        return model_of(args, f"{path}: args")
+    here = config.model
+    there = model_of({**args, "vocab_size": here.vocab_size}, f"{path}: args") if args else here
+    if different := model_differences(there.model_dump(by_alias=True), here):
         raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
-    if config and there:
-        rotary = ("rope_theta", "rotary_fraction", "rope_scaling") if there.position == "rope" else ()
-        pairs = {key: (getattr(there, key), getattr(config.model, key)) for key in ("norm_eps", "window", *rotary)}
-        pairs["vocab_size"] = args.get("vocab_size") or config.model.vocab_size, config.model.vocab_size
-        for key, (stored, ours) in pairs.items():
-            if stored != ours:
-                what = f"{path} is of another model: {key} {stored} there, {ours} here"
-                raise CheckpointError(what, hint="[model] as there: a run that goes on with it may change it")
-    model = config.model if config else there
-    assert model is not None, "either tells the model"
-    return model
+    rotary = ("rope_theta", "rotary_fraction", "rope_scaling") if there.position == "rope" else ()
+    stored = {key: getattr(there, key) for key in ("norm_eps", "window", *rotary)}
+    stored["vocab_size"] = args.get("vocab_size") or here.vocab_size
+    for key, value in stored.items():
+        if value != (ours := getattr(here, key)):
+            what = f"{path} is of another model: {key} {value} there, {ours} here"
+            raise CheckpointError(what, hint="[model] as there: a run that goes on with it may change it")
+    return here
 
 
 def _progress(
@@ -79,21 +86,19 @@ def _progress(
 ) -> tuple[Progress, list[str]]:
     """The progress of a run that goes on, and what differs. Raises: CheckpointError if the state is not Adam's"""
     step = int(source.common.get("iteration", 0))
-    if source.step is None or not step:
+    if source.step is None or step < 1:
         what = "no optimizer state is read: a run begins at step 0 with the weights alone"
         return Progress(), [what + (f"; to keep it, {RESHARDABLE_HINT}" if "optimizer" in source.common else "")]
     if missing := sorted(set(MOMENTS) - source.states):
         what = f"{source.path}: the optimizer has no {' and no '.join(missing)}"
         raise CheckpointError(what, hint="the state of --optimizer adam, or weights saved with --no-save-optim")
-    samples = args.get("consumed_train_samples") or step * (config.batch.total if config else 0)
-    if not samples:
+    samples = int(args.get("consumed_train_samples") or step * (config.batch.total if config else 0))
+    if samples <= 0:
         raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
     notes = [f"{samples} samples count as read: Megatron-LM's, in its first epoch and if data and train.seed are equal"]
     schedule = source.common.get("opt_param_scheduler") or {}
     if schedule.get("num_steps", 0) < schedule.get("lr_warmup_steps", 0):
-        notes.append(
-            "the learning rate is above Megatron-LM's, whose warm-up begins at 0, up to the end of the warm-up"
-        )
+        notes.append("the learning rate is above Megatron-LM's up to the end of the warm-up, which begins at 0 there")
     if source.step != step:
         notes.append(f"the optimizer has made {source.step} of {step} steps: bias corrections count all of them")
     return Progress(step, samples, samples * (args.get("seq_length") or model.seq_length)), notes

@@ -54,20 +54,3 @@ def read_common(path: Path) -> Mapping[str, Any]:
         kind = type(entries.get(wrong, stored)).__name__
         raise CheckpointError(f"{path} is not what Megatron-LM writes: {wrong} is a {kind}", hint=DAMAGED_HINT)
     return entries
-
-
-def optimizers_of(stored: Any) -> list[Mapping[str, Any]]:
-    """The optimizers of the entry `optimizer`: one, or those that are chained."""
-    if isinstance(stored, Mapping) and stored and all(isinstance(key, int) for key in stored):
-        return list(stored.values())
-    return stored if isinstance(stored, list) else [stored] if stored else []
-
-
-def step_of(optimizers: list[Mapping[str, Any]]) -> int | None:
-    """The finished steps of optimizers; None without a count."""
-    counts: list[Any] = []
-    for inner in (optimizer.get("optimizer", optimizer) for optimizer in optimizers):
-        state = inner.get("state", {})
-        entries = [*inner.get("param_groups", ()), *(each for each in state.values() if isinstance(each, Mapping))]
-        counts += [state.get("common_step"), *(entry.get("step") for entry in entries)]
-    return max((int(count) for count in counts if count is not None), default=None)

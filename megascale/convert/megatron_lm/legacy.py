@@ -35,13 +35,9 @@ class LegacyFolder:
         self.path = path
         self.common = read_common(min(path.glob("mp_rank_*")) / FILE)
         self._read: set[str] = set()
-        try:
-            self._args = vars(self.common["args"])
-            self._shards = Shards(self._args)
-            self._load()
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            what = f"{path} is not what Megatron-LM writes as --ckpt-format torch: {error!r}"
-            raise CheckpointError(what, hint=DAMAGED_HINT) from None
+        self._args = vars(self.common["args"])
+        self._shards = Shards(self._args)
+        self._load()
 
     def tensor(self, state: str, name: str) -> Tensor:
         if (tensor := self._shards.join(state, name)) is None:

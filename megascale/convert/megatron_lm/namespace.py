@@ -63,6 +63,10 @@ def stored_arguments(folder: Path) -> Arguments:
 
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     """The model of a namespace. Raises: CheckpointError if it is unsupported"""
+    if not args.get("num_layers"):
+        raise CheckpointError(
+            f"{where} has no num_layers", hint="a checkpoint that Megatron-LM has written in training"
+        )
     hidden = {"attention_dropout": args.get("hidden_dropout")}  # another one is no other model
     size = {"vocab_size": args.get("vocab_size") or args.get("padded_vocab_size")}
     given = _given({**args, **hidden, **size}, where)

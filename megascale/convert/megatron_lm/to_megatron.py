@@ -60,7 +60,7 @@ def to_megatron(source: Location, output: Path) -> list[str]:
     step = saved.facts.progress.step if trained else 0
     precision = (saved.facts.config.get("train") or {}).get("precision")
     dtype = torch.float32 if precision in ("fp32", "fp64") else torch.bfloat16
-    dtype = dtype if precision else SavedWeights(source, saved).widest_dtype(model)
+    dtype = dtype if precision else SavedWeights(source, saved).widest_dtype()
     common = _optimizer(saved.facts, step) if trained else {}
     common["args"] = argparse.Namespace(
         **args, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1,
@@ -117,8 +117,7 @@ def _tensors(
     for (state, prefix), (name, parts) in itertools.product(states.items(), found.items()):
         if (bias := parts[0].tensor.startswith(BALANCE_BIAS)) and state != MODEL:
             continue
-        read = SavedWeights(source, saved, (prefix,)).read
-        whole = assemble([(part.place, read(part.tensor, part.at)) for part in parts])
+        whole = assemble(parts, SavedWeights(source, saved, (prefix,)).read)
         if name in VOCABULARY:
             whole = pad(whole, (0, 0, 0, -len(whole) % VOCAB_MULTIPLE))
         whole = whole.to(dtype if state == MODEL and not bias else torch.float32)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -15,15 +16,7 @@ from megascale.convert.config_file import read_json
 from megascale.convert.dcp import DAMAGED_HINT, DcpFolder
 from megascale.convert.families.megatron_lm import ALIASES, FAMILY
 from megascale.convert.megatron_lm.dp_buckets import BUCKETS, read_buckets
-from megascale.convert.megatron_lm.iteration import (
-    MASTER,
-    MODEL,
-    MOMENTS,
-    RESHARDABLE_HINT,
-    optimizers_of,
-    read_common,
-    step_of,
-)
+from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, read_common
 from megascale.convert.megatron_lm.shards import Shards
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists
@@ -57,11 +50,13 @@ class TorchDist:
         self.common = read_common(path / COMMON)
         self._stored = {CHAINED.sub("", name, count=1): name for name in self._folder.tensors}
         self._read: set[tuple[str, tuple[int, ...]]] = set()
-        optimizers = optimizers_of(self.common.get("optimizer"))
+        optimizers = self.common.get("optimizer") or []
+        if isinstance(optimizers, Mapping):  # one, or those that are chained, by number
+            optimizers = list(optimizers.values()) if all(isinstance(key, int) for key in optimizers) else [optimizers]
         kinds = {optimizer.get("param_state_sharding_type", "fully_reshardable") for optimizer in optimizers}
         if kinds - {"fully_reshardable", *(["dp_reshardable"] if "args" in self.common else [])}:
             raise CheckpointError(f"{path}: the optimizer is stored as {min(kinds)}", hint=RESHARDABLE_HINT)
-        self.step = step_of(optimizers)
+        self.step = _step(optimizers)
         self._shards = self._read_buckets() if "dp_reshardable" in kinds else None
         self.states = frozenset(
             state
@@ -116,8 +111,18 @@ class TorchDist:
             return self._load(*found) if found else None
 
         names = (name for name in self._folder.objects if BUCKETS in name and ".optimizer/" in name)
-        self.step = step_of([each for name in names for each in self._folder.read_value(name)])
+        self.step = _step([each for name in names for each in self._folder.read_value(name)])
         return read_buckets(self._folder, args, weight)
+
+
+def _step(optimizers: list[Mapping[str, Any]]) -> int | None:
+    """The finished steps of optimizers; None without a count."""
+    counts = list[Any]()
+    for inner in (optimizer.get("optimizer", optimizer) for optimizer in optimizers):
+        state = inner.get("state", {})
+        entries = [*inner.get("param_groups", ()), *(each for each in state.values() if isinstance(each, Mapping))]
+        counts += [state.get("common_step"), *(entry.get("step") for entry in entries)]
+    return max((int(count) for count in counts if count is not None), default=None)
 
 
 def stored_forms(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:

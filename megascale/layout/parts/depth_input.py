@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import norm_params
-from megascale.layout.parts.linear import initial_std
+from megascale.layout.parts.linear import linear_params
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
-from megascale.layout.parts.part import Part, Surroundings
+from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param
+from megascale.layout.tensors import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,9 @@ class DepthInput(Part):
         return self.token_weights
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
-        name, std = f"{block}.merge.weight", initial_std(model, residual=False)
-        merge = TensorSpec(name, (self.hidden, 2 * self.hidden), std=std, width_ratio=model.width_ratio)
         norms = (norm_params(f"{block}.{norm}", model) for norm in ("embedding_norm", "hidden_norm"))
-        return [*(param for each in norms for param in each), matrix_param(name, merge)]
+        merge = LinearSpec("merge", "merge", 2 * self.hidden, (("merge", self.hidden),), fp8=False)
+        return [*(param for each in norms for param in each), *linear_params(f"{block}.merge", model, merge)]
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of the embedding."""

@@ -8,16 +8,17 @@ gathers the tokens of all ranks, and sends the sums of its rows by token back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
-from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_std
+from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_std, linear_params
 from megascale.layout.parts.microbatch_sizes import FP32, CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec, TensorSpec, expert_bias, expert_param, matrix_param, vector_param
+from megascale.layout.tensors import ParamSpec, expert_bias, expert_param
 
 INDEX = 8  # bytes of the number of an expert or a row, and of a count of rows
 
@@ -25,25 +26,15 @@ Peaks = tuple[int, int]
 """Transient bytes in forward and in backward."""
 
 
-@dataclass(frozen=True)
-class SharedExpert:
-    """An MLP for all tokens, beside the routed experts. `gated`: its output times the sigmoid of a learned gate."""
-
-    columns: ColumnParallel
-    activation: ActivationSpec
-    rows: RowParallel
-    gated: bool
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.columns, self.activation, self.rows
+SharedExpert = tuple[ColumnParallel, ActivationSpec, RowParallel]
+"""An MLP for all tokens, beside the routed experts."""
 
 
 @dataclass(frozen=True)
 class ExpertLayer(Part):
     """`experts` of inner `width`, of which a token has `chosen`. `inputs`: elements of the activation's input, twice
     the width if gated. `normalized`: the weights of a token's experts add up to 1. `bias`: of the experts' layers;
-    `router_bias`: of the router's.
+    `router_bias`: of the router's. `shared_gate`: a learned gate scales the output of the `shared` expert.
     """
 
     experts: int
@@ -52,14 +43,14 @@ class ExpertLayer(Part):
     width: int
     inputs: int
     normalized: bool
-    shared: SharedExpert | None = None
-    bias: bool = False
-    router_bias: bool = False
+    shared: SharedExpert | None
+    shared_gate: bool
+    bias: bool
+    router_bias: bool
 
     @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        """The dense linear layers: of the shared expert."""
-        return tuple(layer for part in self._dense for layer in part.linears)
+    def parts(self) -> tuple[Part, ...]:
+        return self.shared or ()
 
     @property
     def ends_branch(self) -> bool:
@@ -72,47 +63,29 @@ class ExpertLayer(Part):
     @property
     def token_weights(self) -> int:
         """Count the active parameters: of the chosen experts, router, shared expert and its gate."""
-        gates = 1 if self.shared is not None and self.shared.gated else 0
-        router = (self.experts + gates) * self.hidden
+        router = (self.experts + self.shared_gate) * self.hidden
         return self.expert_numel // self.experts * self.chosen + router + super().token_weights
-
-    @property
-    def _dense(self) -> tuple[Part, ...]:
-        return () if self.shared is None else self.shared.parts
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         ratio, up = model.width_ratio, "gate_up" if model.gated else "up"
         first, last = (initial_std(model, residual) for residual in (False, True))
-        router = TensorSpec(f"{block}.router.weight", (self.experts, self.hidden), std=first, width_ratio=ratio)
+        router = LinearSpec(
+            "router", "router", self.hidden, (("router", self.experts),), fp8=False, bias=self.router_bias
+        )
         inner = (self.experts, *([2] if model.gated else []), self.width, self.hidden)
         params = [
-            matrix_param(router.name, router),
+            *linear_params(f"{block}.router", model, router),
             expert_param(f"{block}.experts.{up}.weight", inner, first, ratio),
             expert_param(f"{block}.experts.down.weight", (self.experts, self.hidden, self.width), last, ratio),
         ]
-        if self.router_bias:
-            bias = TensorSpec(f"{block}.router.bias", (self.experts,), init="zeros")
-            params.append(vector_param(bias.name, bias, kind="bias"))
         if self.bias:
             params.append(expert_bias(f"{block}.experts.{up}.bias", inner[:-1]))
             params.append(expert_bias(f"{block}.experts.down.bias", (self.experts, self.hidden)))
-        for part in self._dense:
-            params += part.params(block, model)
-        if self.shared is not None and self.shared.gated:
-            gate = TensorSpec(f"{block}.shared_gate.weight", (1, self.hidden), std=first, width_ratio=ratio)
-            params.append(matrix_param(gate.name, gate))
+        params += chain.from_iterable(part.params(block, model) for part in self.parts)
+        if self.shared_gate:
+            gate = LinearSpec("shared_gate", "shared gate", self.hidden, (("shared_gate", 1),), fp8=False)
+            params += linear_params(f"{block}.shared_gate", model, gate)
         return params
-
-    def fp8_operands(self) -> Iterable[str]:
-        return (operand for part in self._dense for operand in part.fp8_operands())
-
-    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
-        for part in self._dense:
-            yield from part.traffic(sizes, backward)
-
-    def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
-        for part in self._dense:
-            yield from part.token_amaxes(sizes, backward)
 
     def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
         """List the exchanges of counts or choices, once, and of rows or tokens: with a weight for each slot to the
@@ -217,14 +190,13 @@ class ExpertLayer(Part):
         """
         if self.shared is None:
             return []
-        columns = self.shared.columns.layer_bytes(sizes, after_norm=False)
-        common = sizes.stream if sizes.shrink == 1 else 0
-        columns = columns._replace(saved=columns.saved - common, left=columns.left - common)
-        columns = columns._replace(gradient=columns.gradient + sizes.stream)
-        rows = self.shared.rows.layer_bytes(sizes, [self.shared.activation], 0)
-        gated = [UnitBytes(sizes.stream, sizes.stream, 2 * sizes.stream, sizes.stream)] if self.shared.gated else []
-        parts = columns, self.shared.activation.memory(sizes, at), rows, *gated
-        return [part._replace(forward=part.forward + beside, backward=part.backward + behind) for part in parts]
+        up, activation, down = self.shared
+        columns, common = up.layer_bytes(sizes, after_norm=False), sizes.stream if sizes.shrink == 1 else 0
+        saved, left, gradient = columns.saved - common, columns.left - common, columns.gradient + sizes.stream
+        columns = columns._replace(saved=saved, left=left, gradient=gradient)
+        gate = [UnitBytes(sizes.stream, sizes.stream, 2 * sizes.stream, sizes.stream)] if self.shared_gate else []
+        steps = [columns, activation.memory(sizes, at), down.layer_bytes(sizes, [activation], 0), *gate]
+        return [step._replace(forward=step.forward + beside, backward=step.backward + behind) for step in steps]
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the steps in turn; rows are moved by (2 k + 2) T h elements in forward and in backward, in which fused
@@ -243,7 +215,7 @@ class ExpertLayer(Part):
         gemms = times.grouped_linears(shapes, local, rows / local / blocks, fp8) * blocks
         total += gemms
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)), gemms)
-        return sum((part.seconds(times, fp8) for part in self._dense), start=total)
+        return sum((part.seconds(times, fp8) for part in self.parts), start=total)
 
 
 def _wide_stream(sizes: MicroBatchSizes) -> int:
@@ -251,19 +223,8 @@ def _wide_stream(sizes: MicroBatchSizes) -> int:
     return sizes.stream // sizes.compute * sizes.wide if sizes.narrow else 0
 
 
-def expert_layer(model: ModelConfig) -> ExpertLayer:
+def expert_layer(model: ModelConfig, shared: SharedExpert | None) -> ExpertLayer:
     """The experts of a layer, as `[model]` describes them."""
-    factor, width = 2 if model.gated else 1, model.expert_ffn_size
-    shared = _shared_expert(model, factor, model.shared_ffn_size) if model.shared_ffn_size else None
-    sizes = model.experts, model.experts_per_token, model.hidden_size, width, factor * width
-    return ExpertLayer(*sizes, model.router_normalize, shared, model.bias, model.router_bias)
-
-
-def _shared_expert(model: ModelConfig, factor: int, width: int) -> SharedExpert:
-    name, parts = ("gate_up", ("gate", "up")) if model.gated else ("up", ("up",))
-    up = LinearSpec(
-        f"shared.{name}", "shared up", model.hidden_size, tuple((part, width) for part in parts), bias=model.bias
-    )
-    down = LinearSpec("shared.down", "shared down", width, (("down", model.hidden_size),), bias=model.bias)
-    activation = ActivationSpec(factor * width, width)
-    return SharedExpert(ColumnParallel((up,)), activation, RowParallel((down,)), model.shared_gate)
+    width, inputs = model.expert_ffn_size, (2 if model.gated else 1) * model.expert_ffn_size
+    sizes = model.experts, model.experts_per_token, model.hidden_size, width, inputs
+    return ExpertLayer(*sizes, model.router_normalize, shared, model.shared_gate, model.bias, model.router_bias)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.attention import AttentionSpec
-from megascale.layout.parts.linear import ColumnParallel, initial_std
+from megascale.layout.parts.linear import ColumnParallel, linear_params
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Scores, Surroundings, TokenFlops
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param, vector_param
+from megascale.layout.tensors import ParamSpec, TensorSpec, vector_param
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class LatentProjections(Part):
     enters = True
 
     @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        return *self.queries.layers, *self.keys.layers
+    def parts(self) -> tuple[ColumnParallel, ColumnParallel]:
+        return self.queries, self.keys
 
     @property
     def whole_numel(self) -> int:
@@ -53,14 +52,11 @@ class LatentProjections(Part):
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         """The parameters. muP takes the widths of latents as given: what is projected from one keeps its scale."""
-        std, ratio = initial_std(model, residual=False), model.width_ratio
-        parts = [(f"{block}.attention.{part}.weight", rows) for part, rows in self.down.parts]
-        tensors = [TensorSpec(name, (rows, self.down.inputs), std=std, width_ratio=ratio) for name, rows in parts]
         gains = [(f"{block}.attention.{name}_norm.weight", width) for name, width in self.ranks]
         fixed = model.model_copy(update={"mup_base_width": 0})
         queries = self.queries.params(block, fixed if len(self.ranks) > 1 else model)
         return [
-            matrix_param(f"{block}.{self.down.name}.weight", *tensors),
+            *linear_params(f"{block}.{self.down.name}", model, self.down),
             *(vector_param(gain, TensorSpec(gain, (width,), init="ones")) for gain, width in gains),
             *map(self._by_head, [*queries, *self.keys.params(block, fixed)]),
         ]
@@ -70,21 +66,14 @@ class LatentProjections(Part):
         parts = tuple(replace(part, head_dim=part.shape[0] // self.heads) for part in param.parts)
         return replace(param, parts=parts)
 
-    def fp8_operands(self) -> Iterator[str]:
-        return chain(self.queries.fp8_operands(), self.keys.fp8_operands())
-
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of the column-parallel layers, and of the shared key, whose gradient is a sum."""
-        for part in (self.queries, self.keys):
-            yield from part.traffic(sizes, backward)
+        yield from super().traffic(sizes, backward)
         width = self.shared_key * sizes.compute
         if backward:
             yield sizes.reduce("shared key gradient", sizes.rows, width)
         else:
             yield from sizes.gather("shared key", sizes.rows, width)
-
-    def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
-        return chain(self.queries.token_amaxes(sizes, backward), self.keys.token_amaxes(sizes, backward))
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the layers in turn, and for the norms of latents."""
@@ -99,17 +88,14 @@ class LatentProjections(Part):
         wide = normed // sizes.compute * sizes.wide * (4 if sizes.narrow else 3)
         steps = [first, UnitBytes(latents + len(self.ranks) * sizes.local * sizes.wide, normed, wide)]
         alive = 0
-        for part in (self.queries, self.keys):
+        for part in self.parts:
             (layer,) = part.layers
             outputs, inputs = sizes.sharded(layer.outputs), local * layer.inputs
             gathered = sizes.parts * inputs if sizes.cut else 0
             kept, added = (0, 0) if layer.inputs == self.down.inputs else (inputs // stored * (not again), inputs)
             wgrad = 2 * gathered + sizes.wgrad(layer.weight_numel, outputs)
-            forward, backward, left = (
-                alive + gathered + outputs,
-                wgrad + inputs * (1 + again),
-                outputs + added // stored,
-            )
+            forward, backward = alive + gathered + outputs, wgrad + inputs * (1 + again)
+            left = outputs + added // stored
             steps.append(UnitBytes(kept, forward, backward, added - outputs, left=left, wgrad=wgrad))
             alive += outputs
         results = alive + sizes.tokens * self.shared_key * sizes.compute
@@ -121,9 +107,7 @@ class LatentProjections(Part):
         local = times.stream // self.down.inputs
         total = times.local_linear(self.down.outputs, self.down.inputs)
         total += times.passes(2 * local * sum(width for _, width in self.ranks))
-        for part in (self.queries, self.keys):
-            total += part.seconds(times, fp8)
-        return total
+        return sum((part.seconds(times, fp8) for part in self.parts), start=total)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class LinearGroup(Part):
         return " and ".join(layer.label for layer in self.layers)
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
-        params = (_params(f"{block}.{layer.name}", model, layer, self.sharded) for layer in self.layers)
+        params = (linear_params(f"{block}.{layer.name}", model, layer, self.sharded) for layer in self.layers)
         return list(itertools.chain(*params))
 
     def fp8_operands(self) -> Iterator[str]:
@@ -176,10 +176,10 @@ def initial_std(model: ModelConfig, residual: bool) -> float:
     return model.init_std / math.sqrt(model.width_ratio * (2 * model.num_layers if residual else 1))
 
 
-def _params(name: str, model: ModelConfig, linear: LinearSpec, dimension: int) -> list[ParamSpec]:
-    """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs."""
+def linear_params(name: str, model: ModelConfig, linear: LinearSpec, dimension: int | None = None) -> list[ParamSpec]:
+    """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs, None neither."""
     ratio, std = model.width_ratio, initial_std(model, residual=dimension == 1)
-    prefix, sharding = name.rpartition(".")[0], {"tp": dimension}
+    prefix, sharding = name.rpartition(".")[0], {} if dimension is None else {"tp": dimension}
     parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
     weights = [
         TensorSpec(

@@ -111,9 +111,14 @@ class Part(ABC):
     feeds_rows: ClassVar[bool] = False
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts inside, whose linear layers with their collectives are the part's own."""
+        return ()
+
+    @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """The linear layers that tp shards."""
-        return ()
+        return tuple(layer for part in self.parts for layer in part.linears)
 
     @property
     def results(self) -> tuple[LinearSpec, ...]:
@@ -155,7 +160,7 @@ class Part(ABC):
 
     def fp8_operands(self) -> Iterable[str]:
         """The operands that FP8 quantizes, such as 'mlp.up.weight'."""
-        return ()
+        return (operand for part in self.parts for operand in part.fp8_operands())
 
     def flops(self, scores: Scores) -> TokenFlops:
         return TokenFlops(2 * self.token_weights)
@@ -168,7 +173,8 @@ class Part(ABC):
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives over tp of a forward or a backward, for a micro-batch."""
-        yield from ()
+        for part in self.parts:
+            yield from part.traffic(sizes, backward)
 
     def recomputed_traffic(self, sizes: MicroBatchSizes, skipped: bool) -> list[CommOp]:
         """List the collectives over tp that full recomputation repeats. `skipped`: without the result of the part."""
@@ -184,7 +190,8 @@ class Part(ABC):
 
     def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the all-reduces over cp of FP8 amaxes whose scales cover the tokens of a micro-batch."""
-        yield from ()
+        for part in self.parts:
+            yield from part.token_amaxes(sizes, backward)
 
     @abstractmethod
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:

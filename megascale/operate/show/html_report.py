@@ -12,6 +12,7 @@ import numpy as np
 import megascale
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_count, format_duration, format_time
+from megascale.operate.diagnose.slow.expert_loads import LOAD_HEAD, MOST_LOAD, ExpertLoads
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.charts.report_charts import Bar, CellLevel, Mark, Series, bar_chart, grid_chart, line_chart
 from megascale.operate.show.charts.shapes import BLUE, GREEN, ORANGE, RED, REPORT_START, STYLE
@@ -37,6 +38,11 @@ SLOWNESS_LEVELS = (
     CellLevel(0.10, "#e6550d", "10%"), CellLevel(0.30, "#a63603", "30%"),
 )  # fmt: skip
 
+LOAD_LEVELS = (
+    CellLevel(-math.inf, "#e6f2ea", "below 1.25 times the mean"), CellLevel(1.25, "#fdae6b", "1.25 times"),
+    CellLevel(MOST_LOAD, "#e6550d", f"{MOST_LOAD:g}"), CellLevel(2 * MOST_LOAD, "#a63603", f"{2 * MOST_LOAD:g}"),
+)  # fmt: skip
+
 MEMORY_COLOURS = ("#eff3ff", "#bdd7e7", "#6baed6", "#3182bd", "#08519c")
 
 
@@ -52,6 +58,7 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
         *(_waterfall(store.breakdown) if store is not None and store.breakdown is not None else ()),
         *(["<h2>Timeline</h2>", timeline] if timeline else ()),
         *(_memory(view, store.memory) if store is not None else ()),
+        *(_experts(store.experts) if store is not None and len(store.experts.steps) else ()),
         _incidents(view),
         *(f"<p class='note'>{escape(note)}</p>" for note in notes),
     ]
@@ -158,6 +165,15 @@ def _memory(view: RunView, memory: np.ndarray) -> Iterator[str]:
     title = f"peak memory of each rank, {format_bytes(high)} at most"
     yield "<h2>Memory</h2>"
     yield grid_chart(title, values, levels, matrix.labels, note)
+
+
+def _experts(found: ExpertLoads) -> Iterator[str]:
+    loads, labels = np.nanmean(found.loads, 0), [f"layer {layer}" for layer in found.layers]
+    title = f"loads of experts, steps {found.steps[0]} to {found.steps[-1]}"
+    yield "<h2>Experts</h2>"
+    yield grid_chart(title, loads, LOAD_LEVELS, labels, lambda row, column: (
+        f"{labels[row]}, expert {column}: {loads[row, column]:.2f} times the mean"))  # fmt: skip
+    yield _table(found.rows, LOAD_HEAD)
 
 
 def _incidents(view: RunView) -> str:

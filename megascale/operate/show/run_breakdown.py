@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.catalog.schedules import SCHEDULES
 from megascale.core.errors import MegascaleError
 from megascale.core.named_run import CONFIG_FILE, RunFolderError
 from megascale.layout.recompute_policy import joined_chunks
@@ -26,6 +25,7 @@ from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.record.events import COMPUTE
 from megascale.schedule.ir import Kind, each_action
+from megascale.schedule.lower import order_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -82,7 +82,7 @@ def _bubble(cube: StepCube, folder: Path) -> float:
     assert schedule, "a resolved configuration names its schedule"
     forward, backward, weights = dict[Place, float](), dict[Place, float](), dict[Place, float]()
     for rank in range(p.pp):
-        actions = Counter(action[:2] for action in each_action(SCHEDULES[schedule].load()(p.pp, p.vpp, m, rank)))
+        actions = Counter(action[:2] for action in each_action(order_of(schedule, p.pp, p.vpp, m, rank)))
         for chunk in range(p.vpp + (p.vocab_pp > 0)):  # the last: passes over the vocabulary
             seconds = partial(_seconds, cube, rank, chunk)
             longer = 1 + sum(map(seconds, ("tp", "cp", "ep"))) / max(seconds(COMPUTE, *FORWARDS, *BACKWARDS), 1e-12)

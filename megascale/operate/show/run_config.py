@@ -12,7 +12,7 @@ from megascale.config.renamed import with_present_names
 from megascale.config.run import RunConfig
 from megascale.config.section import ELSEWHERE
 from megascale.core.named_run import CONFIG_FILE, RunFolderError
-from megascale.core.registry import MissingCardError
+from megascale.core.registry import CardError
 from megascale.layout.parameters import describe_parameters
 
 
@@ -39,6 +39,6 @@ def model_words(model: ModelConfig, precision: str) -> str:
     """Return a model in a few words."""
     try:
         size = describe_parameters(model)
-    except MissingCardError as error:
+    except CardError as error:
         size = f"an unknown number of parameters ({error.message})"
     return f"{size} in {precision}, {model.num_layers} layers of {model.hidden_size}, sequences of {model.seq_length}"

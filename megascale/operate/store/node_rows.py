@@ -205,7 +205,9 @@ def step_parts(events: np.ndarray, steps: np.ndarray, texts: Texts) -> np.ndarra
         summed[key] = events[key][first]
     if len(first):
         duration = events["end_ns"] - events["start_ns"]
-        summed["count"] = np.diff(np.append(first, len(events)))
+        again = ~new & (events["axis"] == texts.indices([COMPUTE])[0])  # a segment of the action before it in the rows
+        again[1:] &= (events["microbatch"][1:] >= 0) & (events["microbatch"][1:] == events["microbatch"][:-1])
+        summed["count"] = np.add.reduceat(~again, first, dtype=np.int32)
         summed["total_ns"] = np.add.reduceat(duration, first)
         summed["max_ns"] = np.maximum.reduceat(duration, first)
         summed["exposed_ns"] = np.add.reduceat(events["exposed_ns"], first)

@@ -90,7 +90,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         *_WHO,
         *_PART,
         Column("chunk", "int16", "model chunk of the rank; -1: none"),
-        Column("count", "int32", "events"),
+        Column("count", "int32", "events; an action in segments counts once"),
         Column("total_ns", "int64", "sum of their durations"),
         Column("max_ns", "int64", "longest duration"),
         Column("exposed_ns", "int64", "sum of their exposed times; of an action: the waits inside it"),

@@ -20,6 +20,7 @@ from megascale.comm.group import Group
 from megascale.comm.work import Work
 from megascale.ops.embedding_rows import add_rows_
 from megascale.ops.grouped_gemm import RowGroups
+from megascale.ops.routing import count_choices
 from megascale.parallel.experts.all_to_all import plan_all_to_all
 from megascale.parallel.experts.dispatcher import Dispatcher, Packed, ReadCounts
 from megascale.record.label import Label
@@ -82,7 +83,7 @@ def plan_all_gather(
     own = every - group.index * local
     own = own.masked_fill((own < 0) | (own >= local), local)  # slots of other ranks' experts come last
     own = own.view(group.size, blocks, -1).transpose(0, 1).reshape(blocks, -1)
-    found = counts.new_zeros(blocks, local + 1).scatter_add_(1, own, torch.ones_like(own))[:, :-1]
+    found = count_choices(own, local)
     with group.recorder.log.device_wait():
         numbers = read(found.unsqueeze(0), experts.numel())
     dispatchers = []

@@ -14,7 +14,7 @@ dispatcher is planned once for a micro-batch and layer; backward and recomputati
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,6 +67,29 @@ class Dispatcher(Protocol):
     def send_rows(self, rows: Packed, label: Label) -> tuple[Packed, Work]: ...
 
     def as_tokens(self, arrived: Packed, width: int) -> Packed: ...
+
+
+@dataclass
+class ExpertChoice:
+    """The experts that the tokens of a micro-batch have chosen in a layer: chosen once, and kept for recomputation, in
+    which a rounding difference could choose others.
+
+    `experts` [t, k]; the `dispatchers` of blocks of tokens; `counts` [experts], i64: this rank's slots of each expert.
+    `padding`: a mask [t, 1] of the tokens that go to no expert, whatever they have chosen. `losses`: this rank's parts
+    of the router's losses, by name, without their weights.
+
+    After `release` only counts and losses are left, for the totals of the step.
+    """
+
+    experts: Tensor | None
+    dispatchers: tuple[Dispatcher, ...]
+    counts: Tensor
+    padding: Tensor | None = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Free all that is of tokens, after the last use."""
+        self.experts, self.dispatchers, self.padding = None, (), None
 
 
 PlanDispatch = Callable[[Tensor, Tensor, Group, Label, ReadCounts], tuple[Dispatcher, ...]]

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from megascale.comm.group import Group
-from megascale.ops.routing import Routing
+from megascale.ops.routing import Routing, count_choices
 from megascale.parallel.experts.capacity import Capacity
-from megascale.parallel.experts.dispatcher import Dispatcher, PlanDispatch, ReadCounts
-from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.dispatcher import Dispatcher, ExpertChoice, PlanDispatch, ReadCounts
 from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.microbatch import MicroBatch
@@ -53,19 +52,11 @@ class ExpertParallel:
         experts = self.routing.choose(scores, None if self.bias is None else self.bias[layer].to(scores.dtype))
         padding, losses = self.tokens.padding(len(experts), batch), dict[str, Tensor]()
         sent = experts if padding is None else experts.masked_fill(padding, size)
-        counts = by_block = _count(sent.view(1, -1), size)
+        counts = by_block = count_choices(sent.view(1, -1), size)
         if self.capacity is not None:
             dropped = self.capacity.dropped(self.routing.weights(scores, experts), sent, batch, label)
             sent, losses["dropped"] = sent.masked_fill(dropped, size), dropped.sum()
         if self.capacity is not None or self.blocks > 1:
-            by_block = _count(sent.view(self.blocks, -1), size)
+            by_block = count_choices(sent.view(self.blocks, -1), size)
         dispatchers = self.plan(sent, by_block, self.group, label, self.read)
         return ExpertChoice(experts, dispatchers, counts[0], padding, losses)
-
-
-def _count(chosen: Tensor, size: int) -> Tensor:
-    """Count the slots of each of `size` experts in each row of `chosen` [n, slots], where `size` stands for none; the
-    host does not wait for the device.
-    """
-    counts = chosen.new_zeros(len(chosen), size + 1).scatter_add_(1, chosen, torch.ones_like(chosen))
-    return counts[:, :-1].contiguous()

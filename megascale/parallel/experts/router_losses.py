@@ -24,8 +24,8 @@ from megascale.comm.group import Group
 from megascale.comm.work import Work
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
-from megascale.ops.routing import largest
-from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.ops.routing import count_choices, largest
+from megascale.parallel.experts.dispatcher import ExpertChoice
 from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.record.label import Label
 
@@ -62,7 +62,7 @@ class RouterLosses:
         if counted is not None:
             counts, work = counted
             work.wait()
-            factors, regions = self._by_column(counts.to(shares.dtype)), self.samples // self._region_samples
+            factors, regions = self._by_column(counts.to(shares.dtype)), self.samples // self.moe.balance_group
         else:
             assert self.before is not None, "the balance of steps has the choices of the step before"
             counts = self.before[layer].to(shares.dtype)
@@ -84,12 +84,10 @@ class RouterLosses:
         return weight / tokens * largest_ * logits.softmax(-1)
 
     @property
-    def _region_samples(self) -> int:
-        return self.moe.balance_group if self.moe.balance == "group" else 1
-
-    @property
-    def _spans_dp(self) -> bool:
-        return self.tokens.micro % self._region_samples != 0
+    def _of_dp(self) -> tuple[int, int]:
+        """The ranks of dp that share regions, and this rank's index among them."""
+        shared = "dp" in self.moe.region_axes(self.tokens.micro)
+        return (self.tokens.dp, self.tokens.dp_index) if shared else (1, 0)
 
     def _of_step(self, count: Tensor | None, like: Tensor) -> Tensor:
         assert count is not None, "a step counts its labels and tokens first"
@@ -100,25 +98,27 @@ class RouterLosses:
         ranks of the group.
         """
         assert choice.experts is not None, "a choice has experts until its release"
-        at, experts = self.tokens, self.model.experts
+        size, k, micro, (ranks, index) = (
+            self.model.experts,
+            self.model.experts_per_token,
+            self.tokens.micro,
+            self._of_dp,
+        )
         plain = not self.model.balance_bias and self.model.router_groups == 1
-        choices = choice.experts if plain else largest(scores, self.model.experts_per_token)
-        column = torch.arange(len(choices), device=choices.device) % at.micro
-        column += at.dp_index * at.micro if self._spans_dp else 0
-        index = (column.unsqueeze(1) * experts + choices).view(-1)
-        ones = torch.ones_like(choices) if choice.padding is None else (~choice.padding).to(choices).expand_as(choices)
-        counts = choices.new_zeros(at.micro * (at.dp if self._spans_dp else 1) * experts)
-        counts.scatter_add_(0, index, ones.reshape(-1))
+        choices = choice.experts if plain else largest(scores, k)
+        choices = choices if choice.padding is None else choices.masked_fill(choice.padding, size)
+        by_sample = choices.view(-1, micro, k).transpose(0, 1).reshape(micro, -1)
+        counts = choices.new_zeros(ranks, micro, size)
+        counts[index] = count_choices(by_sample, size)
         work = all_reduce(self.group, counts, label=Label.for_layer(layer, "choices"), wait=False)
-        return counts.view(-1, experts), work
+        return counts.flatten(0, 1), work
 
     def _by_column(self, counts: Tensor) -> Tensor:
         """Return E c / (k T^2) of the region of each sample of this rank [micro, experts]."""
-        size, at = self._region_samples, self.tokens
+        size, micro = self.moe.balance_group, self.tokens.micro
         regions = counts.view(-1, size, counts.shape[1]).sum(1)
-        samples = torch.arange(at.micro, device=counts.device) + (at.dp_index * at.micro if self._spans_dp else 0)
         factors = regions * (self.model.experts * self.model.experts_per_token) / regions.sum(1, keepdim=True).square()
-        return factors[samples // size]
+        return factors.repeat_interleave(size, 0).narrow(0, self._of_dp[1] * micro, micro)
 
 
 class _Losses(torch.autograd.Function):

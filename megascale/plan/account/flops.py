@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megascale.config.model import ModelConfig
+from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import stages_of
@@ -41,12 +42,12 @@ def token_flops(
 
 def model_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:
     """Count the model FLOPs of a run's training per token, as `token_flops` without what micro-batches skip."""
-    return token_flops(config.model, scores, computed_shares(config))
+    return token_flops(config.model, scores, computed_shares(config.model, config.parallel, config.num_microbatches))
 
 
-def computed_shares(config: RunConfig) -> dict[int, float]:
-    """Return by layer the share of the micro-batches of a step that it computes."""
-    layout, m = stages_of(config.model, config.parallel), config.num_microbatches if config.parallel.skip_ratio else 1
+def computed_shares(model: ModelConfig, parallel: ParallelConfig, m: int) -> dict[int, float]:
+    """Return by layer the share of the m micro-batches of a step that it computes."""
+    layout, m = stages_of(model, parallel), m if parallel.skip_ratio else 1
     visits = [layout.placement.visits(*place, m) for place in layout.placement.places]
     return {layer: visits[stage] / m for stage in range(layout.count) for layer in layout.layers(stage)}
 
@@ -75,7 +76,8 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
     `scores`: per token, by default as the run expects them.
     """
     scores = scores or expected_scores(config.model, config.data)
-    layout, shares = stages_of(config.model, config.parallel), computed_shares(config)
+    layout = stages_of(config.model, config.parallel)
+    shares = computed_shares(config.model, config.parallel, config.num_microbatches)
     total = model_flops(config, scores)
     for stage in range(layout.count):
         recompute = recompute_policy(config.train, stage // layout.pp)

@@ -15,12 +15,11 @@ from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.layout.stages import Placement, placement_of
 from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, each_action, parts
-from megascale.schedule.lower import compute_order, lower
+from megascale.schedule.lower import CACHED_ORDERS, compute_order, lower, order_of
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
 FORWARDS = (Kind.F, Kind.R, Kind.VS)
-CACHED_ORDERS = 64  # layouts of a search often share the order of actions
 
 
 def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: int) -> RankSchedule:
@@ -32,7 +31,7 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     facts = SCHEDULES[p.schedule].facts
     if chunks > 1:
         m = chunks * min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
-    elif facts.get("periodic", False) and not facts["unbounded_in_flight"] and not p.skip_ratio:
+    elif facts["periodic"] and not facts["unbounded_in_flight"] and not p.skip_ratio:
         m = representative_microbatches(p.pp, m)
     return step_order(p, m, chunks, keep, stage)
 
@@ -46,12 +45,7 @@ def step_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     if p.vocab_pp or p.skip_ratio:
         placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
         return compute_order(p.schedule, placement, m)[stage]
-    return _order(p.schedule, p.pp, p.vpp, m, stage)
-
-
-@lru_cache(CACHED_ORDERS)
-def _order(schedule: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
-    return SCHEDULES[schedule].load()(p, v, m, rank)
+    return order_of(p.schedule, p.pp, p.vpp, m, stage)
 
 
 def representative_microbatches(p: int, m: int) -> int:
@@ -145,12 +139,12 @@ def posted_receives(schedule: str, p: int, v: int, m: int, stage: int) -> int:
     """
     facts = SCHEDULES[schedule].facts
     last, waiting = stage == p - 1, max(groups.size for groups in microbatch_groups(p, m) if groups.num_groups) - p
-    paired = 1 if facts.get("pairs") else 0
+    paired = 1 if facts["pairs"] else 0
     if v == 1:
         return min((1 if last else 2) + paired, m)
     posted = 4 if last else 2 + paired
     if last or stage == 0:
-        posted = max(posted, p if facts.get("split") else 0) + max(0, waiting)
+        posted = max(posted, p if facts["split"] else 0) + max(0, waiting)
     return min(posted, m * v)
 
 

@@ -34,5 +34,5 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
         p.cp_mode == "allgather", expected_documents(config.model, config.data) if within else (),
         recipe["granularity"], recipe["scaling"] == "current", ep=p.ep, imbalance=imbalance,
         dispatcher=config.moe.dispatcher, token_blocks=config.moe.token_blocks,
-        split=p.schedule is not None and SCHEDULES[p.schedule].facts.get("split", False),
+        split=p.schedule is not None and SCHEDULES[p.schedule].facts["split"],
     )  # fmt: skip

@@ -22,7 +22,7 @@ from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.sequence_shard import sequence_shard
 from megascale.ops.rope import layer_rope, rope_table
-from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.dispatcher import ExpertChoice
 from megascale.parallel.grad_accumulation import WeightGradients, left_for_w
 from megascale.parallel.microbatch import MicroBatch
 from megascale.plan.dryrun.resource_counter import (

@@ -20,7 +20,6 @@ from functools import cache
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
-from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.rank_actions import most_inputs, rank_order
@@ -42,7 +41,8 @@ class Bounds:
     def __init__(self, space: Space, hardware: Hardware, stack: Stack) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._cut, self._seconds, self._link = cache(self._cut_of), cache(self._seconds_of), cache(self._link_of)
-        self._passes, self._blocks = cache(self._passes_of), cache(self._blocks_of)
+        self._passes = cache(lambda layout: list(chunk_times(self._layers(layout)).values()))
+        self._blocks = cache(self._blocks_of)
         self._most = cache(self._most_of)
         self._state = cache(lambda layout: state_bytes(space.with_layout(layout), 0, stack.storage).total)
         self._saved = cache(self._saved_of)
@@ -52,7 +52,9 @@ class Bounds:
         m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp, layout.schedule)
         block, flat = self._reset(self.in_blocks(layout))
         (network, layer, head, *apart), (reduce, gather) = self._seconds(block), self._link(flat)
-        path, direct, fill = apart if SCHEDULES[layout.schedule].facts.get("split") else (network, layer, layer)
+        path, direct, fill = apart if SCHEDULES[layout.schedule].facts["split"] else (network, layer, layer)
+        if self._space.config.parallel.vocab_pp and layout.pp > 1:  # all stages share the head
+            path, head = path - head, 0.0
         busiest = max(before * fill + m * held * layer + (m * head if last else 0.0) for before, held, last in ranks)
         one_by_one = path + (m - 1) * largest * direct / 2
         overlaps, hidden = self._stack.overlaps.dp, self._hardware.attained.overlap
@@ -80,7 +82,8 @@ class Bounds:
     def balanced(self, layout: Layout) -> list[int]:
         """Split the layers over a layout's stages by time."""
         first, *layers, last = (pair.total for pair in self._passes(self._reset(self.in_blocks(layout))[0]))
-        return balanced(layers, first, last, layout.pp * layout.vpp)
+        shared = self._space.config.parallel.vocab_pp
+        return balanced(layers, first, 0.0 if shared else last, layout.pp * layout.vpp)
 
     def _micro_batches(self, layout: Layout) -> int:
         return self._space.config.batch.total // (layout.dp * layout.micro)
@@ -117,14 +120,10 @@ class Bounds:
         forward = min(pair.forward.total for pair in pairs[1:-1])
         return sum(seconds), min(seconds[1:-1]), seconds[-1], sum(direct), min(direct[1:-1]), forward
 
-    def _passes_of(self, layout: Layout) -> list[PassTimes]:
-        """Time the embedding, each layer, and the head with the layers after it."""
-        pairs = list(chunk_times(self._layers(layout)).values())
-        shared = self._space.config.parallel.vocab_pp  # all stages share the head
-        return [*pairs[:-1], PassTimes()] if shared else pairs
-
     def _layers(self, layout: Layout) -> LayerTimes:
-        """Time layers on one pipeline stage, with a chunk for each, and for the embedding and the head."""
+        """Time layers on one pipeline stage, with a chunk for each, for the embedding, and for the head with the layers
+        after it.
+        """
         config = self._space.config
         recompute = "none" if config.train.recompute_model_chunks else layout.recompute
         dp = self._space.devices // (layout.tp * layout.cp)
@@ -164,7 +163,7 @@ class Bounds:
         collectives over dp, except for padding.
         """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
-        schedule = SPLIT if SCHEDULES[layout.schedule].facts.get("split") else "1f1b"
+        schedule = SPLIT if SCHEDULES[layout.schedule].facts["split"] else "1f1b"
         block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1)
         flat = layout._replace(sp=False, cp_mode="ring", cp_a2a_size=1, vpp=vpp, schedule="1f1b", micro=1)
         return block, flat._replace(recompute="none", token_blocks=1)

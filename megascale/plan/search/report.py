@@ -125,7 +125,7 @@ def _settings(space: Space, plan: Plan, count: str | None) -> str:
     implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
     unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
-    unused |= set() if config.model.experts else {"parallel.ep", "moe.dispatcher", "moe.token_blocks"}
+    unused |= set() if config.model.experts else {"parallel.ep", "moe.token_blocks"}
     keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}

@@ -38,11 +38,10 @@ class Layout(NamedTuple):
     recompute: str = "none"
     zero: int = 1
     ep: int = 1
-    dispatcher: str = "all_to_all"
     token_blocks: int = 1
 
 
-SECTIONS = {"micro": "batch", "recompute": "train", "dispatcher": "moe", "token_blocks": "moe"}
+SECTIONS = {"micro": "batch", "recompute": "train", "token_blocks": "moe"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
@@ -84,20 +83,18 @@ class Space:
             if rest or total % dp or dp not in self._values("parallel.dp", [dp]):
                 continue
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
-            most = self.config.batch.total // dp // _least_microbatches(schedule, pp)
-            keys = {"dp": dp, "token_blocks": self._blocks}
-            micros = [micro for micro in micros if micro <= most and fits(tensors, micro=micro, **keys)]
+            micros = [micro for micro in micros if fits(tensors, dp=dp, micro=micro, token_blocks=self._blocks)]
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
-                experts = [e for e in self._experts(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=e[0])]
-                for zero, spread in itertools.product(self._values("parallel.zero", zeros), experts):
-                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, *spread, self._blocks)
+                eps = [ep for ep in self._eps(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=ep)]
+                for zero, ep in itertools.product(self._values("parallel.zero", zeros), eps):
+                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep, self._blocks)
 
     def token_blocks(self, layout: Layout) -> list[int]:
         """List the legal blocks of a layout's tokens, whatever its own: one where no GEMMs of other blocks can hide the
         exchange.
         """
-        pairs = SCHEDULES[layout.schedule].facts.get("pairs")
+        pairs = SCHEDULES[layout.schedule].facts["pairs"]
         if layout.ep == 1 or pairs or "moe.token_blocks" in self.fixed:
             return [self._blocks]
         length = self.config.data.sequence_chunk_tokens or self.config.model.seq_length
@@ -173,14 +170,11 @@ class Space:
         """
         return math.gcd(cp, micro) == 1 or not self.fixed.isdisjoint(("parallel.cp", "parallel.dp", "batch.micro"))
 
-    def _experts(self, ranks: int) -> list[tuple[int, str]]:
-        """List the legal ep on the `ranks` of a pipeline stage, each with the dispatchers: tokens are gathered only
-        where that is less to send.
-        """
-        experts, chosen = self.config.model.experts, self.config.model.experts_per_token
+    def _eps(self, ranks: int) -> list[int]:
+        """List the ep that divide the `ranks` of a pipeline stage."""
+        experts = self.config.model.experts
         eps = self._values("parallel.ep", divisors(math.gcd(ranks, experts)) if experts else [1])
-        ways = {ep: ("all_to_all", "all_gather") if 1 < ep < chosen else ("all_to_all",) for ep in eps}
-        return [(ep, way) for ep in eps if ranks % ep == 0 for way in self._values("moe.dispatcher", ways[ep])]
+        return [ep for ep in eps if ranks % ep == 0]
 
     def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool, int, str, int]]:
         """List all legal (tp, sp, cp, cp_mode, cp_a2a_size)."""
@@ -210,15 +204,8 @@ class Space:
             for vpp in self._values("parallel.vpp", range(1, self._most_chunks // pp + 1))
             for schedule in self._schedules(pp, vpp)
             for recompute in self._values("train.recompute", RECOMPUTE)
-            if self._with_microbatches(_least_microbatches(schedule, pp)).is_legal(
-                self._in_one(most, pp=pp, vpp=vpp, schedule=schedule, recompute=recompute)
-            )
+            if self.is_legal(self._in_one(most, pp=pp, vpp=vpp, schedule=schedule, recompute=recompute))
         ]
-
-    def _with_microbatches(self, times: int) -> Space:
-        """Return the space with a batch `times` as large."""
-        batch = self.config.batch.model_copy(update={"total": times * self.config.batch.total})
-        return replace(self, config=self.config.model_copy(update={"batch": batch}))
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
         """List the schedules with as many chunks. Those with all micro-batches in flight, such as GPipe, are skipped:
@@ -226,15 +213,10 @@ class Space:
         """
         bounded = {name: card.facts for name, card in SCHEDULES.cards.items() if not card.facts["unbounded_in_flight"]}
         if not self.config.model.experts:  # pairs hide nothing
-            bounded = {name: facts for name, facts in bounded.items() if not facts.get("pairs")}
+            bounded = {name: facts for name, facts in bounded.items() if not facts["pairs"]}
         suited = [name for name, facts in bounded.items()
-                  if facts["multi_chunk"] == (vpp > 1) and (facts.get("v") or vpp) == vpp]  # fmt: skip
+                  if facts["multi_chunk"] == (vpp > 1) and (facts["v"] or vpp) == vpp]  # fmt: skip
         return self._values("parallel.schedule", suited[:1] if pp == 1 else suited)
-
-
-def _least_microbatches(schedule: str, pp: int) -> int:
-    """The fewest micro-batches of a step that a schedule has."""
-    return max(1, SCHEDULES[schedule].facts.get("min_m", 0) * pp)
 
 
 def layout_of(config: RunConfig) -> Layout:

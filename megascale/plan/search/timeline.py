@@ -45,6 +45,7 @@ def _event(span: Span, topology: Topology, placement: Placement, message: int) -
     direction = Kind.F if kind in (Kind.F, Kind.SEND_F) else Kind.B
     source, target = neighbours(span.action, span.rank, placement)
     other, receiving = (target, target) if kind in NAMES else (source, placement.stage(span.rank, chunk))
-    assert other is not None, "a message has another end"
+    if other is None:  # a pass, or a stage at an end of the network, waits for an exchange of all stages
+        return Event("pp", "exchange", "vocabulary", *at, "pp", waits=waits)
     label, peer = f"{direction} {receiving}", topology.rank(Coord(pp=placement.places[other][0]))
     return Event("pp", name, label, *at, "pp", -1, message, peer, span.start, waits)

@@ -237,24 +237,19 @@ class _Rank:
                 yield entry, route(entry.kind, entry.chunk, entry.microbatch % paths)
 
     def _route(self, kind: Kind, chunk: int, path: int) -> _Route:
-        backward = COMPUTE_KINDS[kind].runs == BACKWARD
-        source, target = neighbours(Action(kind, chunk, path), self.rank, self.placement)
-        received = None if source is None else 2 * self.placement.stage(self.rank, chunk) + backward
+        placement, action, backward = self.placement, Action(kind, chunk, path), COMPUTE_KINDS[kind].runs == BACKWARD
+        source, target = neighbours(action, self.rank, placement)
+        received = None if source is None else 2 * placement.stage(self.rank, chunk) + backward
         sent = None if target is None else 2 * target + backward
         completes, seconds = Kind.W in RESULTS[kind], self.times.seconds(kind, (self.rank, chunk))
-        return _Route(seconds, received, sent, backward, completes, *self._exchanges(kind, chunk))
-
-    def _exchanges(self, kind: Kind, chunk: int) -> tuple[Result | None, float, Result | None]:
-        """Find the result of micro-batch 0 that all ranks await with an action of a chunk, the seconds of its exchange,
-        and the one that the action leaves; the statistics of a barrier take no time.
-        """
-        placement, action = self.placement, Action(kind, chunk, 0)
+        plain = _Route(seconds, received, sent, backward, completes, None, 0.0, None)
         if not placement.barriers:
-            return None, 0.0, None
+            return plain
         needs, made = dependencies(action, self.rank, placement), results(action, self.rank, placement)[0]
         after = next((need for need in needs if need[1] == placement.count or kind is Kind.VS), None)
         is_joint = made[1] == placement.count or made[:2] == (Kind.F, placement.count - 1)
-        return after, 0.0 if kind is Kind.VT else self.times.exchange, made if is_joint else None
+        exchange = 0.0 if kind is Kind.VT else self.times.exchange  # the statistics of a barrier take no time
+        return plain._replace(after=after, exchange=exchange, joint=made if is_joint else None)
 
     def _gather(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""

@@ -59,7 +59,7 @@ def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max
     """Estimate a pipeline's seconds. `max_actions`: most actions of a simulation."""
     p, v, m = pipeline.p, pipeline.v, pipeline.m
     facts = SCHEDULES[pipeline.schedule].facts
-    periodic = pipeline.parts == 1 and not pipeline.skip_ratio and facts.get("periodic", False)
+    periodic = pipeline.parts == 1 and not pipeline.skip_ratio and facts["periodic"]
     if 2 * p * v * m <= max_actions or not periodic:
         return pipeline.simulate(times, overlaps).last
     long = max(6, math.isqrt(max_actions // (2 * GROUPS[1] * v)))  # stages, with enough groups in `max_actions`

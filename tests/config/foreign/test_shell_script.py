@@ -99,6 +99,17 @@ def test_a_variable_that_a_command_may_set_is_unknown(changes: str) -> None:
     assert script.command[2:] == ["$A", "--lr", "$A"] and "A" in script.unknown
 
 
+@pytest.mark.parametrize("loop", [
+    f"for i in 1 2; do {TRAIN} $A $B; A=2; done", f"while true; do\n{TRAIN} $A $B\n((A++)); done",
+    f"until [ -f x ]; do for i in 1; do {TRAIN} $A $B; done; read A; done",
+    f"for i in 1 2; do {TRAIN} $A $B; if [ -f x ]; then A=2; fi",
+])  # fmt: skip
+def test_a_variable_that_a_loop_sets_behind_its_use_is_unknown(loop: str) -> None:
+    script = ShellScript(f"A=1; B=3\n{loop}", {})
+    assert script.command[2:] == ["$A", "3"] and "A" in script.unknown
+    assert command(f"A=1; for i in 1 2; do {TRAIN} $A; done; A=2") == "1"
+
+
 @pytest.mark.parametrize(("text", "words"), [
     ("A=1+1; B=$((A*32))", "1+1 $((A*32))"), ("A=1; B=$((a.b))", "1 $((a.b))"),
     ("A=010; B=$((A*8))", "010 $((A*8))"),

@@ -281,6 +281,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_common(lambda state: state.update(opt_param_scheduler=[1])),
         "writes: opt_param_scheduler is a list",
     ),
+    "a number as optimizer": (
+        change_common(lambda state: state.update(optimizer=5)),
+        "iter_0000003 is not what Megatron-LM writes: TypeError",
+    ),
+    "a word as samples": (set_argument("consumed_train_samples", "x"), "is not what Megatron-LM writes: ValueError"),
+    "no layers": (set_argument("num_layers", None), "args has no num_layers"),
     "another format": (
         lambda folder: (folder / "iter_0000003/metadata.json").write_text('{"sharded_backend": "zarr"}'),
         "metadata.json says that the format is zarr",
@@ -333,14 +339,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return theirs(tmp_path_factory.mktemp("intact"), LLAMA)
+
+
 @pytest.mark.parametrize("name", sorted(DAMAGES))
-def test_what_is_refused_is_said_in_a_line(name: str, tmp_path: Path) -> None:
+def test_what_is_refused_is_said_in_a_line(name: str, intact: Path, tmp_path: Path) -> None:
     damage, words = DAMAGES[name]
-    damage(folder := theirs(tmp_path, LLAMA))
+    damage(folder := shutil.copytree(intact, tmp_path / "theirs"))
     with pytest.raises(CheckpointError) as error:
         from_megatron(folder, tmp_path / "again")
     assert words in str(error.value) and "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} <= {"made", "theirs"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"theirs"}
     assert not Path("/tmp/never").exists()
 
 
@@ -452,6 +463,9 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert tensors_of(tmp_path / "again").keys() == tensors_of(tmp_path / "ours").keys()
     assert main(["ckpt", "convert", f"megatron:{tmp_path}", str(tmp_path / "third")]) == 4
     assert f"{tmp_path} is no checkpoint of Megatron-LM" in capsys.readouterr().err
+    for folder in (tmp_path / "theirs", tmp_path / "theirs/iter_0000003"):
+        assert main(["ckpt", "convert", str(folder), str(tmp_path / "third")]) == 4
+        assert f"as a folder of another system  -> write megatron:{folder}" in capsys.readouterr().err
 
 
 def test_arguments_of_a_gelu_model_are_read(tmp_path: Path) -> None:

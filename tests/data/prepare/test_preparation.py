@@ -357,7 +357,7 @@ def test_other_arguments_and_inputs_start_anew(
     records = [json.dumps({"text": text, "body": text[::-1]}) for text in TEXTS]
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
     source.write_text("\n".join(records))
-    options = {"tokenizer": str(tokenizer)}
+    options = {"tokenizer": str(tokenizer), "workers": 1}
     with monkeypatch.context() as patch:
         patch.setattr(dataset_writer.DatasetWriter, "commit", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -105,7 +105,7 @@ def run_watchdog(folder: Path, monkeypatch: pytest.MonkeyPatch, **planted: objec
     assert run_on_this_host(["--version"], 4, folder) == Exit.UNCLASSIFIED
 
 
-@pytest.mark.parametrize("stuck", [0, 3])
+@pytest.mark.parametrize("stuck", only_quick([0, 3], 0))
 def test_a_stuck_rank_is_named_and_not_those_that_waited(
     stuck: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,13 +39,14 @@ def with_leaving(folder: Path, rank: int, how: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[3]}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "how", "message"),
     [
         (1, "os._exit(0)", "ended with status 0 and no error, before the job's end"),
-        pytest.param(0, "os._exit(0)", "ended with status 0 and no error", marks=pytest.mark.slow),
-        pytest.param(1, "os._exit(143)", "ended with status 143 and no error", marks=pytest.mark.slow),
-        pytest.param(1, "sys.exit(0)", "SystemExit: 0", marks=pytest.mark.slow),
+        (0, "os._exit(0)", "ended with status 0 and no error"),
+        (1, "os._exit(143)", "ended with status 143 and no error"),
+        (1, "sys.exit(0)", "SystemExit: 0"),
     ],
 )
 def test_our_launcher_names_the_first_to_leave(rank: int, how: str, message: str, tmp_path: Path) -> None:

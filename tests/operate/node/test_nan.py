@@ -18,14 +18,11 @@ from tests.runs import GPT
 ONE_LAYER = GPT | {"num_layers": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
-    [
-        pytest.param(Job, 1, id="one process"),
-        pytest.param(Job, 2, id="local", marks=pytest.mark.slow),
-        pytest.param(Torchrun, 1, id="torchrun, one rank", marks=pytest.mark.slow),
-        pytest.param(Torchrun, 2, id="torchrun", marks=pytest.mark.slow),
-    ],
+    [(Job, 1), (Job, 2), (Torchrun, 1), (Torchrun, 2)],
+    ids=["one process", "local", "torchrun, one rank", "torchrun"],
 )
 def test_a_run_that_becomes_nan_is_never_a_success(launcher: type[Job], ranks: int, tmp_path: Path) -> None:
     run = {"train__steps": 6, "checkpoint__every": 1, "parallel__dp": ranks, "train__precision": "fp32"}

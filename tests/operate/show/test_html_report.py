@@ -13,7 +13,7 @@ from megascale.operate.show.html_report import render_report
 from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from tests.operate.show.folders import incident, make_run, write_incidents
-from tests.operate.show.stores import make_stored_run, store_host_metrics
+from tests.operate.show.stores import make_stored_run, store_host_metrics, store_loads
 
 NOTHING_OUTSIDE = re.compile(r"<script|<link|<img|<iframe|@import|url\(|src=|href=|https?://(?!www\.w3\.org/2000/svg)")
 
@@ -45,6 +45,18 @@ def test_a_rank_that_is_not_compared(tmp_path: Path) -> None:
     slowness = np.where(np.arange(8) == 6, np.nan, store.slowness)
     report = render_report(RunReader(run).read(), replace(store, slowness=slowness), "")
     assert "rank 6 on n0001: not compared" in report and "nan%" not in report
+
+
+def test_the_loads_of_experts(tmp_path: Path) -> None:
+    run, _ = make_stored_run(tmp_path, steps=20)
+    loads = np.ones((4, 3, 8))
+    loads[:, 1, 5], loads[:, 1, 2] = 4.0, 0.0
+    without = render_report(RunReader(run).read(), read_store_view(run), "")
+    store_loads(run, loads)
+    report = render_report(RunReader(run).read(), read_store_view(run), "")
+    assert "<h2>Experts</h2>" in report and "<h2>Experts</h2>" not in without
+    assert "layer 1, expert 5: 4.00 times the mean" in report
+    assert "<td>1</td><td>5</td><td>4.00</td><td>0.00</td><td>1</td>" in report
 
 
 def test_a_run_without_a_store_says_what_is_missing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from megascale.operate.store.node_rows import RankRows, RankTotals, Texts, row_type, step_parts, take_rows
 from megascale.operate.store.schema import TABLES
 from megascale.operate.store.table_files import arrow_table
+from megascale.record.events import COMPUTE
 from megascale.record.label import Label
 from megascale.record.layout import TAGS
 from megascale.record.log_reader import LogReader
@@ -48,7 +50,7 @@ def test_a_step_is_summed_once_it_has_ended_on_its_rank(tmp_path: Path) -> None:
     """Its last communication may end during the next step."""
     rank = PlayedRank(tmp_path, 0, tmp_path)
     rank.compute(1, "F", 1.0, 2.0)
-    rank.compute(1, "F", 2.0, 5.0, exposed=0.5)
+    rank.act("F", (1, 0, 2), (2.0, 2.0, 5.0, 0.5))
     rank.end_step(1, 1.0, 5.0)
     texts, [kept] = Texts(), drained(rank)
     first = take(texts, [kept])
@@ -95,17 +97,25 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_sums_by_rank_step_and_part(given_events: list[tuple[int, int, int, int, int]]) -> None:
-    events = np.zeros(len(given_events), row_type("events"))
+    """An action in segments, events of the same micro-batch in a row, counts once; communication counts every time."""
+    events, texts = np.zeros(len(given_events), row_type("events")), Texts()
+    axes = texts.indices([COMPUTE, "tp"])
     expected: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for row, (rank, step, name, chunk, duration) in zip(events, given_events, strict=True):
+    microbatches: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, (row, (rank, step, name, chunk, duration)) in enumerate(zip(events, given_events, strict=True)):
         row["rank"], row["step"], row["name"], row["chunk"] = rank, step, name, chunk
+        row["axis"], row["microbatch"] = axes[name], number // 4 - 1
+        microbatches[rank, step, name, chunk].append(number // 4 - 1)
         row["end_ns"], row["exposed_ns"], row["bytes"], row["issue_ns"] = duration, duration // 2, 3, duration
         expected[rank, step, name, chunk].append(duration)
-    found = step_parts(events, np.zeros(0, row_type("steps")), Texts())
+    found = step_parts(events, np.zeros(0, row_type("steps")), texts)
     assert len(found) == len(expected)
     for row in found:
-        durations = expected[tuple(int(row[key]) for key in ("rank", "step", "name", "chunk"))]
-        assert (row["count"], row["total_ns"], row["max_ns"]) == (len(durations), sum(durations), max(durations))
+        key = tuple(int(row[key]) for key in ("rank", "step", "name", "chunk"))
+        durations, of = expected[key], microbatches[key]
+        actions = [i for i, group in groupby(of) for _ in (group if i < 0 else [0])]
+        assert row["count"] == len(actions if row["axis"] == axes[0] else of)
+        assert (row["total_ns"], row["max_ns"]) == (sum(durations), max(durations))
         assert row["exposed_ns"] == sum(duration // 2 for duration in durations)
         assert (row["bytes"], row["last_issue_ns"]) == (3 * len(durations), max(durations))
 

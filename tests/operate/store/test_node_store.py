@@ -40,8 +40,9 @@ def test_small_files_are_merged_and_every_row_is_there_once(tmp_path: Path, monk
     for step in range(FAN_IN * FAN_IN + 3):
         store.prune()
         store.write("steps", rows("steps", step=step, tags=["gc", "evaluation"][step % 2]), step, step + 1)
-        assert steps(tmp_path) == list(range(step + 1))
         assert len(files(tmp_path, "steps")) <= 3 * FAN_IN
+        if step % FAN_IN in (0, 1, FAN_IN - 1):  # around a merge
+            assert steps(tmp_path) == list(range(step + 1))
     assert len(files(tmp_path, "steps")) == 1 + 3
     tags = fetch(open_store(tmp_path), "SELECT tags FROM steps ORDER BY step")["tags"].tolist()
     assert tags[:3] == ["gc", "evaluation", "gc"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -55,14 +58,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 QUICK = ("tp2 sp dp2 ep4",)
 
 
-def configurations(folder: Path, layout: dict[str, Any], **changes: Any) -> list[RunConfig]:
-    parallel = {f"parallel__{key}": value for key, value in layout.items()}
-    trees = [settings(model, folder, train__steps=4, **parallel, **moe, **changes) for model, moe in CASES.values()]
-    if layout.get("dp", 1) == 1:  # groups of four samples are of two ranks, or of one micro-batch
-        trees[2]["batch"]["micro"] = 4
-    if layout.get("dp", 1) == 4:
-        trees[2]["batch"]["micro"] = 1
-    return [config_of(tree, folder) for tree in trees]
+SHORT = {"train__steps": 3, "batch__global": 4}
+"""Of the quick suite: updates by the optimizer's first and second state, and every group of four samples."""
+
+MUON = {"optimizer__name": "muon"}
+OF_MUON = ("mixtral", "bias")
+"""Quick cases with matrices of every shape: of experts, shared experts, and a dense layer."""
+
+
+def configurations(folder: Path, layout: dict[str, Any], cases: Collection[str], **changes: Any) -> list[RunConfig]:
+    parallel, configs = {f"parallel__{key}": value for key, value in layout.items()}, []
+    for case in cases:
+        model, moe = CASES[case]
+        tree = settings(model, folder, **{"train__steps": 4} | parallel | moe | changes)
+        if "balance_group" in tree.get("moe", {}):  # groups of four samples are of two ranks, or of one micro-batch
+            tree["batch"]["micro"] = 4 // min(4, layout.get("dp", 1))
+        configs.append(config_of(tree, folder))
+    return configs
 
 
 def train_all(rank: Rank, configs: list[RunConfig]) -> list[list[tuple[float, float]]]:
@@ -70,34 +82,51 @@ def train_all(rank: Rank, configs: list[RunConfig]) -> list[list[tuple[float, fl
     return [curve_of(build_run(rank, config, mesh), config.train.steps) for config in configs]
 
 
+Alone = Callable[..., list[list[tuple[float, float]]]]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[float, float]]]:
-    return run_world(1, train_all, configurations(tmp_path_factory.mktemp("alone"), {}))[0]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """A function that returns the curves of one process."""
+
+    @cache
+    def curves(*cases: str, **changes: Any) -> list[list[tuple[float, float]]]:
+        return run_world(1, train_all, configurations(tmp_path_factory.mktemp("alone"), {}, cases, **changes))[0]
+
+    return curves
 
 
-def check(name: str, alone: list[list[tuple[float, float]]], folder: Path, **changes: Any) -> None:
-    configs = configurations(folder, LAYOUTS[name], **changes)
+def check(
+    name: str,
+    alone: Alone,
+    folder: Path,
+    cases: Collection[str] = tuple(CASES),
+    run: Any = MappingProxyType({}),
+    **how: Any,
+) -> None:
+    """Compare runs of these cases. `run`: what one process has too; `how`: what it does without."""
+    configs = configurations(folder, LAYOUTS[name], cases, **run, **how)
     ranks = run_world(configs[0].world_size, train_all, configs)
     assert all(curves == ranks[0] for curves in ranks), "ranks disagree about the same sums"
-    for curve, expected in zip(ranks[0], alone, strict=True):
+    for curve, expected in zip(ranks[0], alone(*cases, **run), strict=True):
         assert [value for step in curve for value in step] == pytest.approx(
             [value for step in expected for value in step], rel=1e-10
         )
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_layouts_are_the_same_run(name: str, alone: Any, tmp_path: Path) -> None:
+def test_layouts_are_the_same_run(name: str, alone: Alone, tmp_path: Path) -> None:
+    check(name, alone, tmp_path, run=SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_the_same_run(name: str, alone: Alone, tmp_path: Path) -> None:
     check(name, alone, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in QUICK])
-def test_every_layout_is_the_same_run(name: str, alone: Any, tmp_path: Path) -> None:
-    check(name, alone, tmp_path)
-
-
-@pytest.mark.slow
-def test_recomputation_chooses_the_same_experts(alone: Any, tmp_path: Path) -> None:
+def test_recomputation_chooses_the_same_experts(alone: Alone, tmp_path: Path) -> None:
     check("dp2 ep2", alone, tmp_path, train__recompute="full")
 
 
@@ -110,39 +139,34 @@ QUICK_EXCHANGES = (("dp2 ep2", "all-gather of blocks"), ("tp2 sp dp2 ep4", "bloc
 
 
 @pytest.mark.parametrize(("name", "exchange"), only_quick_rows(QUICK_EXCHANGES, QUICK_EXCHANGES[0]))
-def test_exchanges_are_the_same_run(name: str, exchange: str, alone: Any, tmp_path: Path) -> None:
-    check(name, alone, tmp_path, train__recompute="full", **EXCHANGES[exchange])
+def test_exchanges_are_the_same_run(name: str, exchange: str, alone: Alone, tmp_path: Path) -> None:
+    check(name, alone, tmp_path, run=SHORT, train__recompute="full", **EXCHANGES[exchange])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_exchange_is_the_same_run(name: str, exchange: str, alone: Any, tmp_path: Path) -> None:
+def test_every_exchange_is_the_same_run(name: str, exchange: str, alone: Alone, tmp_path: Path) -> None:
     check(name, alone, tmp_path, **EXCHANGES[exchange])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [2, 8, 16])
-def test_any_blocks_of_tokens_are_the_same_run(blocks: int, alone: Any, tmp_path: Path) -> None:
+def test_any_blocks_of_tokens_are_the_same_run(blocks: int, alone: Alone, tmp_path: Path) -> None:
     check("dp2 ep2", alone, tmp_path, moe__token_blocks=blocks)
-
-
-MUON = {"optimizer__name": "muon"}
-
-
-@pytest.fixture(scope="module")
-def alone_by_muon(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[float, float]]]:
-    return run_world(1, train_all, configurations(tmp_path_factory.mktemp("muon"), {}, **MUON))[0]
 
 
 MUON_LAYOUTS = ("dp2 ep2", "dp2 ep2 zero2", "pp2 dp2 ep2", "dp4 ep2", "tp2 sp dp2 ep4")
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(it, marks=pytest.mark.slow) for it in MUON_LAYOUTS[:-1]), "tp2 sp dp2 ep4"]
-)
-def test_muon_takes_the_same_steps(name: str, alone_by_muon: Any, tmp_path: Path) -> None:
-    check(name, alone_by_muon, tmp_path, **MUON)
+def test_muon_takes_the_same_steps(alone: Alone, tmp_path: Path) -> None:
+    check("tp2 sp dp2 ep4", alone, tmp_path, OF_MUON, run=SHORT | MUON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUON_LAYOUTS)
+def test_muon_takes_the_same_steps_in_every_layout(name: str, alone: Alone, tmp_path: Path) -> None:
+    check(name, alone, tmp_path, run=MUON)
 
 
 GUARDED = {

@@ -19,6 +19,7 @@ from megascale.operate.diagnose.slow.findings import findings
 from megascale.operate.store.node_rows import RankRows, Texts, take_rows
 from megascale.operate.store.query import open_store
 from megascale.operate.store.table_files import TableFile, write_rows
+from megascale.ops.routing import count_choices
 from megascale.parallel.experts import expert_parallel
 from megascale.plan.account.step_totals import EXPERT_LOAD, vector_name
 from megascale.record.log_reader import LogReader
@@ -37,12 +38,13 @@ DISPATCHERS = ("all_to_all", "all_gather")
 Box = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]
 
 
+SHORT = {"train__steps": 2, "batch__global": 4, "optimizer__warmup_steps": 0}
+
+
 def config(model: dict[str, Any], folder: Path, layout: str = "", **changes: Any) -> RunConfig:
     parallel = {f"parallel__{key}": value for key, value in LAYOUTS.get(layout, {}).items()}
     return config_of(
-        settings(
-            model, folder, **{"train__steps": 2, "optimizer__warmup_steps": 0, "parallel__zero": 0} | parallel | changes
-        ),
+        settings(model, folder, **SHORT | {"parallel__zero": 0} | parallel | changes),
         folder,
     )
 
@@ -186,8 +188,8 @@ def test_a_skipped_step_leaves_the_state_of_experts(tmp_path: Path) -> None:
 
 
 def test_evaluation_counts_no_choices(tmp_path: Path) -> None:
-    keys = EXPERTS | {"train__eval_every": 5, "train__eval_steps": 1, "parallel__dp": 2, "parallel__ep": 2}
-    of = config_of(settings(MIXTRAL, tmp_path, train__steps=2, **keys), tmp_path)
+    keys = EXPERTS | SHORT | {"train__eval_every": 5, "train__eval_steps": 1, "parallel__dp": 2, "parallel__ep": 2}
+    of = config_of(settings(MIXTRAL, tmp_path, **keys), tmp_path)
     plain, evaluated = (run_threads(of, partial(states, evaluates=each)) for each in (False, True))
     assert [found for found, _ in plain] == [found for found, _ in evaluated]
     assert plain[0][0][0] != plain[0][0][1], "steps change the state"
@@ -197,7 +199,7 @@ def test_evaluation_counts_no_choices(tmp_path: Path) -> None:
     "exchange", [{}, {"moe__dispatcher": "all_gather", "moe__token_blocks": 2}], ids=["", "gathered"]
 )
 def test_recomputation_counts_choices_once(exchange: dict[str, Any], tmp_path: Path) -> None:
-    keys = EXPERTS | {"moe__z_loss_weight": 0.01, "parallel__dp": 2, "parallel__ep": 2, "train__steps": 2} | exchange
+    keys = EXPERTS | SHORT | {"moe__z_loss_weight": 0.01, "parallel__dp": 2, "parallel__ep": 2} | exchange
     trees = [settings(MIXTRAL, tmp_path, train__recompute=each, **keys) for each in ("none", "full")]
     saved, recomputed = (run_threads(config_of(tree, tmp_path), states) for tree in trees)
     for (found, results), (again, others) in zip(saved, recomputed, strict=True):
@@ -207,14 +209,13 @@ def test_recomputation_counts_choices_once(exchange: dict[str, Any], tmp_path: P
 def test_a_lost_choice_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in production: tokens times experts a token are the sum of a layer's counts."""
     of = config_of(settings(MIXTRAL, tmp_path, train__steps=1, optimizer__warmup_steps=0), tmp_path)
-    count = expert_parallel._count
 
     def lossy(chosen: torch.Tensor, size: int) -> torch.Tensor:
-        counts = count(chosen, size)
+        counts = count_choices(chosen, size)
         counts[0, chosen[0, 0]] -= 1
         return counts
 
-    monkeypatch.setattr(expert_parallel, "_count", lossy)
+    monkeypatch.setattr(expert_parallel, "count_choices", lossy)
     with pytest.raises(MegascaleError, match="step 1 lacks choices of experts, or has too many"):
         run_threads(of, partial(curve_of, steps=1))
 
@@ -229,7 +230,7 @@ def test_the_share_of_dropped_slots_is_that_of_whole_slots(tmp_path: Path) -> No
 
 def test_a_stage_without_experts(tmp_path: Path) -> None:
     """All layers of the first stage are dense, and its ranks have no choices to count."""
-    keys = EXPERTS | {"train__steps": 2, "model__dense_layers": 2}
+    keys = EXPERTS | SHORT | {"model__dense_layers": 2}
     layout = {"parallel__pp": 2, "parallel__dp": 2, "parallel__ep": 2}
     trees = [settings(SHARED, tmp_path, **keys, **more) for more in ({}, layout)]
     (expected,), found = (run_threads(config_of(tree, tmp_path), partial(curve_of, steps=2)) for tree in trees)
@@ -252,7 +253,7 @@ EXTREMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 )
 def test_extremes_are_the_same_run(name: str, dispatcher: str, tmp_path: Path) -> None:
     model, layout = EXTREMES[name]
-    common = {"train__steps": 2, "optimizer__warmup_steps": 0, "moe__balance": "sequence", "moe__balance_weight": 0.5}
+    common = SHORT | {"moe__balance": "sequence", "moe__balance_weight": 0.5}
     trees = [settings(MIXTRAL | model, tmp_path, **common, **keys) for keys in ({}, layout)]
     trees[1]["moe"]["dispatcher"] = dispatcher
     (expected,), found = (run_threads(config_of(tree, tmp_path), partial(curve_of, steps=2)) for tree in trees)

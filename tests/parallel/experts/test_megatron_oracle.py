@@ -19,6 +19,7 @@ from megascale.layout.parameters import all_params
 from megascale.layout.tensors import TensorSpec
 from megascale.parallel.experts.grouped_linear import router_logits
 from megascale.parallel.microbatch import MicroBatch
+from tests.marks import only_quick
 from tests.oracles.ours import Array, Arrays, Piece, boxes_of, join, parameters_of
 from tests.parallel.experts.megatron_layer import DISPATCHERS, Answer, Task, answers, joined, megatron_names
 from tests.runs import LLAMA, build_run, config_of, settings
@@ -160,7 +161,7 @@ def forward_and_backward(layer: Any, batch: MicroBatch, x: Array, dy: Array) -> 
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "ep2"])
+@pytest.fixture(scope="module", params=only_quick([1, 2], 2), ids=["one process", "ep2"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
     """Our answer and theirs, by case and dispatcher."""
     folder, world = tmp_path_factory.mktemp("experts"), request.param

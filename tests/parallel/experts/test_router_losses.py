@@ -14,7 +14,7 @@ from megascale.comm.group import single_rank_group
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.ops.routing import Routing
-from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.dispatcher import ExpertChoice
 from megascale.parallel.experts.rank_tokens import RankTokens
 from megascale.parallel.experts.router_losses import RouterLosses
 from tests.runs import LLAMA

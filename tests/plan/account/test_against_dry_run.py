@@ -230,6 +230,7 @@ def test_owners_of_matrices(layout: dict[str, Any], optimizer: str, tmp_path: Pa
     options = {"ns_steps": 1} if optimizer == "muon" else {}
     keys = {"train__precision": "bf16", "optimizer__name": optimizer, "optimizer__options": options}
     keys["optimizer__master_weights"] = "bf16_compensated" if "parallel__tp" in layout else "full"
+    keys["batch__global"] = 4
     tree = settings_of(LLAMA | {"num_layers": 2}, tmp_path, **keys, **layout)
     config = config_of(tree, tmp_path)
     ranks = [dry_run(config, rank) for rank in range(config.world_size)]

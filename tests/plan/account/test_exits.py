@@ -38,7 +38,8 @@ QUICK = ("pp2",)
 @pytest.mark.parametrize("name", [pytest.param(it, marks=() if it in QUICK else pytest.mark.slow) for it in CASES])
 def test_stages_are_those_of_a_dry_run(name: str, tmp_path: Path) -> None:
     model, keys = CASES[name]
-    changes = {"train__precision": "bf16", "batch__micro": 2, "batch__global": 16} | keys
+    changes = {"train__precision": "bf16", "batch__micro": 2} | keys
+    changes.setdefault("batch__global", 8 * keys.get("parallel__dp", 1))
     config = config_of(settings(model, tmp_path, **changes), tmp_path)
     ranks = config.world_size // config.parallel.pp
     for stage in range(config.parallel.pp):

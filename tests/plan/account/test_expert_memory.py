@@ -15,6 +15,7 @@ from megascale.layout.recompute_policy import NO_RECOMPUTE
 from megascale.plan.account.activations import block_bytes
 from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.account.state_bytes import WeightStorage, state_bytes
+from tests.marks import only_quick_rows
 from tests.plan.account.test_against_dry_run import compare
 from tests.runs import LLAMA, config_of, settings
 
@@ -34,6 +35,7 @@ SP = {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "few ep4": (FEW, {"parallel__dp": 4, "parallel__ep": 4}),
     "many ep4 full": (MANY, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full"}),
+    "32 ep4 full": (MANY | {"experts": 32}, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full"}),
     "few ep4 gathered": (FEW, {"parallel__dp": 4, "parallel__ep": 4, "moe__dispatcher": "all_gather"}),
     "many ep4 full gathered": (MANY, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full",
                                       "moe__dispatcher": "all_gather"}),
@@ -50,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared ep8 zero2": (SHARED, {"parallel__dp": 8, "parallel__ep": 8, "parallel__zero": 2}),
     "shared sp ep2": (SHARED, SP | {"parallel__ep": 2}),
 }  # fmt: skip
-QUICK = ("many ep4 full", "few ep4 gathered")
+QUICK = ("32 ep4 full", "few ep4 gathered")
 
 
 def of_case(name: str, folder: Path) -> RunConfig:
@@ -67,7 +69,8 @@ def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
     assert peak > 4e9 and -0.01 < error < 0.01
 
 
-@pytest.mark.parametrize("ep", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [4, 8])
 def test_biases_need_no_copies_of_all_rows(ep: int, tmp_path: Path) -> None:
     """Of eight experts, several or one on a rank: the formula is as near as without biases."""
     keys = {"train__precision": "bf16", "batch__micro": 2, "batch__global": 16, "parallel__dp": ep, "parallel__ep": ep}
@@ -78,12 +81,15 @@ def test_biases_need_no_copies_of_all_rows(ep: int, tmp_path: Path) -> None:
     assert abs(biased - plain) < 1e-3
 
 
-@pytest.mark.parametrize("dispatcher", ["all_to_all", pytest.param("all_gather", marks=pytest.mark.slow)])
-def test_blocks_of_tokens_need_no_more(dispatcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dispatcher", "experts"),
+    only_quick_rows([("all_to_all", 16), ("all_to_all", 64), ("all_gather", 64)], ("all_to_all", 16)),
+)
+def test_blocks_of_tokens_need_no_more(dispatcher: str, experts: int, tmp_path: Path) -> None:
     """The formula is that of a single block, and so a bound; communication is exact."""
     layout = {"parallel__dp": 4, "parallel__ep": 4, "moe__token_blocks": 4, "moe__dispatcher": dispatcher}
     changes = {"train__precision": "bf16", "batch__micro": 2, "batch__global": 16} | layout
-    peak, error = compare(config_of(settings(MANY, tmp_path, **changes), tmp_path), 0)
+    peak, error = compare(config_of(settings(MANY | {"experts": experts}, tmp_path, **changes), tmp_path), 0)
     assert peak > 4e9 and 0 < error < 0.08
 
 

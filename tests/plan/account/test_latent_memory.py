@@ -24,6 +24,7 @@ SP = {"parallel__tp": 2, "parallel__sp": True}
 PACKED = {"data__attention_mask": "document", "data__document_length": 512}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sp": (WIDE, SP),
+    "16 experts sp ep4": (EXPERTS | {"experts": 16}, SP | {"parallel__dp": 2, "parallel__ep": 4}),
     "experts sp ep4": (EXPERTS, SP | {"parallel__dp": 2, "parallel__ep": 4}),
     "sp zero2": (WIDE, SP | {"parallel__tp": 8, "parallel__dp": 4, "parallel__zero": 2}),
     "alone": (WIDE, {}),
@@ -40,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 blocks": (WIDE, {"parallel__tp": 2, "train__precision": "fp8", "fp8__recipe": "blockwise"}),
     "dropout": (WIDE | {"dropout": 0.1, "seq_length": 1024}, {"batch__micro": 8}),
 }
-QUICK = ("experts sp ep4",)
+QUICK = ("16 experts sp ep4",)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,8 @@ QUICK = ("experts sp ep4",)
 )
 def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
     model, keys = CASES[name]
-    changes = {"train__precision": "bf16", "batch__micro": 2, "batch__global": 16} | keys
+    changes = {"train__precision": "bf16", "batch__micro": 2} | keys
+    changes["batch__global"] = 2 * changes["batch__micro"] * keys.get("parallel__dp", 1)  # two micro-batches a rank
     peak, error = compare(config_of(settings(model, tmp_path, **changes), tmp_path), 0)
     assert peak > 1e9 and -0.03 < error < 0.03, error
 

@@ -33,7 +33,7 @@ def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(breadth_first.__globals__, "breadth_first", breadth_first)
     card = Card("breadth_first", "", f"{__name__}:breadth_first", {"multi_chunk": True, "unbounded_in_flight": True})
-    monkeypatch.setitem(SCHEDULES.cards, card.name, card)
+    monkeypatch.setitem(SCHEDULES.cards, card.name, SCHEDULES.complete(card))
     overrides = ["parallel.pp=4", "parallel.vpp=2", "parallel.schedule=breadth_first"]
     few, many = (
         load_config("configs/gpu/llama3-8b.toml", [*overrides, f"batch.global={n}"], world_size=32) for n in (120, 240)

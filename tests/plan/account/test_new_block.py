@@ -60,8 +60,7 @@ def post_ln(model: ModelConfig, layer: int) -> BlockSpec:
     return (
         ColumnParallel((blocks.qkv(model),)), blocks.attention(model, layer), RowParallel((blocks.out(model),)),
         ResidualAdd(), NormSpec("attention_end"),
-        ColumnParallel((blocks.up(model),)), blocks.activation(model), RowParallel((blocks.down(model),)),
-        ResidualAdd(), NormSpec("mlp_end"),
+        *blocks.mlp(model), ResidualAdd(), NormSpec("mlp_end"),
     )  # fmt: skip
 
 

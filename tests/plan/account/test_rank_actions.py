@@ -23,7 +23,6 @@ from megascale.schedule.lower import lower
 @settings(max_examples=12, deadline=None)
 def test_representative_micro_batches_show_all_situations(name: str, p: int, v: int, m: int) -> None:
     v = SCHEDULES[name].facts.get("v") or v
-    m = max(m, SCHEDULES[name].facts.get("min_m", 0) * p)
     few, many = (
         ir.build_schedule(SCHEDULES[name].load(), p, v, count) for count in (representative_microbatches(p, m), m)
     )
@@ -39,8 +38,6 @@ def test_posted_receives_have_a_bound(name: str) -> None:
     facts = SCHEDULES[name].facts
     chunks = (facts["v"] or (1, 2, 4)) if facts["multi_chunk"] else 1
     for p, v, m in itertools.product(range(2, 6), chunks if isinstance(chunks, tuple) else (chunks,), range(1, 14)):
-        if m < facts.get("min_m", 0) * p:
-            continue
         placement = placement_of(name, p, v)
         for rank, order in enumerate(lower(ir.build_schedule(SCHEDULES[name].load(), p, v, m), placement)):
             posted, most = set[Action](), 0

@@ -78,7 +78,8 @@ def test_messages_and_state_of_ranks_with_experts(layout: str, rule: dict[str, A
     """Those of a dry run, whose fullest rank has the state that a plan counts."""
     from megascale.plan.dryrun.dry_run import dry_run
 
-    config = expert_config(tmp_path, rule, layout, train__precision="bf16")
+    few = {"train__precision": "bf16", "batch__global": 2 * LAYOUTS[layout]["dp"]}
+    config = expert_config(tmp_path, rule, layout, **few)
     stages = dict[int, int]()
     for rank in range(config.world_size):
         dry = dry_run(config, rank)

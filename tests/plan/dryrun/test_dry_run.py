@@ -95,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
         "parallel__zero": 2,
         "optimizer__name": "lamb",
         "batch__global": 4,
+        "model__num_layers": 4,
     },
     "llama zb_h1": {"parallel__pp": 2, "parallel__schedule": "zb_h1", "parallel__tp": 2, "parallel__sp": True},
     "gpt interleaved_zb": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "interleaved_zb"},
@@ -137,7 +138,7 @@ MOE = {"experts": 4, "expert_ffn_size": 32, "dense_layers": 1, "shared_ffn_size"
 def test_replayed_experts_keep_their_routes(recompute: str, tmp_path: Any) -> None:
     from megascale.plan.dryrun.dry_run import dry_run
 
-    size = {"num_layers": 4, "seq_length": 32, "hidden_size": 64}
+    size = {"num_layers": 3, "seq_length": 32, "hidden_size": 64}
     layout = {"batch__global": 4, "parallel__dp": 2, "parallel__ep": 2, "train__precision": "bf16"}
     tree = settings(FAMILIES["llama"] | size | MOE, tmp_path, **layout, train__recompute=recompute)
     config = config_of(tree, tmp_path)

@@ -147,7 +147,7 @@ def test_long_sequences_are_shared() -> None:
 
 def test_the_smallest_plan_if_nothing_fits() -> None:
     config = load_config(LARGE, ["batch.global=16"])
-    fixed = ["parallel.sp", "parallel.zero", "batch.micro"]
+    fixed = [*FIXED, "parallel.sp", "parallel.schedule", "batch.micro"]
     result = search(config, 16, A100, STACK, fixed, memory_fraction=1.0)
     assert result.best == []
     assert result.counts["legal"] == result.counts["too_large"] > 0

@@ -38,7 +38,6 @@ def pipelines(draw: Any) -> tuple[Pipeline, StageTimes, Overlaps]:
     v = facts.get("v") or draw(st.integers(2, 4)) if facts["multi_chunk"] else 1
     p = draw(st.one_of(st.integers(2, 8), st.integers(30, 60)))
     m = draw(st.integers(FEW // (2 * p * v) + 1, 20_000 // (2 * p * v)))
-    m = max(m, facts.get("min_m", 0) * p)
     layers_per_chunk, extra = divmod(draw(st.integers(p * v, 4 * p * v)), p * v)
     head, back = draw(st.sampled_from([0.0, 0.3, 1.2])), draw(st.sampled_from([1.5, 2.0, 3.0]))
     places = [(rank, chunk) for rank in range(p) for chunk in range(v)]
@@ -141,7 +140,7 @@ def test_schedules_without_a_period_are_simulated_in_full(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(in_waves.__globals__, "in_waves", in_waves)
     card = Card("in_waves", "", f"{__name__}:in_waves", {"multi_chunk": False, "unbounded_in_flight": False})
-    monkeypatch.setitem(SCHEDULES.cards, card.name, card)
+    monkeypatch.setitem(SCHEDULES.cards, card.name, SCHEDULES.complete(card))
     times = StageTimes(
         *(dict.fromkeys([(rank, 0) for rank in range(3)], took) for took in (1.0, 2.0)), 0.0, 0.0, {}, {}
     )

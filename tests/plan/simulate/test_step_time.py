@@ -190,7 +190,7 @@ def test_large_jobs_have_a_loss_with_scale() -> None:
         for loss in (0.0, 0.02)
     )
     for gpus, doublings in ((64, 0), (256, 0), (512, 1), (2048, 3)):
-        base, lossy_step = (of("batch.global=1024", gpus=gpus, stack=stack) for stack in (lossless, lossy))
+        base, lossy_step = (of(gpus=gpus, stack=stack) for stack in (lossless, lossy))
         assert lossy_step.step_s == pytest.approx(base.step_s * (1 + 0.02 * doublings))
         assert lossy_step.causes["scale"] == pytest.approx(lossy_step.step_s - base.step_s)
         assert base.causes["scale"] == 0

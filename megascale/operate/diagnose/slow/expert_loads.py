@@ -23,6 +23,7 @@ MOST_LOAD, LEAST_LOAD = 2.0, 0.1  # loads, relative to the mean, beyond which an
 LASTING = 3  # fewest logged steps in which an expert is overloaded
 RECENT = 20  # most logged steps that are read
 MOST_LAYERS = 8  # most layers that a finding describes
+LOAD_HEAD = "layer", "fullest expert", "its load", "least load", f"experts below {LEAST_LOAD:g}"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class ExpertLoads:
     def idle(self) -> Integers:
         """Number of idle experts by layer, in the mean of the steps."""
         return np.asarray((np.nanmean(self.loads, 0) < LEAST_LOAD).sum(1))
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row of LOAD_HEAD for each layer, of means over the steps."""
+        return [
+            (str(layer), str(int(np.nanargmax(mine))), f"{np.nanmax(mine):.2f}", f"{np.nanmin(mine):.2f}", str(idle))
+            for layer, mine, idle in zip(self.layers, np.nanmean(self.loads, 0), self.idle, strict=True)
+        ]
 
 
 def recent_loads(store: duckdb.DuckDBPyConnection, most: int = RECENT) -> ExpertLoads:

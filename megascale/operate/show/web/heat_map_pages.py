@@ -11,7 +11,7 @@ from dash.exceptions import PreventUpdate
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes
 from megascale.layout.topology import Topology
-from megascale.operate.diagnose.slow.expert_loads import LEAST_LOAD
+from megascale.operate.diagnose.slow.expert_loads import LOAD_HEAD
 from megascale.operate.diagnose.slow.heatmap import MIN_SHARE, HeatMap
 from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.store_view import StoreView
@@ -66,13 +66,8 @@ def _show_experts(runs: Runs, name: str) -> list:
         return [empty_figure(), {}, note(run.store.problem)]
     if not len((found := store.experts).steps):
         return [empty_figure(), {}, note("the event store has no loads of experts")]
-    figure, loads = expert_figure(found), np.nanmean(found.loads, 0)
-    rows = [
-        (str(layer), str(int(np.nanargmax(mine))), f"{np.nanmax(mine):.2f}", f"{np.nanmin(mine):.2f}", str(idle))
-        for layer, mine, idle in zip(found.layers, loads, found.idle, strict=True)
-    ]
-    head = ("layer", "fullest expert", "its load", "least load", f"experts below {LEAST_LOAD:g}")
-    return [figure, height_of(figure), table(head, rows, "expert-table")]
+    figure = expert_figure(found)
+    return [figure, height_of(figure), table(LOAD_HEAD, found.rows, "expert-table")]
 
 
 def _stages(topology: Topology, memory: np.ndarray) -> list[tuple[str, ...]]:
