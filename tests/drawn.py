@@ -37,12 +37,13 @@ def jobs(
     saves: bool = False,
     experts: bool = False,
     depths: bool = False,
+    sharded: bool = False,
 ) -> RunConfig:
     """Draw a resolved configuration, with tensors of sizes that a formula cannot neglect. `large`: models of several GB
     per rank, for fake tensors. `quick`: without features that take torch many operators. `shares`: ranks share
     sequences where the model permits. `saves`: the MLP is in tiles where FP8 scales permit, and block inputs that are
     all that is saved are offloaded in half of the jobs. `experts`: in place of MLPs. `depths`: of multi-token
-    prediction.
+    prediction. `sharded`: weights are sharded where the layout permits.
     """
     parallel = draw(layouts(large))
     recipes = [name for name in RECIPES.names() if not (quick and RECIPES[name].facts["granularity"] == "block")]
@@ -84,7 +85,21 @@ def jobs(
         parallel["layers_per_chunk"] = [0, *(b - a for a, b in itertools.pairwise(inner)), 0]
     config = load_config_tree(tree, "drawn")
     config = with_tiles(config, draw(st.sampled_from([1, 2, 3, 4, 8])), draw(booleans)) if saves else config
-    return with_shared_sequences(config, draw(st.sampled_from(CONTEXTS))) if shares else config
+    config = with_shared_sequences(config, draw(st.sampled_from(CONTEXTS))) if shares else config
+    return with_sharded_weights(config, draw(st.sampled_from(["keep", "microbatch", "forward"]))) if sharded else config
+
+
+def with_sharded_weights(config: RunConfig, reshard: str) -> RunConfig:
+    """Return the configuration with sharded weights, released as `reshard` says or if the layout has no such way as its
+    default does; without FP8.
+    """
+    train = config.train.model_copy(update={"precision": "bf16"} if config.train.quantizes else {})
+    overlap, found = config.overlap.model_copy(update={"bucket_bytes": "auto"}), config
+    for way in ("keep", reshard):
+        parallel = config.parallel.model_copy(update={"zero": 3, "reshard": way})
+        each = config.model_copy(update={"parallel": parallel, "train": train, "overlap": overlap})
+        found = found if any(run_rules(RULES, dict(each))) else each
+    return found
 
 
 CONTEXTS = [(2, "ring", 1), (4, "ring", 1), (2, "allgather", 1), (2, "ulysses", 1), (4, "ulysses", 1), (4, "usp", 2)]

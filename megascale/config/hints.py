@@ -18,7 +18,6 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
     "fp8.recipe": dict.fromkeys(("mxfp8", "mx"), "mxfp8 is not supported: blockwise, with scales of 128 elements"),
     "optimizer.name": {"sgd": "SGD is not supported: adamw, or muon for matrices"},
     "parallel.schedule": {"dualpipe": "a second copy of the weights is not supported: dualpipev, which needs none"},
-    "parallel.zero": {"3": "ZeRO-3 is not supported: 2, and for larger models more parallel.tp or parallel.pp"},
 }
 """Values that users of other systems know, by key and text: why there are none, and what to write."""
 

@@ -65,11 +65,23 @@ class ParallelConfig(Section):
         description="experimental, changes the model that is trained: share of the stages between first and last "
         "that a micro-batch skips in training; all are skipped equally often",
     )
-    zero: Annotated[int, Field(ge=0, le=2)] = Field(
+    zero: Annotated[int, Field(ge=0, le=3)] = Field(
         1,
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "
-        "2 optimizer state and gradients",
+        "2 optimizer state and gradients, 3 also weights",
     )
+    reshard: Literal["keep", "microbatch", "forward"] | None = Field(
+        None,
+        description="with zero = 3, when gathered weights are released: keep: after a step's last backward; "
+        "microbatch: when a stage turns to another model chunk; forward: behind each layer, in forward and in "
+        "backward; default forward, with pp > 1 keep",
+    )
+
+    @property
+    def resharding(self) -> Literal["keep", "microbatch", "forward"] | None:
+        """When gathered weights are released, with the default; None unless weights are sharded."""
+        default: Literal["keep", "forward"] = "keep" if self.pp > 1 else "forward"
+        return (self.reshard or default) if self.zero == 3 else None
 
     @property
     def replicas(self) -> int:

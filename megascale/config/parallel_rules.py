@@ -122,6 +122,35 @@ def paired_experts(
         yield Finding("train.recompute", f"not in a recomputed layer: {why}", "selective, or interleaved_1f1b")
 
 
+def sharded_weights(
+    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig
+) -> Iterator[Finding]:
+    """Check the features beside weights gathered layer by layer, in the order of the network."""
+    reshard, facts = parallel.resharding, SCHEDULES[parallel.schedule].facts if parallel.schedule else {}
+    if reshard is None:
+        if parallel.reshard is not None:
+            message = f"gathered weights are never released (parallel.zero = {parallel.zero})"
+            yield Finding("parallel.reshard", message, "parallel.zero = 3, or remove the key")
+        return
+    for key, fails, message, hint in (
+        ("model.mtp_layers", model.mtp_layers, "MTP layers use the head's weights again", "0"),
+        ("model.exits", model.exits, "an evaluation leaves out exits", "[]"),
+        ("overlap.bucket_bytes", overlap.bucket_bytes != "auto", "every layer has a bucket", "auto"),
+        ("overlap.tp", overlap.tp == "domino", "two halves of a micro-batch are in different layers", "true"),
+        ("parallel.vocab_pp", parallel.vocab_pp, "passes use the vocabulary's weights at any time", "0"),
+        ("train.precision", train.quantizes, "every rank has fp8 copies of whole weights", "bf16"),
+    ):
+        if fails:
+            yield Finding(key, f"{message} (parallel.zero = 3)", f"{hint}, or parallel.zero = 2")
+    if reshard == "microbatch" and parallel.vpp == 1:
+        message, hint = "a stage has one model chunk, and never turns to another", "keep, or parallel.vpp above 1"
+    elif reshard != "keep" and facts.get("pairs"):
+        message, hint = f"two micro-batches are in different layers (parallel.schedule = {parallel.schedule})", "keep"
+    else:
+        return
+    yield Finding("parallel.reshard", message, hint)
+
+
 def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that the keys of context parallelism have an effect, and that usp says how many ranks exchange heads."""
     cp, mode, ranks, key = parallel.cp, parallel.cp_mode, parallel.cp_a2a_size, "parallel.cp_a2a_size"

@@ -123,9 +123,11 @@ def _bounds(parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig
       / bandwidth. At 10 us and 50 GB/s both terms are equal for 512 KiB; over slower networks latency matters less.
 
     A shard therefore has at least MIN_SHARD_BYTES. Buckets above MAX_BUCKET_BYTES would gain nothing. A single
-    data-parallel rank communicates nothing.
+    data-parallel rank communicates nothing. With zero = 3 every module has its own: memory holds two whole buckets.
     """
     _, element_bytes = train.element_bytes
+    if parallel.zero == 3:
+        return 0, 0
     if overlap.bucket_bytes != "auto":
         return 0, overlap.bucket_bytes // element_bytes
     shards = topology_of(parallel).size(*DATA_AXES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 
 ROW = 1 << 14  # elements whose squares are summed in the tensor's own dtype
 

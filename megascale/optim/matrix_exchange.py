@@ -22,7 +22,7 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.work import COMPLETED, Work
 from megascale.layout.buckets import SlotRange
 from megascale.layout.owners import OwnedMatrix
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 
 Pieces = list[tuple[int, SlotRange]]
 """Elements of this tp rank's shards of matrices, with the matrices' numbers."""

@@ -24,7 +24,7 @@ from megascale.optim.clipping import Clipping
 from megascale.optim.element_updates import apply_direction, copy_unless
 from megascale.optim.matrix_exchange import MatrixExchange
 from megascale.optim.updates import Parts, Updates
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 
 
 class MatrixUpdates(Updates):

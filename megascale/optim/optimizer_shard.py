@@ -15,7 +15,7 @@ from megascale.layout.buckets import SlotRange, joined
 from megascale.layout.param_groups import ParamGroup
 from megascale.layout.shard_slices import shard_slices
 from megascale.ops.optimizer import Segment
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 from megascale.parallel.stateful import WEIGHTS, GlobalTensor, TensorShard
 
 LOW = "low"  # state of compensated weights (`optim.compensated`)

@@ -24,7 +24,7 @@ from megascale.optim.clipping import Clipping, local_sq_norm
 from megascale.optim.element_updates import ElementUpdates
 from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
 from megascale.optim.updates import Parts, Rules, Updates
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from megascale.layout.param_groups import ParamGroups
 from megascale.ops.optimizer import Rule
 from megascale.optim.clipping import Clipping
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 
 if TYPE_CHECKING:
     from megascale.layout.owners import OwnedMatrix

@@ -5,6 +5,10 @@
     1     Sharded      reduce-scatter of gradients  its shard          all-gather of parameters  full
     2     ShardedEach  as 1, after every backward   its shard          all-gather of parameters  shard; full for the
                                                                        chunks in backward and being reduced
+    3     ShardedAll   as 2                         its shard          -                         shard; full for 2 units
+
+With zero = 3 a rank keeps its shard of the weights as well, which are gathered where they are used, and gradients are
+full for the modules of two buckets (`parallel.sharded_weights`).
 
 Who reduces and who shards are declared by the bucket's layout (`layout.buckets.ShardAxes`). Users acquire what they
 need whole, and release it: a storage decides what that takes. Between `start_gather` and `acquire_weights` weights of
@@ -31,7 +35,7 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 class Storage(ABC):
     """The weights and gradients of a bucket on this rank. `label`: of its collectives in the event log.
 
-    - `weights` [size], in the compute dtype
+    - `weights` [size, or what this rank keeps], in the compute dtype; `held`: the range of the bucket that they are
     - `group`: the ranks whose gradients are summed; `shards`: those that shard the bucket, this rank alone if none do;
       `replicas`: those of `group` that update the same elements
     - `shard`: the range that this rank updates
@@ -48,7 +52,8 @@ class Storage(ABC):
         self.shards = mesh.group(*layout.shard_axes.state)
         self.replicas = mesh.group(*layout.replica_axes)
         self.shard = layout.shard_range(self.shards.index, self.shards.size)
-        self.weights = torch.zeros(layout.numel, dtype=dtypes[0], device=device)
+        start, stop = self.held = self.shard if layout.shard_axes.weight else (0, layout.numel)
+        self.weights = torch.zeros(stop - start, dtype=dtypes[0], device=device)
         self._gathering: Work = COMPLETED
         self._reducing: Work = COMPLETED
         self._finite = torch.ones((), dtype=torch.bool, device=device)  # the gradients before their reductions
@@ -57,7 +62,7 @@ class Storage(ABC):
     @property
     def shard_weights(self) -> Tensor:
         """This rank's shard of the weights, a view."""
-        return self.weights[slice(*self.shard)]
+        return self.weights[self.shard[0] - self.held[0] : self.shard[1] - self.held[0]]
 
     @property
     def share(self) -> tuple[int, int]:
@@ -215,8 +220,19 @@ class ShardedEach(Sharded):
         return [(item.start, item.stop) for item in ranges if not item.slot.parameter.is_matrix]
 
 
+class ShardedAll(ShardedEach):
+    """As `ShardedEach`, with this rank's shard of the weights alone."""
+
+    def start_gather(self) -> None:
+        """Send nothing: updated weights are gathered where they are used."""
+
+    def gather_into(self, whole: Tensor) -> Work:
+        """Start to gather all weights into `whole` [size]."""
+        return all_gather(self.shards, whole, self.weights, label=self.label, wait=False)
+
+
 def build_storage(layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str) -> Storage:
     """Allocate a bucket as its layout places it. Weights and gradients are zero."""
     axes = layout.shard_axes
-    kind = ShardedEach if axes.gradient else Sharded if axes.state else Replicated
-    return kind(layout, mesh, dtypes, device, label)
+    sharded = ShardedAll if axes.weight else ShardedEach if axes.gradient else Sharded
+    return (sharded if axes.state else Replicated)(layout, mesh, dtypes, device, label)

@@ -1,7 +1,8 @@
 """Parameter and gradient buffers: contiguous buckets, reduced, sharded and all-gathered over the data-parallel group.
 
 A model chunk has one bucket, or several if the chunk is large (MegaScale 3.2). Gradients are reduced once per step,
-after the last micro-batch's backward; with zero = 2 after every micro-batch's (`parallel.bucket_storage`).
+after the last micro-batch's backward; with zero = 2 or 3 after every micro-batch's (`parallel.bucket_storage`). With
+zero = 3 weights are gathered, and gradients allocated, for two bucket groups at a time (`parallel.sharded_weights`).
 
 Calls in a step: caller, call, when. A "last" backward is the last of a chunk before a reduction:
 
@@ -23,140 +24,22 @@ contributions is zeroed before its reduction. Padding is zeroed when a buffer is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megascale.comm.collectives import all_reduce
-from megascale.comm.group import single_rank_group
 from megascale.comm.mesh import Mesh
-from megascale.layout.buckets import pack
 from megascale.layout.chunks import module_of
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec
 from megascale.ops.wgrad import Wgrad, torch_wgrad
-from megascale.parallel.bucket_storage import build_storage
-from megascale.parallel.grad_accumulation import Accumulation, WeightGradients, accumulate_grad
-
-
-class Bucket:
-    """Parameters of a chunk in one contiguous buffer, and their gradients in another.
-
-    - `storage`, and of it `weights`, `grad`, `shard`, `group` and `replicas` (`parallel.bucket_storage.Storage`)
-    - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied
-    - `tied_group`: the ranks that share a tied embedding; of one rank otherwise
-    - `users`: the number of this rank's chunks that use it, in which its gradients are complete in the last of them
-    - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward
-
-    `dtypes`: (compute, accumulation). `place`: (chunk, suffix of the bucket's name in the chunk).
-    """
-
-    def __init__(
-        self, parameters: Sequence[ParamSpec], mesh: Mesh, zero: int, dtypes: tuple[torch.dtype, torch.dtype],
-        device: torch.device, place: tuple[int, str], wgrad: Wgrad,
-    ) -> None:  # fmt: skip
-        self.chunk = place[0]
-        self.label = "chunk {}{}".format(*place)  # its name in the event log
-        self.first_module = module_of(parameters[0].name)
-        layout = self.layout = pack(parameters, mesh.topology, zero)
-        tied = self.tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
-        self.tied_group = mesh.tied if tied else single_rank_group("tied")
-        self._tp = mesh.tp
-        storage = self.storage = build_storage(layout, mesh, dtypes, device, self.label)
-        self.weights, self.grad, self.shard = storage.weights, storage.grad, storage.shard
-        self.group, self.replicas = storage.group, storage.replicas
-        self.parameters: dict[str, nn.Parameter] = {}
-        for slot in layout.slots:
-            view = self.weights[slot.start : slot.stop].view(slot.parameter.local_shape(mesh.topology))
-            parameter = self.parameters[slot.parameter.name] = nn.Parameter(view)
-            parameter.accumulation = Accumulation(wgrad)  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_accumulate_into_bucket)
-        self.grad_reader: Callable[[Bucket, Tensor], None] | None = None
-        self.users = 1
-        self._left_by = 0  # chunks that have left it since the last reduction
-        self._bind_gradient()
-
-    @property
-    def shard_weights(self) -> Tensor:
-        """This rank's shard of the weights, a view."""
-        return self.storage.shard_weights
-
-    def begin_step(self) -> None:
-        """Begin a step: its first contributions overwrite the gradients of the last step."""
-        self._restart_accumulation()
-        self.storage.begin_step()
-
-    def acquire_gradient(self) -> None:
-        """Have a full gradient to add to, until the next reduction."""
-        if self.storage.acquire_gradient():
-            self._bind_gradient()
-            self._restart_accumulation()
-
-    def leave(self) -> bool:
-        """Note that a chunk has made its last gradients before a reduction; return True if all of its users have."""
-        self._left_by = (self._left_by + 1) % self.users
-        return self._left_by == 0
-
-    def start_reduction(self) -> None:
-        """Start the data-parallel reduction of the gradients accumulated since the last reduction."""
-        self._zero_missing_grads()
-        self.read_full_grad()  # a reduction may begin within a backward
-        self.storage.release_gradient()
-        if self.storage.full_grad is None:
-            self._bind_gradient()
-
-    def read_full_grad(self) -> None:
-        """Call `grad_reader`, if one is set, with the gradients accumulated so far; not after their reduction."""
-        if self.grad_reader is not None and self.storage.full_grad is not None:
-            self._zero_missing_grads()
-            self.grad_reader(self, self.storage.full_grad)
-            self.grad_reader = None
-
-    def reduce_partial_grads(self, *, sequence: bool) -> None:
-        """All-reduce gradients that are still partial after the data-parallel reduction.
-
-        With sequence parallelism, gradients of parameters replicated over tp (norms, row-parallel biases) cover only
-        this rank's tokens. QK-norm gradients always cover only this rank's heads. Both are summed over tp. A tied
-        embedding is summed over the first and last pipeline stages.
-        """
-        if self._tp.size > 1:
-            edges = self.layout.summed_over_tp(sequence)
-            low, high = (min(max(edge, self.shard[0]), self.shard[1]) for edge in edges)
-            if low < high:
-                partial = self.grad[low - self.shard[0] : high - self.shard[0]]
-                all_reduce(self._tp, partial, label=f"{self.label} partial gradients")
-        all_reduce(self.tied_group, self.grad, label=self.label)  # no-op for an untied bucket: a single-rank group
-
-    def _zero_missing_grads(self) -> None:
-        """Zero the gradients without contributions since the last reduction."""
-        for parameter in self.parameters.values():
-            if not parameter.accumulation.begun:  # type: ignore[attr-defined]
-                parameter.main_grad.zero_()  # type: ignore[attr-defined]
-
-    def _restart_accumulation(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.accumulation.begun = False  # type: ignore[attr-defined]
-
-    def _bind_gradient(self) -> None:
-        """Make the `main_grad` of every parameter a view of the full gradient; without one, remove it."""
-        full = self.storage.full_grad
-        for slot in self.layout.slots:
-            parameter = self.parameters[slot.parameter.name]
-            if full is not None:
-                parameter.main_grad = full[slot.start : slot.stop].view(parameter.shape)  # type: ignore[attr-defined]
-            elif hasattr(parameter, "main_grad"):
-                del parameter.main_grad
-
-
-def _accumulate_into_bucket(parameter: Tensor) -> None:
-    """Add a gradient computed by autograd to the bucket; layers that accumulate into `main_grad` leave `grad` None."""
-    if parameter.grad is None:
-        return
-    accumulate_grad(parameter, parameter.grad)
-    parameter.grad = None
+from megascale.parallel.bucket import Bucket
+from megascale.parallel.grad_accumulation import WeightGradients
+from megascale.parallel.sharded_weights import ShardedWeights, Unit
 
 
 @dataclass(frozen=True)
@@ -201,6 +84,7 @@ class ParamAndGradBuffers:
         ]
         # By chunk: module name -> the bucket group that the module is the first to use.
         self._by_first_module = [_group_by_first_module(buckets) for buckets in self.chunks]
+        self._sharded: ShardedWeights | None = None
 
     def share_embedding(self, chunks: Sequence[int]) -> None:
         """Let all of `chunks` use the token embedding, which is in a bucket of the first."""
@@ -209,6 +93,19 @@ class ParamAndGradBuffers:
             shared.users += 1
             self.chunks[chunk].append(shared)
             self._by_first_module[chunk] = _group_by_first_module(self.chunks[chunk])
+
+    def shard_weights(self, *, streams: bool) -> None:
+        """Gather the weights of bucket groups for their use, as `ShardedWeights` describes. The head's group uses an
+        embedding that is tied to it.
+        """
+        units = list[list[Unit]]()
+        for chunk, groups in enumerate(self._by_first_module):
+            units.append([Unit(chunk, buckets) for buckets in groups.values()])
+            named = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
+            last = units[-1][-1]
+            if _is_tied(named) and named[TOKEN_EMBEDDING] not in last.buckets:
+                units[-1][-1] = Unit(chunk, [*last.buckets, named[TOKEN_EMBEDDING]])
+        self._sharded = ShardedWeights(units, streams=streams, overlap=self._overlap.on)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -223,17 +120,28 @@ class ParamAndGradBuffers:
     def shards(self) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
         """Yield this rank's shard of each parameter."""
         for bucket in self.buckets:
-            yield from ((bucket.parameters[slot.parameter.name], slot.parameter) for slot in bucket.layout.slots)
+            yield from bucket.shards()
 
     def begin_step(self) -> None:
         """Begin a step: its first contributions overwrite the gradients of the last step."""
         for bucket in self.buckets:
             bucket.begin_step()
 
-    def wait_params(self, chunk: int) -> None:
-        """Wait for the all-gather of the weights of a chunk's first bucket group, before a forward of the chunk."""
-        for bucket in next(iter(self._by_first_module[chunk].values()), ()):
-            bucket.storage.acquire_weights()
+    def wait_params(self, chunk: int, *, backward: bool = False) -> None:
+        """Wait for the all-gather of the weights of a chunk's first bucket group, before a forward of the chunk; of its
+        last one before a `backward`.
+        """
+        self._enter(chunk, -1 if backward else 0)
+
+    def gather_weights(self, chunk: int, *, backward: bool) -> None:
+        """Gather sharded weights of a chunk before a forward or a backward of it."""
+        assert self._sharded is not None, "only sharded weights are gathered by the schedule"
+        self._sharded.gather(chunk, backward=backward)
+
+    def release_weights(self, chunk: int) -> None:
+        """Release the gathered weights of a chunk."""
+        assert self._sharded is not None, "only sharded weights are gathered by the schedule"
+        self._sharded.release(chunk)
 
     def make_bucket_boundary(self, chunk: int) -> Callable[[str, Tensor], Tensor]:
         """Return boundary(module, x) -> x, for the chunk's forward to call with the name and the input of a module.
@@ -243,16 +151,16 @@ class ParamAndGradBuffers:
         losses acquires the gradients of their heads, to which the fused loss adds in forward
         (`parallel.linear_cross_entropy`).
         """
-        boundaries = dict(list(self._by_first_module[chunk].items())[1:])
+        boundaries = dict(list(zip(self._by_first_module[chunk], count(), strict=False))[1:])
         by_name = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
-        tied = HEAD not in by_name and any(module_of(name) == module_of(HEAD) for name in by_name)
+        tied = _is_tied(by_name)
         heads = [b for name, b in by_name.items() if name.endswith(HEAD) or (tied and name == TOKEN_EMBEDDING)]
 
         def boundary(module: str, x: Tensor) -> Tensor:
             missing = [head for head in dict.fromkeys(heads) if head.storage.full_grad is None]
             if missing and torch.is_grad_enabled():
                 self._acquire_gradients(missing)
-            return _BucketBoundary.apply(x, self, boundaries[module]) if module in boundaries else x
+            return _BucketBoundary.apply(x, self, chunk, boundaries[module]) if module in boundaries else x
 
         return boundary
 
@@ -262,7 +170,7 @@ class ParamAndGradBuffers:
         `last`: the chunk's last backward before a reduction.
         """
         self._last_backward = last
-        self._acquire_gradients(self.chunks[chunk])
+        self._acquire_gradients(self.chunks[chunk] if self._sharded is None else self._group(chunk, -1))
         yield
         for bucket in self.chunks[chunk]:
             bucket.read_full_grad()
@@ -282,12 +190,24 @@ class ParamAndGradBuffers:
         for accumulation in accumulations:
             accumulation.left = None
 
-    def leave_modules(self, buckets: Sequence[Bucket]) -> None:
-        """Launch the reduction of buckets whose modules the current backward has left, if it is a last backward."""
+    def enter_modules(self, chunk: int, at: int) -> None:
+        """Have the weights of bucket group `at` of a chunk, whose modules a forward reaches after the group before."""
+        if self._sharded is not None:
+            self._sharded.leave()
+        self._enter(chunk, at)
+
+    def leave_modules(self, chunk: int, at: int) -> None:
+        """Leave bucket group `at` of a chunk in a backward, and launch its reduction, if it is a last backward. Sharded
+        weights of the group to come next but one set out before; in an I the gradients are left for W.
+        """
+        if self._sharded is not None:
+            self._sharded.leave()
         if self._left is not None:
-            self._left.add(lambda: self.leave_modules(buckets))
-        elif self._last_backward and self._overlap.in_backward:
-            self._start_reductions(buckets)
+            self._left.add(lambda: self._turn_gradients(chunk, at))
+        else:
+            self._turn_gradients(chunk, at)
+        if self._sharded is not None:
+            self._enter(chunk, at - 1)
 
     def start_chunk_reduction(self, chunk: int) -> None:
         """Launch the reduction of a chunk's first bucket group after a last backward, or of all that it left."""
@@ -321,12 +241,34 @@ class ParamAndGradBuffers:
         for bucket in self.buckets:
             bucket.storage.acquire_weights()
 
+    def _group(self, chunk: int, at: int) -> Sequence[Bucket]:
+        groups = list(self._by_first_module[chunk].values())
+        return groups[at] if groups else ()
+
+    def _enter(self, chunk: int, at: int) -> None:
+        """Have the weights of a bucket group: on a GPU the stream waits, not the host."""
+        if self._sharded is not None:
+            self._sharded.enter(chunk, at)
+        for bucket in self._group(chunk, at):
+            bucket.storage.acquire_weights()
+
+    def _turn_gradients(self, chunk: int, at: int) -> None:
+        """Launch the reduction of group `at`, and have the gradients of the one before it, if they are by group."""
+        if self._last_backward and self._overlap.in_backward:
+            self._start_reductions(self._group(chunk, at))
+        if self._sharded is not None:
+            self._acquire_gradients(self._group(chunk, at - 1))
+
     def _acquire_gradients(self, buckets: Sequence[Bucket]) -> None:
         """Have full gradients. Before an allocation wait until at most one chunk's reduction is in flight, to bound
-        memory.
+        memory; one bucket group's if weights are sharded.
         """
         frees = any(bucket.layout.shard_axes.gradient for bucket in buckets)
-        while frees and self._in_reduction and self._in_reduction[0].chunk != self._in_reduction[-1].chunk:
+
+        def group(bucket: Bucket) -> tuple[int, str]:
+            return bucket.chunk, bucket.first_module if self._sharded is not None else ""
+
+        while frees and self._in_reduction and group(self._in_reduction[0]) != group(self._in_reduction[-1]):
             self._in_reduction.popleft().storage.finish_reduction()
         for bucket in buckets:
             bucket.acquire_gradient()
@@ -342,20 +284,24 @@ class ParamAndGradBuffers:
 
 
 class _BucketBoundary(torch.autograd.Function):
-    """The identity, before the first module of a bucket group inside a chunk."""
+    """The identity, before the first module of bucket group `at` of a chunk."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, buffers: ParamAndGradBuffers, buckets: Sequence[Bucket]) -> Tensor:
-        for bucket in buckets:
-            bucket.storage.acquire_weights()
-        ctx.buffers, ctx.buckets = buffers, buckets
+    def forward(ctx: Any, x: Tensor, buffers: ParamAndGradBuffers, chunk: int, at: int) -> Tensor:
+        buffers.enter_modules(chunk, at)
+        ctx.buffers, ctx.place = buffers, (chunk, at)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Later modules' gradients are complete: autograd accumulates gradients before it runs other nodes.
-        ctx.buffers.leave_modules(ctx.buckets)
-        return grads[0], None, None
+        ctx.buffers.leave_modules(*ctx.place)
+        return grads[0], None, None, None
+
+
+def _is_tied(names: Collection[str]) -> bool:
+    """Return True if parameters with these names have a head whose weight is the token embedding."""
+    return HEAD not in names and any(module_of(name) == module_of(HEAD) for name in names)
 
 
 def _group_by_first_module(buckets: Sequence[Bucket]) -> dict[str, list[Bucket]]:

@@ -11,6 +11,7 @@
                     one on the same rank is handed the tensor itself, without an action
     RECV_F, RECV_B  post a receive; the F, B or I that consumes the message waits for it
     WAIT_PARAMS     wait for the all-gather of the chunk's first bucket group, started by `train_step` after its update
+    GATHER, RELEASE  with sharded weights: gather a chunk's before F or B, release them (`parallel.sharded_weights`)
     REDUCE          start the reduction of that group's gradients over the data-parallel group
     others          pass over this rank's rows of the vocabulary, or exchange with all stages (`vocabulary_passes`)
 
@@ -181,11 +182,9 @@ class _Execution:
                 case Kind.RECV_F | Kind.RECV_B:
                     with recorder.scope(*key):
                         self._receive(action)
-                case Kind.WAIT_PARAMS:
-                    self._p.buffers.wait_params(action.chunk)
-                case Kind.REDUCE:
+                case Kind.WAIT_PARAMS | Kind.GATHER_F | Kind.GATHER_B | Kind.RELEASE | Kind.REDUCE:
                     with recorder.scope(*key):
-                        self._reduce(action)
+                        self._move_parameters(action)
                 case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W:
                     with recorder.action(action.kind.value, *key):
                         finish(self._compute(action))
@@ -277,6 +276,7 @@ class _Execution:
         on the gradients of weights; without it, this is done at once, of experts behind the exchange.
         """
         saved = self._saved.pop((action.chunk, action.microbatch))
+        self._p.buffers.wait_params(action.chunk, backward=True)
         if self._p.offload is not None and saved.offloaded is not None:  # loaded while the gradient arrives
             self._p.offload.fetch(saved.offloaded)
         grad = self._wait_received(action)
@@ -312,10 +312,20 @@ class _Execution:
             assert self._p.passes is not None, f"nothing takes the result of {made}"
             self._p.passes.give(made, result)
 
-    def _reduce(self, action: Action) -> None:
-        if self._p.passes is not None and action.chunk == self._placement.v:
-            self._p.passes.add_embedding_gradients()
-        self._p.buffers.start_chunk_reduction(action.chunk)
+    def _move_parameters(self, action: Action) -> None:
+        """Gather, wait for or release a chunk's weights, or reduce its gradients."""
+        kind, chunk, buffers = action.kind, action.chunk, self._p.buffers
+        match kind:
+            case Kind.WAIT_PARAMS:
+                buffers.wait_params(chunk)
+            case Kind.RELEASE:
+                buffers.release_weights(chunk)
+            case Kind.REDUCE:
+                if self._p.passes is not None and chunk == self._placement.v:
+                    self._p.passes.add_embedding_gradients()
+                buffers.start_chunk_reduction(chunk)
+            case _:
+                buffers.gather_weights(chunk, backward=kind is Kind.GATHER_B)
 
     def _run_vocabulary(self, action: Action) -> None:
         """Run a pass over this rank's rows of the vocabulary, or start an exchange."""

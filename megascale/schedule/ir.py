@@ -36,6 +36,9 @@ class Kind(enum.StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     WAIT_PARAMS = "WAIT_PARAMS"  # wait for the all-gather of the chunk's weights
+    GATHER_F = "GATHER_F"  # gather the chunk's sharded weights, for a forward first
+    GATHER_B = "GATHER_B"  # the same for a backward first
+    RELEASE = "RELEASE"  # the chunk's gathered weights are not needed until the next gather
     REDUCE = "REDUCE"  # start the data-parallel reduction of the chunk's accumulated gradients
     EMBED = "EMBED"  # sum the embeddings of the ranks' rows, for the first stage
     EMBED_GRAD = "EMBED_GRAD"  # spread the gradient of that sum, and add it to the rows
@@ -74,8 +77,8 @@ class Action(NamedTuple):
     """An action of a rank on a model chunk and a micro-batch.
 
     SEND_F sends the output of (chunk, microbatch) to the next virtual stage, RECV_F receives its input; SEND_B sends
-    the gradient of its input to the previous stage, RECV_B receives the gradient of its output. WAIT_PARAMS and REDUCE
-    apply to the whole chunk; their micro-batch is that of the forward after or the backward before them. Passes and
+    the gradient of its input to the previous stage, RECV_B receives the gradient of its output. WAIT_PARAMS, GATHER,
+    RELEASE and REDUCE apply to the whole chunk; their micro-batch is that of the action that they serve. Passes and
     exchanges of vocabulary parallelism have its chunk, and all ranks run them (`schedule.shared_vocabulary`).
     """
 

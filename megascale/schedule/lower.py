@@ -1,4 +1,4 @@
-"""Lowering: adds sends, receives, weight all-gathers and gradient reductions to a compute schedule.
+"""Lowering: adds sends, receives, gathers of weights and reductions of gradients to a compute schedule.
 
     1F1B, p = 2, m = 2, rank 0   F0 F1 B0 B1
     lowered                      WAIT_PARAMS F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 RECV_B1 B1 REDUCE
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import count
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.core.errors import ConfigError, Problem
@@ -41,14 +42,18 @@ from megascale.schedule.ir import (
     weights_at_once,
 )
 from megascale.schedule.one_f_one_b import partial_1f1b
+from megascale.schedule.resharding import Placed, Reshard, place_gathers
 from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
 
 CACHED_ORDERS, CACHED_RANKS = 32, 64  # layouts of a search often share the order of actions
 
 
-def lower(compute: Schedule, placement: Placement, *, training: bool = True, reduce_each: bool = False) -> Schedule:
+def lower(
+    compute: Schedule, placement: Placement, *, training: bool = True, reduce_each: bool = False,
+    reshard: Reshard | None = None,
+) -> Schedule:  # fmt: skip
     """Add communication to a compute schedule. `training`: add REDUCE after the last gradients of a chunk's weights, or
-    after all of them with `reduce_each`.
+    after all of them with `reduce_each`. `reshard`: when sharded weights are gathered and released.
 
     Raises: ScheduleError if the ranks wait for each other
     """
@@ -56,11 +61,13 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
     first = [Action(kind, placement.v, 0) for kind in (Kind.WAIT_PARAMS, Kind.EMBED) if placement.barriers]
     lowered: Schedule = [[*first] for _ in compute]
     last = [{a.chunk: a.microbatch for a in each_action(order) if Kind.W in RESULTS[a.kind]} for order in compute]
-    gathered = set[tuple[int, int]]()
+    gathered, numbers = set[tuple[int, int]](), [count() for _ in compute]
+    placed = [place_gathers(order, reshard) if reshard else (Placed(list), Placed(list)) for order in compute]
     for rank, entry in global_order([[order] for order in compute], placement):
-        order, actions = lowered[rank], parts(entry)
+        order, actions, at, (before, after) = lowered[rank], parts(entry), next(numbers[rank]), placed[rank]
+        order.extend(before[at])
         for kind, chunk, microbatch in actions:
-            if kind is Kind.F and (rank, chunk) not in gathered:
+            if kind is Kind.F and (reshard or (rank, chunk) not in gathered):
                 gathered.add((rank, chunk))
                 order.append(Action(Kind.WAIT_PARAMS, chunk, microbatch))
         order.append(entry)
@@ -70,6 +77,7 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
                 receiver, its_chunk = placement.places[target]
                 order.append(action._replace(kind=send))
                 lowered[receiver].append(Action(receive, its_chunk, action.microbatch))
+        order.extend(after[at])
         for kind, chunk, microbatch in actions:
             if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
                 order.append(Action(Kind.REDUCE, chunk, microbatch))

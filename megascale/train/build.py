@@ -118,8 +118,11 @@ def build_rank_run(
     wgrad = select.build_op("wgrad", context)
     buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
     buffers.share_embedding(embedding_chunks(config.model, p, mesh.coord.pp))
-    if init_weights:
-        init_parameters(buffers.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
+    if p.zero == 3:
+        buffers.shard_weights(streams=p.resharding == "forward")
+    for bucket in buffers.buckets if init_weights else ():
+        with bucket.whole_weights():
+            init_parameters(bucket.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
     fp8_state = build_fp8(config.model, config.train, config.fp8, mesh, context)
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
@@ -387,4 +390,4 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
         compute = compute_order(p.schedule, placement, count, joined_chunks(config.train, p))
     if not training:
         compute = with_passes(forwards_only(compute), placement)
-    return lower(compute, placement, training=training, reduce_each=p.zero == 2)[pp_rank]
+    return lower(compute, placement, training=training, reduce_each=p.zero >= 2, reshard=p.resharding)[pp_rank]

@@ -16,7 +16,7 @@ from megascale.comm.totals import sum_over_job
 from megascale.config.model import ModelConfig
 from megascale.core.errors import DivergenceError
 from megascale.layout.parameters import all_params
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 
 if TYPE_CHECKING:
     from megascale.train.run import Run

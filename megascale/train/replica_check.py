@@ -21,7 +21,7 @@ from megascale.comm.group import Group
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.core.errors import ReplicasDifferError
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:
@@ -82,11 +82,11 @@ class ReplicaCheck(Hook):
 def replicated_values(run: Run) -> Iterator[Copy]:
     """Yield weights, and master weights and optimizer state, of which other ranks have copies.
 
-    ZeRO-1 and ZeRO-2 shard master weights and optimizer state over dp; the shards of parameters that tp replicates, and
-    of a tied embedding, have copies all the same.
+    ZeRO shards master weights and optimizer state over dp, and ZeRO-3 weights; the shards of parameters that tp
+    replicates, and of a tied embedding, have copies all the same.
     """
     for shard in run.optimizer.shards:
-        yield from _copies(run.mesh, shard.bucket, "", 0, shard.bucket.weights)
+        yield from _copies(run.mesh, shard.bucket, "", shard.bucket.storage.held[0], shard.bucket.weights)
         for name, start, values in shard.tensors():
             if name or shard.has_own_master:
                 yield from _copies(run.mesh, shard.bucket, f" ({name or 'master weight'})", start, values)
@@ -103,7 +103,7 @@ def _copies(mesh: Mesh, bucket: Bucket, suffix: str, first: int, values: Tensor)
     low, high = bucket.layout.replicated
     whole = (first, first + values.numel())
     spans = [(mesh.tp, max(low, whole[0]), min(high, whole[1]))]
-    spans.append((bucket.replicas if suffix else bucket.group, *whole))
+    spans.append((bucket.group if whole == (0, bucket.layout.numel) else bucket.replicas, *whole))
     if bucket.tied:
         spans.append((mesh.tied, *whole))
     for group, begin, end in spans:

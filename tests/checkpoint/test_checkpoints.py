@@ -26,6 +26,7 @@ SAVERS: dict[str, dict[str, Any]] = {
     },
     "dp4 zero2 fp32": {"parallel__dp": 4, "parallel__zero": 2, "train__precision": "fp32"},
     "pp2 vocabulary dp2": {"parallel__pp": 2, "parallel__vocab_pp": 1, "parallel__dp": 2},
+    "tp2 dp2 zero3": {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 3},
     "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
 }  # fmt: skip
 """Layouts that save, by default with bf16 weights and fp32 master weights."""
@@ -39,12 +40,13 @@ LOADERS: dict[str, dict[str, Any]] = SAVERS | {
         "parallel__dp": 2,
         "parallel__zero": 2,
     },
+    "pp2 dp2 zero3": {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 3},
     "pp4 vocabulary": {"parallel__pp": 4, "parallel__vocab_pp": 2},
     "dp3 zero1": {"parallel__dp": 3, "batch__global": 9},
     "tp2 sp pp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__zero": 0},
 }
-"""Layouts that load: fifty-four pairs with the savers."""
-QUICK_LOADERS = ("pp4 fp32", "pp2 v dp2 zero2", "dp3 zero1", "tp2 sp pp2 zero0")
+"""Layouts that load, each what each of the savers has saved."""
+QUICK_LOADERS = ("pp4 fp32", "pp2 v dp2 zero2", "pp2 dp2 zero3", "dp3 zero1", "tp2 sp pp2 zero0")
 
 
 def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:
@@ -74,7 +76,9 @@ def save_after(rank: Rank, config: Any, steps: int) -> dict[str, list[Any]]:
 
 
 def load(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], dict[str, int], dict[str, float]]:
-    """Resume. Returns this rank's state, the progress, and the sum of magnitudes of every parameter."""
+    """Resume. Returns this rank's state, the progress, and the sum of magnitudes of every parameter, or of what the
+    rank keeps of a bucket's.
+    """
     run = build_run(rank, config)
     result = run.checkpoints.resume()
     assert result is not None
@@ -85,6 +89,8 @@ def load(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], dict[str, int],
         for chunk in range(len(run.stages))
         for name, p in run.buffers.parameters(chunk).items()
     }
+    if config.parallel.zero == 3:
+        sums = {bucket.label: float(bucket.weights.double().abs().sum()) for bucket in run.buffers.buckets}
     return state_of(run), vars(result.progress), sums
 
 

@@ -97,7 +97,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("mock = true", "mock = true\n[fp8]\nhistory = 10_000_000_000", "run.toml:17  fp8.history: 10000000000: should be less than or equal to 65536  -> a whole number above 0, to 65536; the default is 16"),
     ("mock = true", 'mock = true\n[parallel]\ndp = "aut"', "run.toml:17  parallel.dp: 'aut': should be a whole number, or should be 'auto'  -> did you mean 'auto'?"),
     ("mock = true", 'mock = true\n[parallel]\nschedule = "zigzag"', "run.toml:17  parallel.schedule: 'zigzag' is not one of gpipe, 1f1b, interleaved_1f1b, combined_1f1b, zb_h1, interleaved_zb, zb_v, v_half, v_min, dualpipev  -> one of them"),
-    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a whole number  -> a whole number from 0, to 2; the default is 1"),
+    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a whole number  -> a whole number from 0, to 3; the default is 1"),
     ("mock = true", "train = [[-1, \"a\"]]", "run.toml:15  data.train: [[-1, 'a']]: should be text, or should be greater than 0  -> text in quotes or a list of [number above 0, text]"),
     ("mock = true", "mock = true\n[comm]\ntimeout_s = 0.9", "run.toml:17  comm.timeout_s: 0.9: should be greater than or equal to 1  -> a number from 1, to 1000000; the default is 600.0"),
     ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> a number from 1, to 1000000; the default is 1800.0"),
@@ -228,7 +228,7 @@ OVERRIDES = {
     "good.toml": 'command line  good.toml: not a setting  -> one file, which may begin with extends = "good.toml"',
     "data.split=[0.8, 0.1, 0.1]": "command line  data.split: [0.8, 0.1, 0.1]: list should have at most 2 items, not 3  -> two shares, of training and validation: add the test share to the second, [0.8, 0.2]",
     "trainer.devices=8": "command line  trainer: there is no key 'trainer'  -> trainer.devices: nothing to write: torchrun",
-    "zero_optimization.stage=3": "command line  zero_optimization: there is no key 'zero_optimization'  -> zero_optimization.stage: ZeRO-3 is not supported: 2",
+    "zero_optimization.stage=3": "command line  zero_optimization: there is no key 'zero_optimization'  -> write parallel.zero = 3",
     "data.tokenizer=tokens": "command line  data.tokenizer: tokens is not a regular file  -> did you mean ",
     "extends=good.toml": "command line  extends: there is no key 'extends'",
 }

@@ -925,6 +925,46 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         HYBRID | {"data__max_tokens_per_rank": 3, "parallel__dp": 4},
         {"data.max_tokens_per_rank": "4 ranks hold 12 tokens, and a document may have 16"},
     ),
+    ("sharded_weights", {"parallel__reshard": "keep"}, {"parallel.reshard": "never released (parallel.zero = 1)"}),
+    (
+        "sharded_weights",
+        {"parallel__zero": 3, "parallel__reshard": "microbatch"},
+        {"parallel.reshard": "a stage has one model chunk"},
+    ),
+    (
+        "sharded_weights",
+        {
+            "parallel__zero": 3,
+            "parallel__vpp": 2,
+            "parallel__pp": 2,
+            "parallel__schedule": "dualpipev",
+            "parallel__reshard": "forward",
+        },
+        {"parallel.reshard": "in different layers (parallel.schedule = dualpipev)"},
+    ),
+    *(
+        ("sharded_weights", {"parallel__zero": 3, **changes}, {key: f"{message} (parallel.zero = 3)"})
+        for changes, key, message in (
+            ({"model__mtp_layers": 1, "model__position": "rope"}, "model.mtp_layers", "use the head's weights again"),
+            ({"model__exits": [2]}, "model.exits", "an evaluation leaves out exits"),
+            ({"overlap__bucket_bytes": 1000}, "overlap.bucket_bytes", "every layer has a bucket"),
+            (
+                {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2},
+                "overlap.tp",
+                "two halves of a micro-batch are in different layers",
+            ),
+            (
+                {"parallel__vocab_pp": 1, "parallel__pp": 2},
+                "parallel.vocab_pp",
+                "passes use the vocabulary's weights at any time",
+            ),
+            (
+                {"train__precision": "fp8", "model__hidden_size": 64, "model__ffn_size": 64},
+                "train.precision",
+                "every rank has fp8 copies of whole weights",
+            ),
+        )
+    ),
     ("HYBRID", HYBRID | {"parallel__cp_mode": "ulysses"}, {"parallel.cp_mode": "has no effect (parallel.hybrid_dp"}),
     (
         "HYBRID",

@@ -20,7 +20,7 @@ from megascale.layout.tensors import ParamSpec, TensorSpec, expert_param, matrix
 from megascale.layout.topology import Topology, topology_of
 from megascale.ops.wgrad import torch_wgrad
 from megascale.optim.sharded import ShardedOptimizer
-from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.bucket import Bucket
 from megascale.plan.account.stage_matrices import stage_places
 from tests.marks import only_quick_rows
 from tests.optim.layouts import SMALL, Trained, configuration, difference, state_after

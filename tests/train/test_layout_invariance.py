@@ -91,6 +91,19 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 interleaved_zb dp2 zero2 vocabulary": {
         **V, "parallel__schedule": "interleaved_zb", "parallel__dp": 2, "parallel__zero": 2, "parallel__vocab_pp": 2,
     },
+    "dp2 zero3": {"parallel__dp": 2, "parallel__zero": 3},
+    "dp2 zero3 keep, no overlap": {
+        "parallel__dp": 2, "parallel__zero": 3, "parallel__reshard": "keep", "overlap__dp": False,
+    },
+    "tp2 sp dp2 zero3, full recomputation": {
+        "parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 3, "train__recompute": "full",
+    },
+    "cp2 ring dp2 zero3": {"parallel__cp": 2, "parallel__dp": 2, "parallel__zero": 3},
+    "pp2 vpp2 dp2 zero3 microbatch": {
+        "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 3,
+        "parallel__reshard": "microbatch",
+    },
+    "pp2 v dp2 zero3 forward": {**V, "parallel__dp": 2, "parallel__zero": 3, "parallel__reshard": "forward"},
     # world 8
     "cp2 ring tp2 sp pp2": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2},
     "tp2 sp pp2 vpp2 dp2 zero1": {

@@ -30,6 +30,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero1 fp32": (LLAMA, {"parallel__dp": 2, "parallel__zero": 1, "train__precision": "fp32"}),
     "zero2 bf16": (LLAMA, {"parallel__dp": 2, "parallel__zero": 2, "train__precision": "bf16"}),
     "tp2 dp2": (LLAMA, {"parallel__tp": 2, "parallel__dp": 2, "train__precision": "bf16"}),
+    "tp2 sp dp2 zero3 bf16": (
+        LLAMA,
+        {
+            "parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 3, "train__precision": "bf16",
+        },
+    ),
+    "tied pp2 dp2 zero3": (GPT, {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 3}),
     "tp2 sp dp2 zero1": (GPT, {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 1}),
     "tp2 sp pp2": (LLAMA, {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2}),
     "tied pp2 dp2": (GPT, {"parallel__pp": 2, "parallel__dp": 2, "train__precision": "bf16"}),

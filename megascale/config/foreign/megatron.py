@@ -162,9 +162,8 @@ PARALLEL = (
     computed("--use-distributed-optimizer", "parallel.zero", zero, theirs=0, takes=0),
     needless("--DDP-impl", "nothing to write: parallel.zero says it"),
     computed("--data-parallel-sharding-strategy", "parallel.zero", zero,
-             "no_shard is 0, optim 1, optim_grads 2; optim_grads_params, ZeRO-3, is not supported: 2"),
-    computed("--use-torch-fsdp2, --use-megatron-fsdp", "parallel.zero", zero,
-             "ZeRO-3 is not supported: 2, and more tp or pp", takes=0),
+             "no_shard is 0, optim 1, optim_grads 2, optim_grads_params 3"),
+    computed("--use-torch-fsdp2, --use-megatron-fsdp", "parallel.zero", zero, takes=0),
     switch("--overlap-grad-reduce, --overlap-param-gather", "overlap.dp", True, "one switch for both", False),
     switch("--tp-comm-overlap", "overlap.tp", True, theirs=False),
     switch("--no-async-tensor-model-parallel-allreduce", "overlap.tp", False),
@@ -293,7 +292,7 @@ OPTIMIZER = (
     absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",
            'write optimizer.name = "adamw_8bit", or optimizer.master_weights = "bf16_compensated"', 0),
-    needless("--optimizer-cpu-offload", "not supported: write parallel.zero = 2, or optimizer.name = adamw_8bit", 0),
+    needless("--optimizer-cpu-offload", "not supported: write parallel.zero = 3, or optimizer.name = adamw_8bit", 0),
 )  # fmt: skip
 
 DATA = (

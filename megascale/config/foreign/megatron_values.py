@@ -13,7 +13,7 @@ from megascale.config.foreign.setting import Advice, Context, Conversion, Needle
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 LOSSES = {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"}
-_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 2}
+_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 def value_of(context: Context, name: str, default: Any = None) -> Any:
@@ -103,7 +103,7 @@ def latent_scaling(values: Values, context: Context) -> Any:
 
 
 def zero(values: Values, context: Context) -> int | Needless:
-    """Return the ZeRO stage of the distributed optimizer, or of FSDP up to the gradients."""
+    """Return the ZeRO stage of the distributed optimizer, or of FSDP."""
     fully = {"use_megatron_fsdp", "use_torch_fsdp2"} & set(context)
     if "use_distributed_optimizer" in context and not fully:
         return 1

@@ -34,8 +34,7 @@ _DTYPES = {
     "bfloat16": "bf16", "float32": "fp32", "bf16": "bf16", "fp32": "fp32", "32": "fp32", "bf16-mixed": "bf16",
     "bf16-true": "bf16", "32-true": "fp32", "fp8": "fp8",
 }  # fmt: skip
-_NO_ZERO3 = "ZeRO-3 is not supported: 2, and more tp or pp"
-_ZERO = {"0": 0, "1": 1, "2": 2}
+_ZERO = {"0": 0, "1": 1, "2": 2, "3": 3}
 _PRESET = 'write model.preset, such as "llama3-8b": docs/presets.md lists them'
 _HEAD = "nothing to write: the head stays in bf16"
 _LAYERS = "not supported: write fp8.first_layers_bf16 and fp8.last_layers_bf16"
@@ -107,7 +106,7 @@ TORCHTITAN = (
     words("training.mixed_precision_param", "train.precision", {"bfloat16": "bf16", "float32": "fp32"},
           "master weights and reductions in fp32", "bf16"),
     needless("training.mixed_precision_reduce", "nothing to write: fp32"),
-    needless("training.enable_cpu_offload", "not supported: write train.activation_offload, or parallel.zero = 2"),
+    needless("training.enable_cpu_offload", "not supported: write train.activation_offload, or parallel.zero = 3"),
     needless("training.gc_freq, training.gc_debug", "nothing to write: collected on all ranks in the same step"),
     needless("debug.deterministic", "nothing to write"),
     switch("parallelism.enable_sequence_parallel", "parallel.sp", True, "with tp above 1", True),
@@ -121,11 +120,12 @@ TORCHTITAN = (
     words("parallelism.context_parallel_rotate_method", "parallel.cp_mode",
           {"allgather": "allgather", "alltoall": "ring"}),
     needless("parallelism.context_parallel_load_balancer", "nothing to write: head and tail together"),
-    computed("parallelism.data_parallel_shard_degree", "parallel.zero", lambda values, _: 0 if values[0] == 1 else 2,
-             f"sharded over all of dp; {_NO_ZERO3}", 2),
+    computed("parallelism.data_parallel_shard_degree", "parallel.zero", lambda values, _: 0 if values[0] == 1 else 3,
+             "sharded over all of dp", 3),
     needless("parallelism.data_parallel_replicate_degree",
-  "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 or 2 shards over all of it"),
-    needless("parallelism.fsdp_reshard_after_forward", f"nothing to write; {_NO_ZERO3}"),
+  "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 to 3 shards over all of it"),
+    words("parallelism.fsdp_reshard_after_forward", "parallel.reshard", {"always": "forward", "never": "keep"},
+          "keep: gathered once a step"),
     needless("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank of ep"),
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
            theirs=False),
@@ -216,11 +216,11 @@ DEEPSPEED = (
         "tiled_mlp_num_shards": "train.mlp_tiles", "steps_per_print": "train.log_every",
     }),
     needless("gradient_accumulation_steps", "nothing to write: batch.global / (batch.micro x dp)"),
-    words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, _NO_ZERO3, 0),
+    words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, theirs=0),
     switch("zero_optimization.overlap_comm, overlap_comm", "overlap.dp", True),
     computed("zero_optimization.reduce_bucket_size, reduce_bucket_size", "overlap.bucket_bytes",
              lambda values, _: 4.0 * values[0], "bytes of fp32 gradients, theirs are elements"),
-    absent("offload_optimizer, offload_param", "not supported: parallel.zero = 2, or optimizer.name = adamw_8bit"),
+    absent("offload_optimizer, offload_param", "not supported: parallel.zero = 3, or optimizer.name = adamw_8bit"),
     switch("bf16.enabled, bf16_enabled", "train.precision", "bf16"),
     switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", NO_FP16),
     same("gradient_clipping", "optimizer.clip_norm", theirs=0.0),
@@ -261,7 +261,7 @@ TRANSFORMERS = (
     computed("query_pre_attn_scalar", "model.softmax_scale", lambda values, _: values[0] ** -0.5,
              "its inverse square root"),
     words("torch_dtype, dtype", "train.precision", _DTYPES),
-    absent("fsdp, reshard_after_forward", _NO_ZERO3),
+    absent("fsdp, reshard_after_forward", "write parallel.zero = 3 and parallel.reshard"),
     computed("warmup_ratio", "optimizer.warmup_steps", lambda values, context: round(
         values[0] * context["max_steps"][0]), "counts steps"),
     computed("warmup_samples", "optimizer.warmup_steps", lambda values, context: int(

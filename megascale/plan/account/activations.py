@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.layout.blocks import BlockSpec, distinct_blocks, linears, surroundings, tile_mlp
@@ -124,6 +125,26 @@ def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: b
         saved, left = saved + unit.saved - (shard if stay else 0), left + unit.left
     elements, experts = sum(unit.elements for unit in units), sum(unit.experts for unit in units)
     return UnitBytes(saved, forward, backward, 0, elements, casting, experts, left, wgrad)
+
+
+class UnitGradients(NamedTuple):
+    """Bytes of a unit's gradients: unsharded, in this rank's shard, and in reduction after its backward."""
+
+    full: int
+    shard: int
+    reducing: int
+
+
+def by_unit(works: Sequence[tuple[int, int]], gradients: Sequence[UnitGradients]) -> tuple[int, int]:
+    """Size the transient bytes of a backward with unsharded gradients of a unit, and of the one before in reduction: of
+    a backward that begins without any, and beside those that the last one left, which end behind its first unit.
+    `works`: by unit, transient bytes and those that it frees.
+    """
+    peaks, freed, beside = list[int](), 0, 0
+    for (work, frees), (full, shard, reducing) in zip(reversed(works), reversed(gradients), strict=True):
+        peaks.append(max(work, shard - frees) + full + beside - freed)
+        freed, beside = freed + frees, reducing
+    return max(peaks), max(peaks[0], max(peaks) - gradients[0].reducing)
 
 
 def shard_bytes(unit: UnitBytes, shares: Shares) -> int:

@@ -1,7 +1,8 @@
 """Communication of a rank's gradient buckets in a step, and of the optimizer on them (`BucketTraffic`).
 
 For N elements in buckets, a bytes in the accumulation dtype and c in the compute dtype, data parallelism all-reduces
-a N (zero = 0), or reduce-scatters a N (zero = 2: every micro-batch) and all-gathers c N.
+a N (zero = 0), or reduce-scatters a N (zero = 2 or 3: every micro-batch) and all-gathers c N (zero = 3: as often as
+`parallel.reshard` says, with "forward" up to twice every micro-batch).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from functools import cached_property
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import BucketLayout, pack
-from megascale.layout.chunks import chunk_buckets, shares_embedding, stages_of
+from megascale.layout.chunks import chunk_buckets, module_of, shares_embedding, stages_of
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
+from megascale.plan.account.rank_actions import step_order
 from megascale.plan.account.stage_matrices import exchange_axes, sent_elements, stage_places
+from megascale.schedule.resharding import count_gathers
 
 FP64 = 8  # bytes of an element of sums over the job
 
@@ -61,13 +64,40 @@ class BucketTraffic:
             if ranks > 1:
                 yield CommOp(group, operation, wide * bucket.numel, "gradients", times=times)
             if ranks > 1 and sharded.state:
-                yield CommOp(group, "all_gather", compute * bucket.numel, "weights")
+                yield CommOp(group, "all_gather", compute * bucket.numel, "weights", times=self._gathers(bucket))
             start, stop = bucket.summed_over_tp(p.sp)
             partial = min(stop, high) - max(start, low)
             if p.tp > 1 and partial > 0:
                 yield CommOp("tp", "all_reduce", wide * partial, "partial gradients")
             if shared and [slot.parameter.name for slot in bucket.slots] == [TOKEN_EMBEDDING]:
                 yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")
+
+    @cached_property
+    def _module_gathers(self) -> Counter[str]:
+        """Count the gathers of sharded weights by module."""
+        c, p, found = self.config, self.config.parallel, Counter[str]()
+        stages, reshard = stages_of(c.model, p), p.resharding
+        assert reshard is not None, "weights are sharded"
+        order = step_order(p, c.num_microbatches, c.num_chunks, c.data.sequence_chunks_saved, self.coord.pp)
+        for chunk in range(p.vpp):
+            index = stages.index(self.coord.pp, chunk)
+            modules = ["embedding"] if index == 0 else []
+            modules += [f"layers.{layer}" for layer in stages.layers(index)]
+            modules += ["head"] if index == stages.count - 1 else []
+            found.update(dict(zip(modules, count_gathers(order, reshard, chunk, len(modules)), strict=True)))
+        return found
+
+    def _gathers(self, bucket: BucketLayout) -> int:
+        """Count the gathers of a bucket's weights: once a step, or if they are sharded, with every use. A head uses the
+        embedding that is tied to it.
+        """
+        if not bucket.shard_axes.weight:
+            return 1
+        module, found = module_of(bucket.slots[0].parameter.name), self._module_gathers
+        if module != "embedding" or not self.config.model.tie_embeddings:
+            return found[module]
+        uses = found["embedding"], found["head"]
+        return max(uses) if self.config.parallel.resharding == "keep" else sum(uses)
 
     def _parameter_norms(self) -> Iterator[CommOp]:
         """List the all-reduces of squared norms of an optimizer such as LAMB."""

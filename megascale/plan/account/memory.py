@@ -90,8 +90,9 @@ class JobMemory:
         return self.config.model.tie_embeddings and first == last and self.layout.count > 1
 
     @property
-    def _zero2(self) -> bool:
-        return self.config.parallel.zero == 2 and not self.storage.shards_weights
+    def _zero(self) -> int:
+        """The stage of ZeRO in this trainer; 3 is another's storage too."""
+        return 0 if self.storage.shards_weights else self.config.parallel.zero
 
     def by_stage(self) -> list[RankMemory]:
         """Account for a rank of every pipeline stage. In a pipeline of over `MAX_ACTIONS` the inner stages of a run of
@@ -129,8 +130,9 @@ class JobMemory:
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
-        chunks = [*map(self._chunk, units)]
-        if self._zero2:
+        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if self._zero == 3 else []
+        chunks = [*map(self._sharded_chunk, units, held)] if self._zero == 3 else [*map(self._chunk, units)]
+        if self._zero >= 2:
             pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
             chunks[: p.vpp] = [chunk._replace(fused=fused) for chunk, fused in pairs]
         saved, transient = peak_of(self._order(stage), chunks, received)
@@ -144,7 +146,7 @@ class JobMemory:
         if p.vocab_pp:  # four sums on their way, ids and their masks, unsharded gradients
             transient += 4 * sizes.stream + min(m, 2 * p.pp + p.vocab_pp) * (activations.TOKEN + 1) * sizes.tokens
             shared = bucket_sizes(config.model, p, config.overlap, config.train, stage, [p.vpp])
-            transient += sizes.wide * shared[0][0].numel if self._zero2 else 0
+            transient += sizes.wide * shared[0][0].numel if self._zero == 2 else 0
         if stage in token_ranks(config.model, p):
             depths = config.model.mtp_layers if stage == self.layout.placement.ends[1] else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
@@ -154,6 +156,7 @@ class JobMemory:
             transient += sizes.compute * sum(largest) + sizes.wide * largest[0]
         else:
             transient = max(transient, StageOptimizer(config, stage).update_bytes() - saved)
+        transient += self._gathered(held)
         return RankMemory(state.parameters, state.gradients, state.optimizer, saved, transient)
 
     def host_bytes(self, stage: int) -> int:
@@ -209,7 +212,8 @@ class JobMemory:
         for chunk, (index, buckets) in enumerate(zip(indices, held, strict=True)):
             heads = {(chunk, _bucket_of_exit(buckets, after)) for after in exits_of(c.model, self.layout, index)}
             if index == self.layout.count - 1:
-                heads.add((0, held[0][0]) if self._head_is_embedding else (chunk, self._head_bucket(buckets)))
+                tied = self._head_is_embedding or self._ties_chunk
+                heads.add((0, held[0][0]) if tied else (chunk, self._head_bucket(buckets)))
             owners = sorted({owner for owner, _ in heads})
             found.append(tuple((o, size * sum(b.numel for owner, b in heads if owner == o)) for o in owners))
         return found
@@ -222,6 +226,48 @@ class JobMemory:
         copied = shares_embedding(model, parallel) and not model.tie_embeddings  # a bucket of its own, the last
         return dense[-2 if copied else -1]
 
+    def _gathered(self, held: Sequence[Sequence[BucketSize]]) -> int:
+        """Size the memory for gathered weights of chunks with sharded ones: of a pool of two units, of the largest
+        chunk, or of all. A head that is tied to an embedding of its chunk uses it.
+        """
+        reshard, chunks = self.config.parallel.resharding, [_by_module(buckets) for buckets in held]
+        modules = [[sum(bucket.numel for bucket in module) for module in chunk] for chunk in chunks]
+        if reshard == "forward":
+            pooled = max(chain(*modules), default=0)
+            if self._ties_chunk:
+                pooled = max(pooled, modules[0][0] + modules[0][-1])
+            return self.sizes.compute * 2 * pooled
+        elements = [sum(chunk) for chunk in modules]
+        return self.sizes.compute * (sum(elements) if reshard == "keep" else max(elements, default=0))
+
+    @property
+    def _ties_chunk(self) -> bool:
+        """True if the only chunk of a rank has both the embedding and a head that is tied to it."""
+        return self.config.model.tie_embeddings and self.layout.count == 1
+
+    def _sharded_chunk(self, units: Sequence[UnitBytes], buckets: Sequence[BucketSize]) -> ChunkBytes:
+        """Account for a chunk with sharded weights. The gradient of a tied embedding begins in the head."""
+        topology, size, gradients = (
+            topology_of(self.config.parallel),
+            self.sizes.wide,
+            list[activations.UnitGradients](),
+        )
+        for module in _by_module(buckets):
+            full, shard = size * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module)
+            in_flight = shard + (full if shard < full else 0)  # a single rank frees the full one at once
+            gradients.append(activations.UnitGradients(full, shard, in_flight if self.config.overlap.dp else 0))
+        gradients = [activations.UnitGradients(0, 0, 0)] * (len(units) - len(gradients)) + gradients  # angles are first
+        tied = gradients[0].full if self._ties_chunk else 0
+        left = [sum(unit.left for unit in units[at + 1 :]) for at in range(len(units))]
+        works = [(unit.backward + waiting, unit.saved) for unit, waiting in zip(units, left, strict=True)]
+        first, later = activations.by_unit(works, gradients)
+        weights = activations.by_unit([(unit.wgrad, unit.left) for unit in units], gradients)
+        chunk = activations.chunk_bytes(units)
+        return ChunkBytes(
+            chunk._replace(backward=later + tied), first + tied, gradients[0].reducing,
+            later + tied - chunk.backward, by_unit=(weights[0] + tied, weights[1] + tied),
+        )  # fmt: skip
+
     def _starts(self) -> list[int]:
         """List the first stages of runs of stages with equal chunks."""
         units = [*map(self._units, range(self.layout.pp))]
@@ -232,7 +278,7 @@ class JobMemory:
         or with overlap in the background until the next backward.
         """
         chunk, overlap = activations.chunk_bytes(units), self.config.overlap.dp
-        if not self._zero2:
+        if self._zero != 2:
             return ChunkBytes(chunk, chunk.backward)
         size, counts = self.sizes.wide, (data_ranks(self.config.parallel), topology_of(self.config.parallel).edp)
         # with one rank the shard is the gradient itself
@@ -242,6 +288,14 @@ class JobMemory:
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
         chunk = chunk._replace(backward=chunk.backward + unsharded)
         return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)
+
+
+def _by_module(buckets: Sequence[BucketSize]) -> list[list[BucketSize]]:
+    """Group a chunk's buckets by their modules, in the order of the network."""
+    modules = dict[str, list[BucketSize]]()
+    for bucket in buckets:
+        modules.setdefault(bucket.first_module, []).append(bucket)
+    return [*modules.values()]
 
 
 def _bucket_of_exit(buckets: Sequence[BucketSize], after: int) -> BucketSize:

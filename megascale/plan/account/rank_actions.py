@@ -28,12 +28,20 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     """
     p = parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if chunks > 1:
-        enough = min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
-        return state_aware_1f1b(p.pp, [chunks] * enough, keep, stage)
     facts = SCHEDULES[p.schedule].facts
-    if facts["periodic"] and not facts["unbounded_in_flight"] and not p.skip_ratio:
+    if chunks > 1:
+        m = chunks * min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
+    elif facts["periodic"] and not facts["unbounded_in_flight"] and not p.skip_ratio:
         m = representative_microbatches(p.pp, m)
+    return step_order(p, m, chunks, keep, stage)
+
+
+def step_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: int) -> RankSchedule:
+    """List a rank's actions in a step of m micro-batches, as `rank_order` does."""
+    p = parallel
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    if chunks > 1:
+        return state_aware_1f1b(p.pp, [chunks] * (m // chunks), keep, stage)
     if p.vocab_pp or p.skip_ratio:
         placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
         return compute_order(p.schedule, placement, m)[stage]
@@ -49,7 +57,8 @@ class ChunkBytes(NamedTuple):
     """Bytes of a model chunk: as a `unit`; transient in a backward that `follows` another chunk's, with the shards of
     its gradients; of gradients still in reduction after the backward (`reducing`); of those that the backward writes
     `unsharded`, in W if it is split; of the heads' buckets, which the losses in the forward write, each with the
-    chunk that owns it (`fused`).
+    chunk that owns it (`fused`). `by_unit`: if gradients are unsharded for two units at a time, those transient in a W,
+    without gradients in reduction at its start, and beside them.
     """
 
     unit: UnitBytes
@@ -57,6 +66,7 @@ class ChunkBytes(NamedTuple):
     reducing: int = 0
     unsharded: int = 0
     fused: tuple[tuple[int, int], ...] = ()
+    by_unit: tuple[int, int] | None = None
 
 
 def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) -> tuple[int, int]:
@@ -82,7 +92,8 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
             if not (ends and owner == chunk):
                 older = older if (owner, chunk) in losses else 0
                 losses[owner, chunk] = held
-        beside = _transient(kind, chunks[chunk], older, again=newest > 0 and chunk == before)
+        again = newest > 0 and (chunk == before or chunks[chunk].by_unit is not None)
+        beside = _transient(kind, chunks[chunk], older, again=again)
         if alive + beside + newest + sum(losses.values()) > peak:
             saved, peak = alive, alive + beside + newest + sum(losses.values())
         if kind is Kind.I:
@@ -97,8 +108,10 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
 
 def _transient(kind: Kind, chunk: ChunkBytes, older: int, *, again: bool) -> int:
     """Bytes beside what is saved. `again`: of the chunk whose gradients are in reduction, which finish bucket by bucket
-    before new ones.
+    before new ones, or with gradients by unit of any chunk.
     """
+    if kind is Kind.W and chunk.by_unit is not None:
+        return chunk.by_unit[again]
     if kind is Kind.W:
         return chunk.unsharded + chunk.unit.wgrad
     if kind in (Kind.B, Kind.VT):

@@ -62,7 +62,7 @@ class Bounds:
             link = m * (2 * gather + reduce)
             exposed = link * (1 - hidden) if overlaps else link
         else:
-            link = reduce * (m if layout.zero == 2 and self._stack.reduces_each else 1) + gather
+            link = reduce * (m if layout.zero >= 2 and self._stack.reduces_each else 1) + gather
             exposed = 0.0 if overlaps else link
         pipeline = max(max(busiest, m * network / layout.pp) + exposed, one_by_one, link)
         return (pipeline + self._stack.attained.step_s) * scale(self._space.devices, self._stack)

@@ -45,8 +45,13 @@ SECTIONS = {"micro": "batch", "recompute": "train", "token_blocks": "moe"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
-DEPENDENT_KEYS = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_model_chunks")
-"""Keys dropped by layouts with another number of chunks or another recomputation."""
+DEPENDENT_KEYS = (
+    "parallel.layers_per_chunk",
+    "parallel.reshard",
+    "train.recompute_ops",
+    "train.recompute_model_chunks",
+)
+"""Keys dropped by layouts with another number of chunks, another recomputation, or without sharded weights."""
 
 MAX_DEVICE_COUNTS = 17  # most device counts to try for a legal layout
 RECOMPUTE = ("none", "selective", "full")  # train.recompute, from the least to the most
@@ -101,6 +106,7 @@ class Space:
         sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_model_chunks or [0]
         suits = {
             "parallel.layers_per_chunk": len(sizes) == layout.pp * layout.vpp and sum(sizes) == config.model.num_layers,
+            "parallel.reshard": layout.zero == 3,
             "train.recompute_ops": layout.recompute == "selective",
             "train.recompute_model_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
         }

@@ -31,11 +31,16 @@ class PipelineTimes:
     def pipeline(self) -> Pipeline:
         p = self.config.parallel
         assert p.schedule, "a resolved configuration names its schedule"
-        reduces_each = p.zero == 2 and self.stack.reduces_each and not self.stack.shards_weights
+        reduces_each = p.zero >= 2 and self.stack.reduces_each and not self.gathers_by_layer
         chunks, keep = self.config.num_chunks, self.config.data.sequence_chunks_saved
         joined = joined_chunks(self.config.train, p)
         m = self.config.num_microbatches
         return Pipeline(p.schedule, p.pp, p.vpp, m, reduces_each, chunks, keep, joined, p.vocab_pp, p.skip_ratio)
+
+    @property
+    def gathers_by_layer(self) -> bool:
+        """Weights are all-gathered for every forward and backward, layer by layer; kept ones once a step."""
+        return self.stack.shards_weights or self.config.parallel.resharding in ("microbatch", "forward")
 
     @property
     def overlaps(self) -> Overlaps:
@@ -75,9 +80,9 @@ class PipelineTimes:
 
     @cached_property
     def pairs(self) -> dict[Place, PassTimes]:
-        """Times of every chunk, with the exposed collectives of ZeRO-3."""
+        """Times of every chunk, with the exposed collectives of weights that are gathered by layer."""
         pairs = chunk_times(self.layers)
-        for place, pair in pairs.items() if self.stack.shards_weights else ():
+        for place, pair in pairs.items() if self.gathers_by_layer else ():
             gather, reduce = self.dp.gather(self.buckets[place]), self.dp.reduce(self.buckets[place])
             forward, backward = self._layerwise(pair.forward, gather), self._layerwise(pair.backward, gather + reduce)
             pairs[place] = pair + PassTimes(forward, backward)
@@ -117,7 +122,7 @@ class PipelineTimes:
 
     @cached_property
     def times(self) -> StageTimes:
-        c, p, apart = self.config, self.config.parallel, self.stack.shards_weights
+        c, p, apart = self.config, self.config.parallel, self.gathers_by_layer
         between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, c.world_size, together=p.tp)
         receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
         reduce, gather = cache(self.dp.reduce), cache(self.dp.gather)

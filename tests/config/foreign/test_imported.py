@@ -80,7 +80,7 @@ def test_defaults_are_those_of_megatron_core() -> None:
     ("--max-position-embeddings 128", {"model.positions": 128}),
     ("--position-embedding-type rope --max-position-embeddings 128", {"model.position": "rope"}),
     ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", {"parallel.zero": 1}),
-    ("--use-megatron-fsdp", {"parallel.zero": 2}),
+    ("--use-megatron-fsdp", {"parallel.zero": 3}),
     ("--lr-decay-iters 15", {"optimizer.schedule_steps": 15}), ("--lr-decay-iters 20", {}),
     ("--lr-decay-iters 20 --lr-warmup-fraction 0.1", {"optimizer.warmup_steps": 3}),
     ("--save a --save-interval 5", {"output_dir": "a", "checkpoint.every": 5}), ("--save-interval 5", {}),

@@ -45,6 +45,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 v dp2 ep2 zero2": {"pp": 2, "vpp": 2, "schedule": "zb_v", "dp": 2, "ep": 2, "zero": 2},
     "dp4 ep2": {"dp": 4, "ep": 2},
     "dp4 ep4 zero2": {"dp": 4, "ep": 4, "zero": 2},
+    "dp4 ep2 zero3": {"dp": 4, "ep": 2, "zero": 3},
+    "pp2 v dp2 ep2 zero3": {"pp": 2, "vpp": 2, "schedule": "zb_v", "dp": 2, "ep": 2, "zero": 3},
     "tp2 sp dp2 ep4": {"tp": 2, "sp": True, "dp": 2, "ep": 4},
     "tp2 sp dp2 ep1 zero0": {"tp": 2, "sp": True, "dp": 2, "zero": 0},
     "cp2 dp2 ep4": {"cp": 2, "dp": 2, "ep": 4},

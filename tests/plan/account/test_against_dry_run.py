@@ -16,7 +16,7 @@ from megascale.plan.account.flops import model_flops
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.traffic import step_traffic
 from tests.drawn import jobs, ranks_of
-from tests.marks import only_quick
+from tests.marks import only_quick, only_quick_rows
 from tests.plan.account.executed_flops import rank_flops
 from tests.runs import LLAMA, config_of
 from tests.runs import settings as settings_of
@@ -112,6 +112,44 @@ def test_communication_flops_and_state_of_ranks_with_experts(count: int) -> None
             compare(config, rank)
 
     check()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("count", "experts"), only_quick_rows([(2, False), (200, False), (100, True)], (2, False)))
+def test_communication_flops_and_state_of_ranks_with_sharded_weights(count: int, experts: bool) -> None:
+    @settings(drawn, max_examples=count)
+    @given(jobs(sharded=True, experts=experts))
+    def check(config: RunConfig) -> None:
+        for rank in ranks_of(config)[-1 if count < 100 else 0 :]:
+            compare(config, rank)
+
+    check()
+
+
+SHARDED = {
+    "forward": {"parallel__dp": 8},
+    "forward, tied, full recomputation": {
+        "parallel__dp": 8, "train__recompute": "full", "model__tie_embeddings": True,
+    },
+    "keep": {"parallel__dp": 4, "parallel__pp": 2, "parallel__reshard": "keep"},
+    "microbatch": {"parallel__dp": 4, "parallel__pp": 2, "parallel__vpp": 2, "parallel__reshard": "microbatch"},
+    "forward, split": {
+        "parallel__dp": 4, "parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v",
+        "parallel__reshard": "forward",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", only_quick(list(SHARDED), "forward"))
+def test_memory_with_sharded_weights(name: str, tmp_path: Path) -> None:
+    """Gathered weights, and unsharded gradients of two units."""
+    model = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 32000}
+    keys = {"parallel__zero": 3, "train__precision": "bf16", "model__num_layers": 8, "model__seq_length": 2048}
+    tree = settings_of(LLAMA | model, tmp_path, batch__global=32, **keys, **SHARDED[name])
+    config = config_of(tree, tmp_path)
+    for rank in ranks_of(config):
+        _, error = compare(config, rank)
+        assert abs(error) < HIGH, f"{error:+.1%} on rank {rank}"
 
 
 @pytest.mark.timeout(3600)

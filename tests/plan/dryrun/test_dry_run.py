@@ -63,6 +63,22 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2, "model__block": "parallel"},
     "llama dp2": {"parallel__dp": 2, "parallel__zero": 1},
     "gpt dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
+    "gpt dp2 zero3": {"parallel__dp": 2, "parallel__zero": 3},
+    "llama dp2 pp2 vpp2 zero3": {
+        "parallel__dp": 2,
+        "parallel__pp": 2,
+        "parallel__vpp": 2,
+        "parallel__zero": 3,
+        "parallel__reshard": "microbatch",
+        "train__recompute": "full",
+    },
+    "llama dp2 v zero3": {
+        "parallel__dp": 2,
+        "parallel__pp": 2,
+        "parallel__vpp": 2,
+        "parallel__schedule": "zb_v",
+        "parallel__zero": 3,
+    },
     "llama fp8": {"parallel__tp": 2, "train__precision": "fp8", "fp8__recipe": "delayed", "model__ffn_size": 64},
     "gpt fp8 recompute": {  # the peak is in the loss: in FP8 GEMMs a CPU casts operands inside the operator
         "parallel__tp": 2,
