@@ -110,7 +110,8 @@ def test_hardware_flops_by_the_share_of_layers(tmp_path) -> None:
 def test_full_recomputation_by_hand() -> None:
     """GPT-3 175B without biases: a block is 12 h^2, of which the last GEMM is 4 h^2, and attention 2 s h."""
     tree = {"name": "x", "model": {"preset": "gpt3-175b"}, "batch": {"global": 8}, "optimizer": {"lr": 1e-4}}
-    config = RunConfig.model_validate(tree | {"train": {"steps": 1, "recompute": "full"}, "data": {"mock": True}})
+    tree |= {"train": {"steps": 1, "recompute": "full"}, "data": {"mock": True}}
+    config = RunConfig.model_validate(tree).resolve(1)
     l, h, s = 96, 12_288, 2048  # noqa: E741
     recomputed = hardware_flops(config).full - token_flops(config.model).full
     assert recomputed == pytest.approx(2 * l * (8 * h**2 + 2 * s * h))
