@@ -247,11 +247,8 @@ class JobMemory:
 
     def _sharded_chunk(self, units: Sequence[UnitBytes], buckets: Sequence[BucketSize]) -> ChunkBytes:
         """Account for a chunk with sharded weights. The gradient of a tied embedding begins in the head."""
-        topology, size, gradients = (
-            topology_of(self.config.parallel),
-            self.sizes.wide,
-            list[activations.UnitGradients](),
-        )
+        topology, size = topology_of(self.config.parallel), self.sizes.wide
+        gradients = list[activations.UnitGradients]()
         for module in _by_module(buckets):
             full, shard = size * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module)
             in_flight = shard + (full if shard < full else 0)  # a single rank frees the full one at once
