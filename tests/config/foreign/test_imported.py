@@ -219,3 +219,11 @@ def test_comments_stand_on_converted_values() -> None:
     commented = [line.partition(" = ")[0] for line in text.splitlines() if "#" in line]
     assert commented == ["precision", "warmup_steps"]
     assert "seed = 7\n" in text and json.dumps("theirs") in text
+
+
+@pytest.mark.parametrize(
+    ("more", "zero"), [("", 3), ("--fp8-format hybrid --fp8-recipe tensorwise", 2), ("--mtp-num-layers 1", 2)]
+)
+def test_weights_are_sharded_where_they_can_be(more: str, zero: int) -> None:
+    made = imported(f"--use-megatron-fsdp {more}")
+    assert made.settings["parallel.zero"] == zero and ("parallel.zero" in made.notes) == (zero == 2), made.refused
