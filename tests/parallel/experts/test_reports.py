@@ -1,7 +1,7 @@
 """Reports of users of other systems about experts, and the tests that show what happens here.
 
-Reports about split backward and sharded weights are not among them: no layout has these with experts. Meg:
-NVIDIA/Megatron-LM, TT: pytorch/torchtitan, DS: microsoft/DeepSpeed, PT: pytorch/pytorch.
+Reports about split backward and sharded weights are not among them. Meg: NVIDIA/Megatron-LM, TT: pytorch/torchtitan,
+DS: microsoft/DeepSpeed, PT: pytorch/pytorch.
 """
 
 from __future__ import annotations
