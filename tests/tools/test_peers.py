@@ -132,9 +132,23 @@ def test_layouts() -> None:
     assert (found.tp, found.sp, found.pp, found.vpp, found.dp, found.world) == (2, True, 2, 4, 3, 12)
     assert found.arguments() == ["--tp", "2", "--pp", "2", "--vp", "4", "--dp", "3", "--sp"]
     assert Layout.parse("dp2 ep2").arguments()[-2:] == ["--ep", "2"]
+    assert Layout.parse("dp2 zero3") == Layout("dp2 zero3", dp=2, zero3=True)
     for name in ("", "tp0", "xp2", "tp2,pp2"):
         with pytest.raises(ValueError, match="is not a layout"):
             Layout.parse(name)
+
+
+def test_only_systems_that_shard_are_compared_with_sharded_weights() -> None:
+    layout, task = Layout.parse("dp2 zero3"), Task(Size(), 8, 2)
+    systems = [system for system in SYSTEMS.values() if system.trains_in(layout)]
+    assert [system.name for system in systems] == [
+        "megascale",
+        "torch-native-fsdp2",
+        "megatron-core-zero1",
+        "torchtitan",
+    ]
+    given = ["--zero3" in command(system, layout, task, Path("python"), Path("peers")) for system in systems]
+    assert given == [True, False, False, False]
 
 
 def test_every_system_is_given_the_same_sizes() -> None:

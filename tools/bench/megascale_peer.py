@@ -121,6 +121,7 @@ def arguments() -> argparse.Namespace:
     for name in ("tp", "pp", "vp", "dp", "ep"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--sp", action="store_true")
+    parser.add_argument("--zero3", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps first")
     parser.add_argument("--token-seed", type=int, default=TOKEN_SEED)
@@ -147,7 +148,7 @@ def configuration(options: argparse.Namespace, size: Size, folder: str) -> RunCo
         },
         "parallel": {
             "tp": options.tp, "sp": options.sp, "pp": options.pp, "vpp": options.vp, "dp": options.dp,
-            "ep": options.ep,
+            "ep": options.ep, **({"zero": 3} if options.zero3 else {}),
         },
         "moe": balance,
         "batch": {"micro": size.micro_batch, "global": size.global_batch},
@@ -165,8 +166,9 @@ def use_peers_weights(run: Run, family: str, seed: int) -> None:
     draw = FAMILIES[family](run.config.model, seed)
     mesh = run.mesh
     for bucket in run.buffers.buckets:
-        for slot in bucket.layout.slots:
-            fill(bucket.parameters[slot.parameter.name].data, slot.parameter, mesh.topology, mesh.coord, draw)
+        with bucket.whole_weights():
+            for slot in bucket.layout.slots:
+                fill(bucket.parameters[slot.parameter.name].data, slot.parameter, mesh.topology, mesh.coord, draw)
 
 
 def show(run: Run, watch: Stopwatch, warmup: int) -> None:

@@ -51,7 +51,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. `name`: 1, or space-separated words such as tp2, sp, pp2, vpp2, dp2, ep2."""
+    """Degrees of parallelism. `name`: 1, or space-separated words such as tp2, sp, pp2, vpp2, dp2, ep2, zero3, with
+    which systems shard what they can over dp.
+    """
 
     name: str
     tp: int = 1
@@ -60,6 +62,7 @@ class Layout:
     vpp: int = 1
     dp: int = 1
     ep: int = 1
+    zero3: bool = False
 
     @property
     def world(self) -> int:
@@ -71,12 +74,12 @@ class Layout:
         """Parse a layout's name. Raises: ValueError"""
         degrees: dict[str, int] = {}
         for word in [] if name == "1" else name.split() or [name]:
-            match = re.fullmatch(r"(tp|pp|vpp|dp|ep)([1-9]\d*)|(sp)", word)
+            match = re.fullmatch(r"(tp|pp|vpp|dp|ep)([1-9]\d*)|(sp|zero3)", word)
             if not match:
                 raise ValueError(f"{name!r} is not a layout: give 1, or words such as 'tp2 sp pp2 vpp2 dp2'")
-            degrees[match[1] or "sp"] = int(match[2] or 1)
-        sp = bool(degrees.pop("sp", 0))
-        return Layout(name, sp=sp, **degrees)
+            degrees[match[1] or match[3]] = int(match[2] or 1)
+        sp, zero3 = (bool(degrees.pop(word, 0)) for word in ("sp", "zero3"))
+        return Layout(name, sp=sp, zero3=zero3, **degrees)
 
     def arguments(self) -> list[str]:
         words = ["--tp", str(self.tp), "--pp", str(self.pp), "--vp", str(self.vpp), "--dp", str(self.dp)]
@@ -86,7 +89,8 @@ class Layout:
 @dataclass(frozen=True)
 class System:
     """A system or a variant. `weights`: family of its initial weights. `only_dp`: a variant for layouts with data
-    parallelism only. `launches`: the script starts its own processes.
+    parallelism only. `shards`: it shards weights, or at least optimizer state. `launches`: the script starts its own
+    processes.
     """
 
     name: str
@@ -94,7 +98,12 @@ class System:
     weights: str
     extra: tuple[str, ...] = ()
     only_dp: bool = False
+    shards: bool = False
     launches: bool = True
+
+    def trains_in(self, layout: Layout) -> bool:
+        """Return True if a comparison in the layout has this system."""
+        return (layout.dp > 1 or not self.only_dp) and (self.shards or not layout.zero3)
 
 
 _NATIVE = ("--seed", str(TOKEN_SEED), "--data-batches", "0")
@@ -106,9 +115,13 @@ OURS = "megascale"
 SYSTEMS = {
     system.name: system
     for system in (
-        System(OURS, "megascale_peer.py", "torch-native", ("--token-seed", str(TOKEN_SEED)), launches=False),
+        System(
+            OURS, "megascale_peer.py", "torch-native", ("--token-seed", str(TOKEN_SEED)), shards=True, launches=False
+        ),
         System("torch-native", "torch_native_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "ddp")),
-        System("torch-native-fsdp2", "torch_native_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "fsdp"), True),
+        System(
+            "torch-native-fsdp2", "torch_native_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "fsdp"), True, True
+        ),
         System("megatron-core", "megatron_cpu.py", "megatron-core", _MEGATRON, launches=False),
         System(
             "megatron-core-zero1",
@@ -116,9 +129,10 @@ SYSTEMS = {
             "megatron-core",
             (*_MEGATRON, "--zero", "--overlap-grad-reduce", "--overlap-param-gather"),
             only_dp=True,
+            shards=True,
             launches=False,
         ),
-        System("torchtitan", "torchtitan_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "fsdp")),
+        System("torchtitan", "torchtitan_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "fsdp"), shards=True),
     )
 }
 
@@ -164,7 +178,8 @@ def command(
     """Return the command to run a system in a layout. It prints a line per step and a JSON object at the end."""
     steps = ["--steps", str(task.steps), "--warmup", str(task.warmup)]
     script = [str((HERE if system.name == OURS else peers) / system.script), *task.size.arguments()]
-    script += [*layout.arguments(), *steps, *system.extra]
+    zero3 = ["--zero3"] if layout.zero3 and system.name == OURS else []
+    script += [*layout.arguments(), *zero3, *steps, *system.extra]
     launcher = [str(python), "-W", "ignore", "-m", "torch.distributed.run"]
     if cluster is not None and layout.world > 1:
         return cluster.around(launcher, script, layout.world)

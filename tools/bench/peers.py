@@ -161,7 +161,7 @@ class Bench:
         self, layout: Layout, rounds: int, expected: dict[str, tuple[float, ...]], scratch: str
     ) -> dict[str, list[Result]]:
         """Run all rounds of one layout. A failed system is left out of further rounds."""
-        systems = [system for system in self.systems if layout.dp > 1 or not system.only_dp]
+        systems = [system for system in self.systems if system.trains_in(layout)]
         results: dict[str, list[Result]] = {system.name: [] for system in systems}
         for number in range(1, rounds + 1):
             for system in systems:
