@@ -38,7 +38,7 @@ from megascale.operate.node.node_ranks import records_name
 from megascale.record.log_files import log_path, remove_left_logs
 from tests.jobs import heed_signals, lives
 
-SECONDS = 30.0
+SECONDS = 300.0
 M = TypeVar("M")
 
 RANK = """
