@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.operate.driver.incidents import Incident, JobHistory
+from megascale.operate.driver.node_order import NodeOrder
 from megascale.operate.driver.roster import Roster, format_nodes, place_ranks
 from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.rank_state import RankState
@@ -59,8 +60,8 @@ class JobPlan:
     """The ranks of a job. `run`: its name; `arguments`: of its ranks; `resuming`: further ones once this launch has
     trained; `logs`: folder of the ranks' logs; `takeover`: an earlier driver of this launch may have left an attempt
     running; `requestable`, `revivable`: see `SparePool`; `checks`: nodes are checked before they join, and after a
-    fault; `observed`: another launcher runs the ranks; `alone`: of a job on one host that its first fault ends
-    (`driver.alone`), with its ranks' logs in `logs` itself.
+    fault; `order`: in which ranks fill nodes; `observed`: another launcher runs the ranks; `alone`: of a job on one
+    host that its first fault ends (`driver.alone`), with its ranks' logs in `logs` itself.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
     `find_suspect`: returns the rank that torch's flight recorder shows as missing; None without any.
@@ -76,6 +77,7 @@ class JobPlan:
     requestable: bool = False
     revivable: bool = True
     checks: bool = False
+    order: NodeOrder = field(default_factory=NodeOrder)
     observed: bool = False
     alone: bool = False
     resuming: tuple[str, ...] = ()
