@@ -72,8 +72,10 @@ def gather(job: JobState, now: float) -> None:
     known = roster.failed or job.failed_checks or (job.history.attempt >= 0 and roster.order)
     too_few = known and len(possible) < job.plan.nodes and not job.plan.requestable
     if not job.history.attempts and job.places.count(None) == len(job.places) and now < job.begun + join_s(job):
-        if sum(map(roster.is_idle, possible)) >= job.plan.nodes:
-            first = job.plan.order.arrange(possible, job.plan.nodes)[: job.plan.nodes]
+        if sum(map(roster.is_idle, possible)) >= len(job.places):
+            if sorted(possible) != sorted(job.arranged):  # not at every message
+                job.arranged = job.plan.order.arrange(possible, len(job.places))
+            first = job.arranged[: len(job.places)]
             if all(map(roster.is_idle, first)):
                 job.places = [*first]  # else a node that joins late would be a spare, and the ranks out of order
     else:

@@ -99,7 +99,8 @@ class JobPlan:
 class JobState:
     """The state of a job.
 
-    `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
+    `places`: the nodes that ranks fill, in order, None where a node is wanted; `arranged`: the nodes at the start in
+    the plan's order; `pending`: the incident whose action
     follows the end of the attempt; `saves`: its ranks save before. `told_by_agents`: they have told of the request to
     stop, which the supervisor may pass on, too. `stop_status`: of a job that stops without a step. `fault`: that ends
     a job on one host. `begun`: start of this driver; `deadline`: of the stage; `next_look`:
@@ -115,6 +116,7 @@ class JobState:
         self.hang_verdict = _hang_verdict
         self.roster = Roster(node for node, until in history.excluded.items() if until > now)
         self.places: list[str | None] = [None] * self.plan.nodes
+        self.arranged: list[str] = []
         self.attempt: Attempt | None = None
         self.stage = Stage.GATHER
         self.begun = now

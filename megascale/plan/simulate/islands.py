@@ -30,7 +30,7 @@ def by_stage(hardware: Hardware, p: ParallelConfig, world: int) -> Hardware:
     islands, count = hardware.islands, count_islands(hardware, world)
     if islands is None or count == 1 or p.far_axis == "pp":
         return hardware
-    part = {"devices": world // p.pp // count, "bandwidth": islands.bandwidth / p.pp}
+    part = {"devices": max(1, world // p.pp // count), "bandwidth": islands.bandwidth / p.pp}
     return hardware.model_copy(update={"islands": islands.model_copy(update=part)})
 
 

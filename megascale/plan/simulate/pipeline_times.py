@@ -96,7 +96,7 @@ class PipelineTimes:
         """Times of every chunk, in its slowest island."""
         return {
             place: max((machine.own_pairs[place] for machine in self.machines[place[0]]), key=lambda pair: pair.total)
-            for place in self.buckets
+            for place in self.machines[0][0].own_pairs
         }
 
     @cached_property
