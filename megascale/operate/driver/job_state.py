@@ -100,13 +100,13 @@ class JobState:
     """The state of a job.
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `arranged`: the nodes at the start in
-    the plan's order; `pending`: the incident whose action
-    follows the end of the attempt; `saves`: its ranks save before. `told_by_agents`: they have told of the request to
-    stop, which the supervisor may pass on, too. `stop_status`: of a job that stops without a step. `fault`: that ends
-    a job on one host. `begun`: start of this driver; `deadline`: of the stage; `next_look`:
-    time of the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have
-    ended. `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an
-    attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
+    the plan's order; `pending`: the incident whose action follows the end of the attempt; `saves`: its ranks save
+    before. `told_by_agents`: they have told of the request to stop, which the supervisor may pass on, too.
+    `stop_status`: of a job that stops without a step. `fault`: that ends a job on one host. `begun`: start of this
+    driver; `deadline`: of the stage; `next_look`: time of the next look for a hang; `heartbeats`: a count of all.
+    `unfit`: why nodes leave once their ranks have ended. `failed_checks`: why nodes have left. `first_steps`: by node,
+    seconds of its longest first step of an attempt. `incomplete_at`: when to say that ranks of another launcher are not
+    found, None while none is missing.
     """
 
     def __init__(self, plan: JobPlan, settings: FaultConfig, history: JobHistory, now: float) -> None:
