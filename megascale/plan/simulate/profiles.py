@@ -250,8 +250,8 @@ class Stack(MeasuredStack):
 def hardware(name: str) -> Hardware:
     """Read a hardware profile: a name in `configs/hardware`, a file, or `this`. Raises: ConfigError."""
     profile = load_profile(name, "hardware", "--hardware", Hardware)
-    for machine in profile.islands.hardware if profile.islands else ():
-        _machine(machine)  # a mistake is told before anything is planned
+    for island in profile.islands.hardware if profile.islands else ():  # a mistake is told before anything is planned
+        load_profile(island, "hardware", "islands.hardware", Hardware, str(path_of("hardware", name)))
     return profile
 
 

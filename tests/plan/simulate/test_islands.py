@@ -134,7 +134,10 @@ def test_the_search_gives_slow_islands_fewer_layers() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("devices = 32\nbandwidth = 25e9\nlatency = 1e-3\nhardware = ['h10']", "there is no profile 'h10'"),
+        (
+            "devices = 32\nbandwidth = 25e9\nlatency = 1e-3\nhardware = ['h10']",
+            "mine.toml  islands.hardware: there is no profile 'h10'",
+        ),
         ("bandwidth = 25e9\nlatency = 1e-3", "islands.devices"),
     ],
 )
