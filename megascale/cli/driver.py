@@ -19,6 +19,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(sub)
     sub.add_argument("--nodes", type=int, required=True, help="nodes that train")
+    sub.add_argument("--topology", type=Path, help="topology file, which orders the nodes")
     sub.add_argument("--scheduler", required=True, help="name of the scheduler's adapter")
     sub.add_argument("--listen", required=True, help="host:port for the agents; no host is all interfaces")
     sub.add_argument("--scheduler-descriptor", type=int, required=True, help="socket to the supervisor's scheduler")
@@ -40,11 +41,14 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     from megascale.operate.channel.streams import tls_from_environment
     from megascale.operate.driver.drive_job import drive_job
     from megascale.operate.driver.job_state import JobPlan
+    from megascale.operate.driver.node_order import NodeOrder
     from megascale.operate.driver.scheduler.adapters import ADAPTERS
     from megascale.operate.driver.scheduler.remote import SchedulerClient
+    from megascale.operate.driver.switches import read_switches
 
     fault, settings, observe = config.fault, config.checkpoint, config.observe
     adapter, per_node = ADAPTERS[options.scheduler], config.world_size // options.nodes
+    switches = read_switches(options.topology) if options.topology else {}
     plan = JobPlan(
         config.name,
         options.nodes,
@@ -55,6 +59,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         requestable=adapter.requestable,
         revivable=adapter.revivable,
         checks=fault.check_nodes,
+        order=NodeOrder.of_layout(switches, config.parallel, options.nodes),
         resuming=("checkpoint.resume=auto",) if settings.resume == "never" else (),
         smaller=lambda nodes: smaller_layout(config, per_node, nodes),
         folder=str(config.folder),

@@ -30,6 +30,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--spares", type=non_negative_int, default=0, metavar="K", help=spares)
     source = "source of nodes: local, processes of this host; slurm, an allocation; jobset, Kubernetes (default: local)"
     sub.add_argument("--scheduler", default="local", metavar="NAME", help=source)
+    switches = "put neighbouring ranks below the same switches: FILE is Slurm's topology.conf, or labels of Kubernetes"
+    sub.add_argument("--topology", type=Path, metavar="FILE", help=switches)
     manifest = sub.add_argument_group("manifest for --scheduler jobset, instead of a launch")
     manifest.add_argument("--output", type=Path, metavar="FILE", help="write the manifest to FILE")
     manifest.add_argument("--image", metavar="IMAGE", help="container image with megascale (launch/Dockerfile)")
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     environment.set_defaults(config.folder if config.world_size > 1 else None)
     raise_limits(config, config.world_size if options.scheduler == "local" else config.world_size // options.nodes)
     warn(run_warnings(config, restarts=True))
-    size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler]
+    size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler, *_topology(options)]
     with lock_run_folder(config):
         run_id, _ = read_token(config.folder)
         arguments = (options.config, *options.overrides, *size, "--run-id", run_id)
@@ -69,7 +71,8 @@ def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:
     from megascale.operate.driver.scheduler.jobset import JobSetPlan, manifest
 
     claim, _, mount = options.claim.partition("=")
-    arguments = [options.config, *options.overrides, "--nodes", str(options.nodes), "--spares", str(options.spares)]
+    size = ["--nodes", str(options.nodes), "--spares", str(options.spares), *_topology(options)]
+    arguments = [options.config, *options.overrides, *size]
     plan = JobSetPlan(
         config.name, options.image, options.nodes, options.spares, arguments, claim, mount, new_secret(),
         options.gpus_per_node, math.ceil(config.fault.stop_grace_s + config.fault.end_grace_s) + 30,
@@ -82,9 +85,14 @@ def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:
     return Exit.OK
 
 
+def _topology(options: argparse.Namespace) -> list[str]:
+    return ["--topology", str(options.topology)] if options.topology else []
+
+
 def problems(options: argparse.Namespace, config: RunConfig) -> Iterator[Problem]:
     """Find what is wrong between the options and the configuration, before anything starts."""
     from megascale.operate.driver.scheduler.adapters import ADAPTERS
+    from megascale.operate.driver.switches import read_switches
 
     world, nodes = config.world_size, options.nodes
     if world % nodes:
@@ -93,9 +101,18 @@ def problems(options: argparse.Namespace, config: RunConfig) -> Iterator[Problem
         yield Problem("command line", "--nodes", what, f"one of {divisors}")
     for finding in launch_findings(world, config.fault, config.launch, config.comm, config.checkpoint, config.nccl):
         yield Problem("configuration", finding.key, finding.message, finding.hint)
+    if options.topology:
+        read_switches(options.topology)
+    elif config.parallel.far_axis == "dp":
+        hint = "--topology FILE, whose widest switches are the islands"
+        yield Problem("configuration", "parallel.far_axis", "dp has no effect without a topology", hint)
     if options.scheduler not in ADAPTERS:
         hint = f"one of {', '.join(ADAPTERS)}"
         yield Problem("command line", "--scheduler", f"no scheduler {options.scheduler!r}", hint)
+    yield from _manifest_problems(options)
+
+
+def _manifest_problems(options: argparse.Namespace) -> Iterator[Problem]:
     for option in ("image", "claim", "gpus_per_node") if not options.output else ():
         if getattr(options, option):
             what = f"has no effect without a manifest (--scheduler {options.scheduler})"

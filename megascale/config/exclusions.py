@@ -284,7 +284,7 @@ SKIPS = _unsupported(
     ("train.noise_scale_every", only(0), "the first micro-batch has no gradient of what it skips", "0"),
 )  # fmt: skip
 
-NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0)})
+NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0), "parallel.far_axis": only("pp")})
 
 NOT_HYBRID = _without_effect("parallel.hybrid_dp", only(False), {"data.max_tokens_per_rank": only(None)},
                              "parallel.hybrid_dp = true, or remove the key")  # fmt: skip

@@ -65,6 +65,11 @@ class ParallelConfig(Section):
         description="experimental, changes the model that is trained: share of the stages between first and last "
         "that a micro-batch skips in training; all are skipped equally often",
     )
+    far_axis: Literal["pp", "dp"] = Field(
+        "pp",
+        description="axis across the slow links between islands, for launch --topology and plans: pp: an island holds "
+        "whole stages; dp: an island holds a part of each stage's dp ranks",
+    )
     zero: Annotated[int, Field(ge=0, le=3)] = Field(
         1,
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "

@@ -25,8 +25,9 @@ THIS_MACHINE = "this"  # name of this machine's hardware profile, written by `me
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def load_profile(name: str, folder: str, option: str, profile: type[SectionT]) -> SectionT:
-    """Read a profile: a name in a `folder` of `configs`, a file, or `this`. `option`: of the command line, for errors.
+def load_profile(name: str, folder: str, option: str, profile: type[SectionT], where: str = "command line") -> SectionT:
+    """Read a profile: a name in a `folder` of `configs`, a file, or `this`. `option`: of the command line, or the key
+    of a file `where` the name stands, for errors.
 
     Raises: ConfigError for an unknown name and for mistakes in the file.
     """
@@ -39,7 +40,7 @@ def load_profile(name: str, folder: str, option: str, profile: type[SectionT]) -
     known, close = profile_names(folder), closest_name(name, profile_names(folder))
     alike = [known_name for known_name in known if known_name.startswith(name)] or ([close] if close else known)
     hint = f"did you mean '{alike[0]}'?" if len(alike) == 1 else f"one of {', '.join(alike)}, or a file of your own"
-    raise ConfigError([Problem("command line", option, f"there is no profile '{name}'", hint)])
+    raise ConfigError([Problem(where, option, f"there is no profile '{name}'", hint)])
 
 
 def profile_names(folder: str) -> list[str]:

@@ -20,6 +20,7 @@ COMMANDS = {
     "fake-rank": "train as one rank of a large job on one GPU, without its peers: time, memory and kernels",
     "faults": "inject faults into jobs of `megascale launch` on this host: culprit, action, seconds, steps lost",
     "hybrid-lengths": "time hybrid data parallelism beside ring and Ulysses on documents of real lengths (needs root)",
+    "islands": "time a job on two islands, with pp or dp across the slow link between them (needs root)",
     "kernel-estimates": "estimate a step's kernels beside those measured on a GPU, in docs/results/gpu.md",
     "lives": "kill writers, rename folders and signal ranks at random moments, and check what came of it",
     "message-order": "simulate what the order of a pipeline's receives costs",

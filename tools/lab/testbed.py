@@ -5,6 +5,8 @@ host 0 --link-- switch --link-- host 1
                  link
                   |
                 host 2
+
+Islands are several such clusters, whose switches are joined by slower links.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import IO, TypeVar
 
@@ -72,6 +75,9 @@ class HostLink:
             raise TestbedError(f"a link with a delay of {self.delay_s:g} s", hint="set 0 s or more")
 
 
+NO_LIMIT = HostLink()
+
+
 @dataclass(frozen=True)
 class Host:
     """A host of an open testbed. `namespace`: path of its network namespace, for ip(8) and nsenter(1)."""
@@ -84,6 +90,7 @@ class Host:
 
 class Testbed:
     """A context manager that opens `hosts` hosts on a switch, with their own loopback. `cores`: CPU quota of a host.
+    `between`: the link of each further switch to the first, of `islands` switches, to which hosts belong in turn.
 
     The hosts cannot reach this machine's own network, which stays unchanged.
 
@@ -92,11 +99,14 @@ class Testbed:
 
     __test__ = False  # pytest takes a class of this name for tests
 
-    def __init__(self, hosts: int, link: HostLink, cores: float | None = None) -> None:
+    def __init__(
+        self, hosts: int, link: HostLink, cores: float | None = None, islands: int = 1, between: HostLink = NO_LIMIT
+    ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise TestbedError(f"a testbed of {hosts} hosts", hint=f"1 to {MAX_HOSTS}")
         self.hosts: tuple[Host, ...] = ()
         self.link = link
+        self._islands, self._between = islands, between
         self._size = hosts
         self._cores_per_host = cores
         self._cpu_quotas: list[CpuQuota] = []  # by host; empty without quotas
@@ -140,6 +150,12 @@ class Testbed:
             _batch("tc", self._namespaces[each.index], _queue(INTERFACE, link.bits_per_second, link.delay_s))
         _batch("tc", switch, [line for each in hosts for line in _queue(_port(each), link.bits_per_second, 0.0)])
         self.link = link if host is None else self.link
+
+    def bytes_between(self) -> int:
+        """Count the bytes that the links between islands have carried since the testbed was opened."""
+        text = call_in_namespace(self._namespaces[-1], lambda: Path("/proc/thread-self/net/dev").read_text())
+        counts = (line.split() for line in text.splitlines() if line.lstrip().startswith("far"))
+        return sum(int(fields[1]) + int(fields[9]) for fields in counts)  # received and sent
 
     def connect(self, host: int, *, up: bool) -> None:
         """Cut a host's link at the switch, or connect it again, under running commands."""
@@ -216,14 +232,22 @@ class Testbed:
 
     def _connect(self) -> None:
         """Make the links from the hosts to the switch, and bring them up."""
-        switch = ["link add switch type bridge", "link set switch addrgenmode none up"]
+        switch, between = list[str](), list[str]()
+        for island in range(self._islands):
+            switch += [f"link add switch{island} type bridge", f"link set switch{island} addrgenmode none up"]
+        for island in range(1, self._islands):
+            switch.append(f"link add far{island} type veth peer name near{island}")
+            for end, to in (f"far{island}", island), (f"near{island}", 0):
+                switch.append(f"link set {end} master switch{to} addrgenmode none up")
+                between += _queue(end, self._between.bits_per_second, self._between.delay_s)
         for host in self.hosts:
             port = _port(host)
             switch += [
                 f"link add {port} type veth peer name {INTERFACE} netns {host.namespace}",
-                f"link set {port} master switch addrgenmode none up",
+                f"link set {port} master switch{host.index % self._islands} addrgenmode none up",
             ]
         _batch("ip", self._namespaces[-1], switch)
+        _batch("tc", self._namespaces[-1], between)
         for host in self.hosts:
             lines = [
                 "link set lo up",

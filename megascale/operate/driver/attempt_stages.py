@@ -71,15 +71,18 @@ def gather(job: JobState, now: float) -> None:
     possible = [name for name in roster.order if name not in roster.excluded and name not in roster.failed]
     known = roster.failed or job.failed_checks or (job.history.attempt >= 0 and roster.order)
     too_few = known and len(possible) < job.plan.nodes and not job.plan.requestable
-    if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + join_s(job):
-        first = possible[: job.plan.nodes]
-        if len(first) == len(job.places) and all(map(roster.is_idle, first)):
-            job.places = [*first]  # else a node that joins late would be a spare, and the ranks out of order
+    if not job.history.attempts and job.places.count(None) == len(job.places) and now < job.begun + join_s(job):
+        if sum(map(roster.is_idle, possible)) >= len(job.places):
+            if sorted(possible) != sorted(job.arranged):  # not at every message
+                job.arranged = job.plan.order.arrange(possible, len(job.places))
+            first = job.arranged[: len(job.places)]
+            if all(map(roster.is_idle, first)):
+                job.places = [*first]  # else a node that joins late would be a spare, and the ranks out of order
     else:
-        idle = roster.spares(node for node in job.places if node)
-        job.places = [node or (idle.pop(0) if idle else None) for node in job.places]
+        job.places = job.plan.order.fill(job.places, roster.spares(job.used))
     if all(node and roster.is_idle(node) for node in job.places):
         nodes = job.used
+        job.do(*(Say(f"WARNING: {text}") for text in job.plan.order.warnings(nodes)))
         job.begin_attempt(nodes, place_ranks(nodes, job.plan.world), now)
         job.do(Send(nodes[0], OpenStore(job.history.attempt, reachable=len(nodes) > 1)))
         job.enter(Stage.OPEN, now + OPEN_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.operate.driver.incidents import Incident, JobHistory
+from megascale.operate.driver.node_order import NodeOrder
 from megascale.operate.driver.roster import Roster, format_nodes, place_ranks
 from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.rank_state import RankState
@@ -59,8 +60,8 @@ class JobPlan:
     """The ranks of a job. `run`: its name; `arguments`: of its ranks; `resuming`: further ones once this launch has
     trained; `logs`: folder of the ranks' logs; `takeover`: an earlier driver of this launch may have left an attempt
     running; `requestable`, `revivable`: see `SparePool`; `checks`: nodes are checked before they join, and after a
-    fault; `observed`: another launcher runs the ranks; `alone`: of a job on one host that its first fault ends
-    (`driver.alone`), with its ranks' logs in `logs` itself.
+    fault; `order`: in which ranks fill nodes; `observed`: another launcher runs the ranks; `alone`: of a job on one
+    host that its first fault ends (`driver.alone`), with its ranks' logs in `logs` itself.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
     `find_suspect`: returns the rank that torch's flight recorder shows as missing; None without any.
@@ -76,6 +77,7 @@ class JobPlan:
     requestable: bool = False
     revivable: bool = True
     checks: bool = False
+    order: NodeOrder = field(default_factory=NodeOrder)
     observed: bool = False
     alone: bool = False
     resuming: tuple[str, ...] = ()
@@ -97,13 +99,14 @@ class JobPlan:
 class JobState:
     """The state of a job.
 
-    `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
-    follows the end of the attempt; `saves`: its ranks save before. `told_by_agents`: they have told of the request to
-    stop, which the supervisor may pass on, too. `stop_status`: of a job that stops without a step. `fault`: that ends
-    a job on one host. `begun`: start of this driver; `deadline`: of the stage; `next_look`:
-    time of the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have
-    ended. `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an
-    attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
+    `places`: the nodes that ranks fill, in order, None where a node is wanted; `arranged`: the nodes at the start in
+    the plan's order; `pending`: the incident whose action follows the end of the attempt; `saves`: its ranks save
+    before. `told_by_agents`: they have told of the request to stop, which the supervisor may pass on, too.
+    `stop_status`: of a job that stops without a step. `fault`: that ends a job on one host. `begun`: start of this
+    driver; `deadline`: of the stage; `next_look`: time of the next look for a hang; `heartbeats`: a count of all.
+    `unfit`: why nodes leave once their ranks have ended. `failed_checks`: why nodes have left. `first_steps`: by node,
+    seconds of its longest first step of an attempt. `incomplete_at`: when to say that ranks of another launcher are not
+    found, None while none is missing.
     """
 
     def __init__(self, plan: JobPlan, settings: FaultConfig, history: JobHistory, now: float) -> None:
@@ -113,6 +116,7 @@ class JobState:
         self.hang_verdict = _hang_verdict
         self.roster = Roster(node for node, until in history.excluded.items() if until > now)
         self.places: list[str | None] = [None] * self.plan.nodes
+        self.arranged: list[str] = []
         self.attempt: Attempt | None = None
         self.stage = Stage.GATHER
         self.begun = now

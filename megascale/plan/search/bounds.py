@@ -15,6 +15,7 @@ A rank of the first stage holds its state, and activations as its schedule says.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from megascale.catalog.schedules import SCHEDULES
@@ -79,11 +80,11 @@ class Bounds:
             return layout
         return layout._replace(token_blocks=self._blocks(self._reset(layout)[0]))
 
-    def balanced(self, layout: Layout) -> list[int]:
-        """Split the layers over a layout's stages by time."""
+    def balanced(self, layout: Layout, slowness: Sequence[float]) -> list[int]:
+        """Split the layers over a layout's stages by time. `slowness`: by stage, the seconds of equal work."""
         first, *layers, last = (pair.total for pair in self._passes(self._reset(self.in_blocks(layout))[0]))
         shared = self._space.config.parallel.vocab_pp
-        return balanced(layers, first, 0.0 if shared else last, layout.pp * layout.vpp)
+        return balanced(layers, first, 0.0 if shared else last, layout.pp * layout.vpp, slowness)
 
     def _micro_batches(self, layout: Layout) -> int:
         return self._space.config.batch.total // (layout.dp * layout.micro)
@@ -164,6 +165,6 @@ class Bounds:
         """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
         schedule = SPLIT if SCHEDULES[layout.schedule].facts["split"] else "1f1b"
-        block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1)
+        block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1, far_axis="pp")
         flat = layout._replace(sp=False, cp_mode="ring", cp_a2a_size=1, vpp=vpp, schedule="1f1b", micro=1)
         return block, flat._replace(recompute="none", token_blocks=1)

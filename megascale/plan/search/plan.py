@@ -11,6 +11,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.gpu_overlap import exposed_collectives
 from megascale.plan.account.memory import JobMemory, RankMemory
 from megascale.plan.search.space import Layout, layout_of
+from megascale.plan.simulate.islands import stage_islands
 from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
 from megascale.plan.simulate.step_time import Estimate, StepParts
 
@@ -89,6 +90,11 @@ class Plan:
             lines.append(f"no published step tells the error of plans for {config.world_size} x {hardware.name}")
         elif not measured(hardware, stack):
             lines.append(f"{stack.name} was never measured on {hardware.name}: the error may be larger than expected")
+        by_stage = stage_islands(hardware, config.parallel, config.world_size)
+        if hardware.islands and by_stage[-1].stop > 1:
+            axis = "dp" if any(len(islands) > 1 for islands in by_stage) else "pp"
+            names = ", ".join(hardware.islands.hardware) or hardware.name
+            lines.append(f"{axis} crosses {by_stage[-1].stop} islands of {hardware.islands.devices} devices: {names}")
         if config.model.experts and self.expected_error is not None:
             lines.append("the expected error is of dense models: docs/results/planner.md has those of experts")
         if config.train.precision == "bf16" and not hardware.device.multiplies("bf16"):

@@ -84,7 +84,8 @@ def format_layout(config: RunConfig) -> str:
     heads = f" {p.cp_a2a_size} x {p.cp_keys}" if p.cp_mode == "usp" else ""
     cp = f" x cp {p.cp} {p.cp_mode}{heads}" if p.cp > 1 else ""
     ep = f" (ep {p.ep}{f' in {blocks} blocks' if blocks > 1 else ''})" if max(p.ep, blocks) > 1 else ""
-    return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}{ep}"
+    far = " across islands" if p.far_axis == "dp" else ""
+    return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}{far}{ep}"
 
 
 def too_large_message(plan: Plan) -> str:
@@ -126,6 +127,7 @@ def _settings(space: Space, plan: Plan, count: str | None) -> str:
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
     unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
     unused |= set() if config.model.experts else {"parallel.ep", "moe.token_blocks"}
+    unused |= {"parallel.far_axis"} if plan.layout.far_axis == config.parallel.far_axis else set()
     keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}

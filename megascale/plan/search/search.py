@@ -58,7 +58,7 @@ def search(
     """
     if stack.shards_weights:  # the stack sets the stage of ZeRO
         fixed = [*fixed, "parallel.zero"]
-    space = Space(config, devices, frozenset(fixed))
+    space = Space(config, devices, frozenset(fixed), hardware.islands.devices if hardware.islands else 0)
     counts = Counter[str]()
     solver = _BranchAndBound(space, hardware, stack, memory_fraction)
     for tps in (solver.tps_in_node, solver.tps_across_nodes):
@@ -84,7 +84,8 @@ class _BranchAndBound:
 
     def __init__(self, space: Space, hardware: Hardware, stack: Stack, memory_fraction: float) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
-        self._bounds = Bounds(space, hardware, stack)
+        self._bounds, *others = (Bounds(space, machine, stack) for machine in hardware.machines)
+        self._all_bounds = [self._bounds, *others]  # the least is of a cluster whose islands all are as the fastest
         self.memory_limit = int(memory_fraction * hardware.memory_limit(space.devices))
         tps = divisors(space.devices, space.config.model.num_heads)
         self.tps_in_node = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
@@ -102,7 +103,7 @@ class _BranchAndBound:
             if number % TOLD == 0:
                 tell(f"bounds of {number:,} of {len(sizes):,} layouts")
             if size <= self.memory_limit:
-                small.append((self._bounds.step_s(layout), layout))
+                small.append((min(bounds.step_s(layout) for bounds in self._all_bounds), layout))
         best, fitting = dict[Layout, tuple[float, int, Layout]](), set[Layout]()
         too_large, limit = len(sizes) - len(small), math.inf
         for number, (bound, layout) in enumerate(sorted(small)):
@@ -119,7 +120,8 @@ class _BranchAndBound:
                 too_large += 1
                 continue
             fitting.add(layout)
-            timed = self._plan(layout).parts.step_s, size, layout
+            split = self._balanced if len(self._all_bounds) > 1 else self._plan  # even stages would wait for slow ones
+            timed = split(layout).parts.step_s, size, layout
             best[row(layout)] = min(in_row or timed, timed)
             limit = sorted(best.values())[results - 1][0] if len(best) >= results else math.inf
         pruned = len(sizes) - too_large - len(fitting)
@@ -132,7 +134,8 @@ class _BranchAndBound:
         plan, key = self._plan(layout), "parallel.layers_per_chunk"
         if layout.pp == 1 or key in self._space.fixed or self._space.config.train.recompute_model_chunks:
             return plan
-        parallel = plan.config.parallel.model_copy(update={"layers_per_chunk": self._bounds.balanced(layout)})
+        sizes = self._bounds.balanced(layout, plan.parts.slowness)
+        parallel = plan.config.parallel.model_copy(update={"layers_per_chunk": sizes})
         uneven = replace(plan, config=plan.config.model_copy(update={"parallel": parallel}))
         if any(run_rules(RULES, dict(uneven.config))) or uneven.parts.step_s > (1 - MIN_GAIN) * plan.parts.step_s:
             return plan

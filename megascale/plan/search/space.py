@@ -39,6 +39,7 @@ class Layout(NamedTuple):
     zero: int = 1
     ep: int = 1
     token_blocks: int = 1
+    far_axis: str = "pp"
 
 
 SECTIONS = {"micro": "batch", "recompute": "train", "token_blocks": "moe"}
@@ -62,12 +63,13 @@ MIN_SHARED_TOKENS = 4096  # fewest tokens of a sequence on a rank for cp: fewer 
 @dataclass(frozen=True)
 class Space:
     """The layouts of a resolved `config` on `devices`. Keys in `fixed` keep their values, as do keys without effect: sp
-    without tp, the mode without cp, zero without dp.
+    without tp, the mode without cp, zero without dp. `island`: devices of an island, 0 for a single one.
     """
 
     config: RunConfig
     devices: int
     fixed: frozenset[str] = frozenset()
+    island: int = 0
 
     def layouts(self, tps: Collection[int], *, lean: bool = False) -> Iterator[Layout]:
         """Generate the legal layouts with these tp, in a fixed order. `lean`: only candidates for the lowest memory,
@@ -87,8 +89,8 @@ class Space:
             for micro in micros[:1] if lean else micros:
                 zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
                 eps = [ep for ep in self._eps(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=ep)]
-                for zero, ep in itertools.product(self._values("parallel.zero", zeros), eps):
-                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep, self._blocks)
+                for zero, ep, far in itertools.product(self._values("parallel.zero", zeros), eps, self._far(pp, dp)):
+                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep, self._blocks, far)
 
     def token_blocks(self, layout: Layout) -> list[int]:
         """List the legal blocks of a layout's tokens, whatever its own: one where no GEMMs of other blocks can hide the
@@ -175,6 +177,12 @@ class Space:
         experts = self.config.model.experts
         eps = self._values("parallel.ep", divisors(math.gcd(ranks, experts)) if experts else [1])
         return [ep for ep in eps if ranks % ep == 0]
+
+    def _far(self, pp: int, dp: int) -> list[str]:
+        """List the axes that can cross islands: dp if each island has an equal part of every stage."""
+        islands = math.ceil(self.devices / self.island) if self.island else 1
+        both = pp > 1 and islands > 1 and dp % islands == 0
+        return self._values("parallel.far_axis", ("pp", "dp") if both else ("pp",))
 
     def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool, int, str, int]]:
         """List all legal (tp, sp, cp, cp_mode, cp_a2a_size)."""

@@ -46,13 +46,13 @@ FORWARD = Kind.F  # looking up a member of an enum takes 0.2 us, a fifth of an a
 class StageTimes:
     """Durations in seconds, by pipeline rank and chunk.
 
-    `message`: between neighbours; `receive`: compute time of a receiver per message; `reduce`, `gather`: a chunk's
-    collectives over dp, in `buckets` (default 1); `slowdown`: slowdown of compute, as a share of an overlapped
-    collective's time; `share_link`: messages and collectives share a link. `scales`: by micro-batch, factors of compute
-    and of messages, for micro-batches of unequal lengths; empty: all equal. `weight_gradient`: the part of a backward
-    that a schedule may run apart. `hidden`: by rank and the chunks of an Overlap's forward and backward, the seconds
-    that it takes less than both. `exchange`: of an activation among all stages in vocabulary parallelism, whose passes
-    take the times of a chunk.
+    `message`: between neighbours, `far` between those in different `islands`, by rank; `receive`: compute time of a
+    receiver per message; `reduce`, `gather`: a chunk's collectives over dp, in `buckets` (default 1); `slowdown`:
+    slowdown of compute, as a share of an overlapped collective's time; `share_link`: messages and collectives share a
+    link. `scales`: by micro-batch, factors of compute and of messages, for micro-batches of unequal lengths; empty: all
+    equal. `weight_gradient`: the part of a backward that a schedule may run apart. `hidden`: by rank and the chunks of
+    an Overlap's forward and backward, the seconds that it takes less than both. `exchange`: of an activation among all
+    stages in vocabulary parallelism, whose passes take the times of a chunk.
     """
 
     forward: Mapping[Place, float]
@@ -68,6 +68,12 @@ class StageTimes:
     weight_gradient: Mapping[Place, float] = field(default_factory=dict)
     hidden: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
     exchange: float = 0.0
+    far: float = 0.0
+    islands: Sequence[range] = ()
+
+    def hop(self, one: int, other: int) -> float:
+        """Return the duration of a message between two ranks."""
+        return self.far if self.islands and self.islands[one] != self.islands[other] else self.message
 
     def seconds(self, kind: Kind, place: Place) -> float:
         """Return the duration of a compute action."""
@@ -143,7 +149,7 @@ class _Messages(NamedTuple):
 class _Route(NamedTuple):
     """The `seconds` of an action of a chunk, and its messages of micro-batch 0: received, and sent; None without.
     `completes`: the gradients of the chunk's weights. `after`: the result that it awaits as all ranks do, which takes
-    `exchange` seconds; `joint`: the one that it leaves.
+    `exchange` seconds; `joint`: the one that it leaves. `hop`: seconds of the message sent.
     """
 
     seconds: float
@@ -154,6 +160,7 @@ class _Route(NamedTuple):
     after: Result | None
     exchange: float
     joint: Result | None
+    hop: float = 0.0
 
 
 @dataclass
@@ -177,7 +184,7 @@ class _Rank:
         last = {action.chunk: action for action, route in steps if route.completes}
         gathered, reductions = self._gather(), list[Action]()
         now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
-        for action, (seconds, enters, leaves, backward, completes, after, exchange, joint) in steps:
+        for action, (seconds, enters, leaves, backward, completes, after, exchange, joint, hop) in steps:
             _, chunk, microbatch = action
             begin, first = now, stride * microbatch
             weights = received = now = max(now, gathered[chunk])
@@ -196,7 +203,7 @@ class _Rank:
             now = done = sent = arrives = start + seconds * work
             if leaves is not None:
                 message = leaves + first
-                sent, taken = done if done > free[backward] else free[backward], times.message * size
+                sent, taken = done if done > free[backward] else free[backward], hop * size
                 arrives = sent + taken
                 if times.share_link and self.until > sent:  # message and collective have half of the link
                     shared = min(taken, self.until - sent)
@@ -242,7 +249,8 @@ class _Rank:
         received = None if source is None else 2 * placement.stage(self.rank, chunk) + backward
         sent = None if target is None else 2 * target + backward
         completes, seconds = Kind.W in RESULTS[kind], self.times.seconds(kind, (self.rank, chunk))
-        plain = _Route(seconds, received, sent, backward, completes, None, 0.0, None)
+        hop = 0.0 if target is None else self.times.hop(self.rank, placement.places[target][0])
+        plain = _Route(seconds, received, sent, backward, completes, None, 0.0, None, hop)
         if not placement.barriers:
             return plain
         needs, made = dependencies(action, self.rank, placement), results(action, self.rank, placement)[0]

@@ -108,4 +108,5 @@ def with_fewer_stages(times: StageTimes, p: int, v: int, stages: int) -> StageTi
     return replace(
         times, forward=cut(times.forward), backward=cut(times.backward), reduce=cut(times.reduce),
         gather=cut(times.gather), buckets=buckets, weight_gradient=cut(times.weight_gradient), hidden=hidden,
+        islands=[times.islands[run[0]] for run in runs] if times.islands else (),
     )  # fmt: skip

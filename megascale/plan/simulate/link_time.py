@@ -7,16 +7,17 @@ For S bytes on n ranks in k nodes, with bandwidth b, latency L between nodes and
     ring, all-gather or reduce-scatter   (n - 1) / n S / b + (k - 1) L + (n - k) l;   all-reduce: twice
     two trees of nodes, all-reduce       2 S / b + 2 log2(k) L + 2 (n / k - 1) l, for k = 2 with S / b
 
-An all-reduce between nodes takes the faster one, as in NCCL (src/graph/tuning.cc). A group's ranks are `stride` apart,
-and `stride` groups fill a run of ranks. Runs across nodes share a node's network among at most one group per device,
-including groups of another run in the node.
+An all-reduce between nodes takes the faster one, as in NCCL (src/graph/tuning.cc). Between islands it takes a ring in
+the order of ranks, which enters each island once, and is as fast as its slowest link. A group's ranks are `stride`
+apart, and `stride` groups fill a run of ranks. Runs across nodes share a node's network among at most one group per
+device, including groups of another run in the node.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megascale.config.parallel import ParallelConfig
@@ -31,7 +32,7 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 @dataclass(frozen=True)
 class Route:
     """The link of a rank in a group: bytes/s per direction, seconds per message. `network`: across nodes; `ranks`: the
-    group's ranks in a node, with links `inside` (bytes/s, seconds).
+    group's ranks in a node, with links `inside` (bytes/s, seconds). `islands`: of the group, `far_s` seconds apart.
     """
 
     bandwidth: float
@@ -39,6 +40,8 @@ class Route:
     network: bool
     ranks: int = 1
     inside: tuple[float, float] = (math.inf, 0.0)
+    islands: int = 1
+    far_s: float = 0.0
 
     def collective(self, operation: Operation, size: float, ranks: int) -> float:
         """Time a collective over `ranks`. `size`: bytes of the full tensor."""
@@ -46,15 +49,16 @@ class Route:
             return 0.0
         nodes, (inside, hop) = max(2, math.ceil(ranks / self.ranks)) if self.network else ranks, self.inside
         ring = (ranks - 1) / ranks * size / self.bandwidth + (nodes - 1) * self.latency + (ranks - nodes) * hop
+        ring += (self.islands - 1) * self.far_s
         if operation != "all_reduce":
             return ring
         tree = (1 if nodes == 2 else 2) * size / self.bandwidth + 2 * math.ceil(math.log2(nodes)) * self.latency
         tree = max(tree, 2 * size / inside) + 2 * (self.ranks - 1) * hop
-        return min(2 * ring, tree) if self.network else 2 * ring
+        return min(2 * ring, tree) if self.network and self.islands == 1 else 2 * ring
 
     def message(self, size: float) -> float:
         """Time a point-to-point message of `size` bytes."""
-        return size / self.bandwidth + self.latency
+        return size / self.bandwidth + (self.latency if self.islands == 1 else self.far_s)
 
 
 def group_route(hardware: Hardware, size: int, stride: int, world: int, *, together: int = 1) -> Route:
@@ -63,13 +67,24 @@ def group_route(hardware: Hardware, size: int, stride: int, world: int, *, toget
     devices, run = _used(node.devices, world, together), size * stride
     inside = node.bandwidth * attained.link
     if devices % run == 0:
-        return Route(inside, node.latency, network=False)
+        return _across(hardware, Route(inside, node.latency, network=False), run, stride, world)
     groups = min(devices, stride if run % devices == 0 or run == world else 2 * stride)
     outside = network.bandwidth * attained.network / groups
     if run > devices * network.nodes:
         outside /= network.taper
     within = (devices // stride, (inside, node.latency)) if devices >= 2 * stride else ()
-    return Route(min(inside, outside), network.latency, True, *within)
+    return _across(hardware, Route(min(inside, outside), network.latency, True, *within), run, stride, world)
+
+
+def _across(hardware: Hardware, route: Route, run: int, stride: int, world: int) -> Route:
+    """Limit the route of a group that fills a run of ranks to its share of the links between islands."""
+    islands = hardware.islands
+    if islands is None or islands.devices >= world or islands.devices % run == 0:
+        return route
+    groups = min(islands.devices, stride if run % islands.devices == 0 or run == world else 2 * stride)
+    share = islands.bandwidth * hardware.attained.network / groups
+    crossed = max(2, math.ceil(run / islands.devices))
+    return replace(route, bandwidth=min(route.bandwidth, share), network=True, islands=crossed, far_s=islands.latency)
 
 
 def neighbour_route(hardware: Hardware, stride: int, world: int, *, together: int = 1) -> Route:
@@ -213,7 +228,8 @@ class ContextRoutes:
 @dataclass(frozen=True)
 class ExpertRoute:
     """The links of `ranks` neighbours that exchange tokens, of which `inside` share a node: bytes/s of a rank in the
-    `node` and of its share of the `network`, and seconds of a message. Both links send at the same time.
+    `node` and of its share of the `network`, and seconds of a message. Both links send at the same time. `relayed`: the
+    share of the network's bytes that pass the node's links first.
     """
 
     ranks: int
@@ -221,6 +237,7 @@ class ExpertRoute:
     node: float
     network: float
     latency: float
+    relayed: float = 0.0
 
     @classmethod
     def of_layout(cls, hardware: Hardware, p: ParallelConfig, world: int) -> ExpertRoute:
@@ -228,13 +245,17 @@ class ExpertRoute:
         devices = _used(node.devices, world, p.tp)
         inside, outside = math.gcd(p.ep, devices), network.bandwidth * attained.network / devices
         outside /= network.taper if p.ep > devices * network.nodes else 1
-        latency = node.latency if inside == p.ep else network.latency
-        return cls(p.ep, inside, node.bandwidth * attained.link, outside, latency)
+        latency, far = node.latency if inside == p.ep else network.latency, hardware.islands
+        if far and far.devices < world and far.devices % p.ep:  # as if all went between islands
+            outside, latency = min(outside, far.bandwidth * attained.network / far.devices), far.latency
+        relayed = (devices - 1) / devices if network.rail_only else 0.0
+        return cls(p.ep, inside, node.bandwidth * attained.link, outside, latency, relayed)
 
     def seconds(self, sent: CommOp) -> float:
         """Time an all-to-all, of the bytes that a rank sends to the others together, or an all-gather."""
         within, across = (self.inside - 1) / (self.ranks - 1), (self.ranks - self.inside) / (self.ranks - 1)
         nbytes = sent.bytes * (self.ranks - 1) / self.ranks if sent.operation == "all_gather" else sent.bytes
+        within += self.relayed * across
         return nbytes * max(within / self.node, across / self.network) + sent.calls * self.latency
 
     def exposed(self, exchanges: Iterable[CommOp], gemms: float) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Self
 
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes, held_chunks, stages_of
@@ -14,6 +16,7 @@ from megascale.layout.stages import Place
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
+from megascale.plan.simulate.islands import by_stage, far_message, stage_islands
 from megascale.plan.simulate.layer_time import LayerTimes
 from megascale.plan.simulate.link_time import Buckets, DataParallel, neighbour_route
 from megascale.plan.simulate.profiles import Hardware, Overlaps, Stack
@@ -53,13 +56,15 @@ class PipelineTimes:
 
     @cached_property
     def layers(self) -> LayerTimes:
-        return LayerTimes.from_config(self.config, self.hardware, self.stack)
+        hardware = by_stage(self.hardware, self.config.parallel, self.config.world_size)
+        return LayerTimes.from_config(self.config, hardware, self.stack)
 
     @cached_property
     def dp(self) -> DataParallel:
         p, sizes = self.config.parallel, self.layers.sizes
         element_bytes = self.stack.gradient_bytes or sizes.wide, sizes.compute
-        return DataParallel.of_layout(self.hardware, p, p.zero > 0 or self.stack.shards_weights, element_bytes)
+        hardware = by_stage(self.hardware, p, self.config.world_size)
+        return DataParallel.of_layout(hardware, p, p.zero > 0 or self.stack.shards_weights, element_bytes)
 
     @cached_property
     def buckets(self) -> dict[Place, Buckets]:
@@ -79,8 +84,30 @@ class PipelineTimes:
         return sizes
 
     @cached_property
+    def machines(self) -> list[list[Self]]:
+        """This pipeline on the hardware of each island in which a stage lies, by stage."""
+        hardware, p = self.hardware.machines, self.config.parallel
+        on = [self] if hardware == [self.hardware] else [replace(self, hardware=machine) for machine in hardware]
+        islands = stage_islands(self.hardware, p, self.config.world_size)
+        return [[on[number] for number in {island % len(on) for island in some}] for some in islands]
+
+    @cached_property
     def pairs(self) -> dict[Place, PassTimes]:
-        """Times of every chunk, with the exposed collectives of weights that are gathered by layer."""
+        """Times of every chunk, in its slowest island."""
+        return {
+            place: max((machine.own_pairs[place] for machine in self.machines[place[0]]), key=lambda pair: pair.total)
+            for place in self.machines[0][0].own_pairs
+        }
+
+    @cached_property
+    def slowness(self) -> list[float]:
+        """Seconds of the model in the slowest island of each virtual stage."""
+        seconds = [max(sum(pair.total for pair in on.own_pairs.values()) for on in row) for row in self.machines]
+        return [seconds[rank] for rank, _ in stages_of(self.config.model, self.config.parallel).placement.places]
+
+    @cached_property
+    def own_pairs(self) -> dict[Place, PassTimes]:
+        """Times of every chunk on this hardware, with the exposed collectives of weights that are gathered by layer."""
         pairs = chunk_times(self.layers)
         for place, pair in pairs.items() if self.gathers_by_layer else ():
             gather, reduce = self.dp.gather(self.buckets[place]), self.dp.reduce(self.buckets[place])
@@ -123,21 +150,32 @@ class PipelineTimes:
     @cached_property
     def times(self) -> StageTimes:
         c, p, apart = self.config, self.config.parallel, self.gathers_by_layer
-        between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, c.world_size, together=p.tp)
+        world, size = c.world_size, self.layers.sizes.message
+        between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, world, together=p.tp)
         receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
-        reduce, gather = cache(self.dp.reduce), cache(self.dp.gather)
         buckets = {} if apart else self.buckets
+        reduce, gather = (
+            {place: max(on.costs[index](sizes) for on in self.machines[place[0]]) for place, sizes in buckets.items()}
+            for index in range(2)
+        )
         return StageTimes(
             {place: pair.forward.total for place, pair in self.pairs.items()},
             {place: pair.backward.total for place, pair in self.pairs.items()},
-            between.message(self.layers.sizes.message),
+            between.message(size),
             receive,
-            {place: reduce(sizes) for place, sizes in buckets.items()},
-            {place: gather(sizes) for place, sizes in buckets.items()},
+            reduce,
+            gather,
             {place: len(sizes) for place, sizes in self.buckets.items()},
             1 - self.hardware.attained.overlap,
             share_link=between.network and self.dp.network,
             weight_gradient={place: pair.weights.total for place, pair in self.pairs.items()},
             hidden=self.hidden,
             exchange=between.collective("all_reduce", self.layers.sizes.stream, p.pp) if p.vocab_pp else 0.0,
+            far=far_message(self.hardware, between, p, world, size),
+            islands=stage_islands(self.hardware, p, world) if self.hardware.islands else (),
         )
+
+    @cached_property
+    def costs(self) -> tuple[Callable[[Buckets], float], Callable[[Buckets], float]]:
+        """Seconds of the gradient reduction and of the weight all-gather of buckets on this hardware."""
+        return cache(self.dp.reduce), cache(self.dp.gather)

@@ -7,7 +7,7 @@ its fixed time. Other values are stated or usual. `configs/errors.toml` has the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -121,7 +121,7 @@ class Device(Section):
 class Link(Section):
     """A link between devices."""
 
-    bandwidth: Rate = Field(description="bytes/s each way: of a device in a node; of a node in the network")
+    bandwidth: Rate = Field(description="bytes/s each way: of a device in a node; of a node, or an island")
     latency: Annotated[float, Field(gt=0, lt=1)] = Field(description="seconds of one message")
 
 
@@ -143,6 +143,16 @@ class Network(Link):
 
     nodes: Count = Field(2**40, description="nodes under one switch")
     taper: Annotated[float, Field(ge=1)] = Field(1.0, description="oversubscription above that switch")
+    rail_only: bool = Field(
+        False, description="devices reach those of equal index in other nodes; other traffic passes a node's links too"
+    )
+
+
+class Islands(Link):
+    """Equal parts of a cluster, such as sites, with slower links between them. The bandwidth is an island's."""
+
+    devices: Count = Field(description="devices of an island")
+    hardware: list[str] = Field([], description="profiles of the islands in turn; by default all are as this file")
 
 
 class Attained(Section):
@@ -196,12 +206,22 @@ class Hardware(Section):
     device: Device
     node: Node
     network: Network
+    islands: Islands | None = Field(None, description="none if the network joins all nodes alike")
     attained: Attained = Attained()
     stack: MeasuredStack | None = Field(None, description="measured on this machine, in place of a stack's values")
 
     def memory_limit(self, world: int) -> int:
-        """Bytes for the tensors of a rank of `world`; ranks may share a device."""
-        return int((self.device.memory - self.device.reserve) / self.node.ranks_per_core(world))
+        """Bytes for the tensors of a rank of `world`, on the smallest device; ranks may share a device."""
+        devices = [(machine.device, machine.node.ranks_per_core(world)) for machine in self.machines]
+        return min(int((device.memory - device.reserve) / ranks) for device, ranks in devices)
+
+    @property
+    def machines(self) -> list[Hardware]:
+        """The hardware of the islands in turn: this one, or profiles with its links between islands."""
+        if self.islands is None or not self.islands.hardware:
+            return [self]
+        between = {"islands": self.islands.model_copy(update={"hardware": []})}
+        return [_machine(name).model_copy(update=between) for name in self.islands.hardware]
 
 
 class Stack(MeasuredStack):
@@ -229,7 +249,15 @@ class Stack(MeasuredStack):
 
 def hardware(name: str) -> Hardware:
     """Read a hardware profile: a name in `configs/hardware`, a file, or `this`. Raises: ConfigError."""
-    return load_profile(name, "hardware", "--hardware", Hardware)
+    profile = load_profile(name, "hardware", "--hardware", Hardware)
+    for island in profile.islands.hardware if profile.islands else ():  # a mistake is told before anything is planned
+        load_profile(island, "hardware", "islands.hardware", Hardware, str(path_of("hardware", name)))
+    return profile
+
+
+@cache
+def _machine(name: str) -> Hardware:
+    return load_profile(name, "hardware", "islands.hardware", Hardware)
 
 
 def stack(name: str) -> Stack:
@@ -246,7 +274,7 @@ def stack_on(hardware: Hardware, name: str) -> Stack:
 def expected_error(hardware: Hardware) -> float | None:
     """Return the mean relative error of step time over left-out sources of the accelerator; None without sources."""
     error: float | None = _errors()["error"].get(hardware.device.accelerator or "")
-    return None if hardware.stack else error
+    return None if hardware.stack or hardware.islands else error
 
 
 def measured(hardware: Hardware, stack: Stack) -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
+from statistics import fmean
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.layout.chunks import held_chunks, stages_of
@@ -36,7 +37,7 @@ class StepParts(PipelineTimes):
     @property
     def estimate(self) -> Estimate:
         config, hardware = self.config, self.hardware
-        without_messages = replace(self.times, message=0.0, receive=0.0)
+        without_messages = replace(self.times, message=0.0, receive=0.0, far=0.0)
         compute_only = replace(without_messages, reduce={}, gather={})
         ended, without_pp, without_dp = map(self.pipeline_s, (self.times, without_messages, compute_only))
         step = self.seconds(ended)
@@ -46,7 +47,8 @@ class StepParts(PipelineTimes):
         causes |= {"ep": causes["ep"] - hidden, "bubble": causes["bubble"] + hidden}
         tokens = config.batch.total * config.model.seq_length / step
         flops = model_flops(config, expected_scores(config.model, config.data))
-        peak = hardware.device.peak_of("fp8" if config.train.quantizes else self.layers.kernels.dtype)
+        dtype = "fp8" if config.train.quantizes else self.layers.kernels.dtype
+        peak = fmean(fmean(on.hardware.device.peak_of(dtype) for on in stage) for stage in self.machines)
         peak *= config.world_size / hardware.node.ranks_per_core(config.world_size)  # as training reports MFU
         return Estimate(step, tokens, mfu(flops.full, tokens, peak), mfu(flops.causal, tokens, peak), causes)
 
@@ -78,13 +80,18 @@ class StepParts(PipelineTimes):
         ]
         return moved / self.layers.kernels.bandwidth + max(gemms)
 
+    @cached_property
+    def slowest_update(self) -> float:
+        """Seconds of the optimizer in the slowest island."""
+        return max(on.update for on in chain(*self.machines))
+
     def seconds(self, pipeline: float) -> float:
         """Seconds of a step from seconds of the pipeline, with the loss of large jobs."""
         return self._unscaled(pipeline) * scale(self.config.world_size, self.stack)
 
     def _unscaled(self, pipeline: float) -> float:
         """Seconds of a step without the loss of large jobs. Ranks on the same core take turns."""
-        fixed = self.update + self.stack.attained.step_s
+        fixed = self.slowest_update + self.stack.attained.step_s
         crowd, times = self.hardware.node.ranks_per_core(self.config.world_size), self.times
         if crowd == 1:
             return pipeline + fixed
@@ -110,8 +117,8 @@ class StepParts(PipelineTimes):
         unscaled = self._unscaled(ended)
         causes = {
             **vars(total), "dp": total.dp + without_pp - without_dp, "pp": ended - without_pp,
-            "bubble": without_dp - total.total, "optimizer": self.update, "other": fixed,
-            "cores": unscaled - ended - self.update - fixed, "scale": self.seconds(ended) - unscaled,
+            "bubble": without_dp - total.total, "optimizer": self.slowest_update, "other": fixed,
+            "cores": unscaled - ended - self.slowest_update - fixed, "scale": self.seconds(ended) - unscaled,
         }  # fmt: skip
         return {cause: 0.0 if -1e-9 * unscaled < value < 0 else value for cause, value in causes.items()}  # rounding
 

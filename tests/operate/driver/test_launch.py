@@ -36,6 +36,24 @@ def test_impossible_launches_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "no scheduler 'cron'" in capsys.readouterr().err
     assert main(["launch", config, "comm.timeout_s=8", "--nodes", "2"]) == Exit.CONFIG
     assert "comm.timeout_s: 8.0 s: ranks would give up before the verdict" in capsys.readouterr().err
+    assert main(["launch", config, "--nodes", "2", "--topology", str(tmp_path / "absent")]) == Exit.CONFIG
+    assert f"{tmp_path / 'absent'}  cannot be read: No such file or directory" in capsys.readouterr().err
+    assert (
+        main(["launch", config, "parallel.dp=2", "parallel.pp=2", "parallel.far_axis=dp", "--nodes", "2"])
+        == Exit.CONFIG
+    )
+    assert "parallel.far_axis: dp has no effect without a topology  -> --topology FILE" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_fill_nodes_in_the_order_of_the_topology(tmp_path: Path, undisturbed: Any) -> None:
+    (tmp_path / "topology.conf").write_text("SwitchName=a Nodes=node[0,2]\nSwitchName=b Nodes=node[1,3]\n")
+    config = launch_config(tmp_path)
+    job = LaunchedJob(config, "--nodes", "4", "--topology", str(tmp_path / "topology.conf"))
+    status, output, _ = job.end()
+    assert status == 0, output
+    assert "4 ranks on node0, node2, node1, node3" in output
+    assert unique(job.steps()) == undisturbed
 
 
 @pytest.mark.slow

@@ -206,6 +206,15 @@ def test_a_delay_is_there_or_refused(bed: testbed.Testbed) -> None:
         assert 0.8 <= reached(bed, 100 * MBIT, (0, 1))[0] <= 1.05
 
 
+def test_islands_meet_over_their_own_link() -> None:
+    between = HostLink(50 * MBIT)
+    with testbed.Testbed(3, HostLink(), islands=2, between=between) as bed:
+        transfer(bed, 0, 2, 1_000_000)
+        assert bed.bytes_between() < 10_000, "hosts 0 and 2 are on one switch"
+        transfer(bed, 0, 1, 1_000_000)
+        assert 1_000_000 < bed.bytes_between() < 1_200_000
+
+
 def test_hosts_are_apart(bed: testbed.Testbed) -> None:
     """A host has its own loopback and an interface, and reaches the other hosts only."""
     assert [host.address for host in bed.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]

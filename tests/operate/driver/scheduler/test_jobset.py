@@ -84,14 +84,18 @@ def test_the_command_writes_a_manifest_that_only_its_owner_can_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, output = job_config(tmp_path, GPT, parallel__dp=4, fault__stop_grace_s=90), tmp_path / "manifest.yaml"
+    (topology := tmp_path / "topology.conf").write_text("SwitchName=a Nodes=n[0-2]")
     words = ["launch", str(config), "train.steps=7", "--nodes", "2", "--spares", "1", "--scheduler", "jobset"]
+    words += ["--topology", str(topology)]
     assert main([*words, "--image", "i:1", "--claim", "runs=/work", "--output", str(output)]) == Exit.OK
     assert "kubectl apply" in capsys.readouterr().out
     assert stat.S_IMODE(output.stat().st_mode) == 0o600
     secret, jobset = yaml.safe_load_all(output.read_text())
     assert not [*mistakes(secret, SECRET), *mistakes(jobset, JOBSET), *webhook_mistakes(jobset)]
     driver = pods(jobset)["driver"]
-    assert driver["containers"][0]["command"][3:6] == ["launch", str(config), "train.steps=7"]
+    command = driver["containers"][0]["command"]
+    assert command[3:6] == ["launch", str(config), "train.steps=7"]
+    assert command[command.index("--topology") + 1] == str(topology)
     assert driver["terminationGracePeriodSeconds"] > 90, "time to save"
     assert main([*words, "--output", str(output)]) == Exit.CONFIG
     assert "--image" in capsys.readouterr().err
