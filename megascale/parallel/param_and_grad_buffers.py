@@ -224,6 +224,9 @@ class ParamAndGradBuffers:
         order = sorted([*self._in_reduction, *finished], key=lambda bucket: bucket.tied)
         self._in_reduction.clear()
         for bucket in order:
+            with bucket.group.recorder.scope(bucket.chunk):
+                bucket.storage.start_outer_reduction()
+        for bucket in order:
             bucket.storage.finish_reduction()
             with bucket.group.recorder.scope(bucket.chunk):
                 bucket.reduce_partial_grads(sequence=self._sequence)
