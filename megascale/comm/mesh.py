@@ -20,9 +20,9 @@ from megascale.layout.topology import (
     AXES,
     DATA_AXES,
     EXPERT_AXES,
+    INNER_AXES,
     MAX_FLAT_REDUCE_RANKS,
     REPLICATE,
-    SHARD_AXES,
     Coord,
     Topology,
 )
@@ -105,7 +105,7 @@ class Mesh:
         The first call for some axes opens the group. It is a collective of all ranks of the job, which open groups in
         the same order: torch names a group after its ranks and the number of groups that a process has.
         """
-        key = tuple(axis for axis in (*AXES, *EXPERT_AXES, *SHARD_AXES, REPLICATE) if axis in axes)
+        key = tuple(axis for axis in (*AXES, *EXPERT_AXES, *INNER_AXES.values(), REPLICATE) if axis in axes)
         if key not in self.by_axes:
             ranks = tuple(self.topology.group(self.rank, *key))
             others = [group for axes, group in self.by_axes.items() if axes != ("ep",) or set(key) <= set(AXES)]

@@ -27,8 +27,8 @@ EXPERT_AXES = ("ep", "edp")
 DATA_AXES = ("cp", "dp")
 """Axes whose ranks hold the same weights and train on different tokens: gradients are reduced over these axes."""
 
-SHARD_AXES = ("dp_shard", "edp_shard")
-"""Axes of the neighbours along dp, and along edp, that shard among each other."""
+INNER_AXES = {"dp": "dp_shard", "edp": "edp_shard"}
+"""By axis, that of the neighbours along it that shard among each other."""
 
 REPLICATE = "dp_replicate"
 """The axis of the ranks that hold the same shards: of dp and of edp, since a stage's inner ranks are consecutive."""
@@ -93,25 +93,23 @@ class Topology:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def index_in_group(self, coord: Coord, *axes: str) -> int:
-        """Index of `coord` in its group along `axes`: of AXES, with parts of dp in its place, or one of experts. Ranks
+        """Index of `coord` in its group along `axes`: of AXES, with a part of dp in its place, or one of experts. Ranks
         of a group ascend; the order of `axes` does not matter.
         """
         if axes and axes[0] in ("ep", "edp", "edp_shard"):
             edp, ep = divmod(self.index_in_group(coord, *STAGE_AXES), self.ep)
-            return {"ep": ep, "edp": edp, "edp_shard": edp % self.edp_shard}[axes[0]]
+            return edp % self.edp_shard if axes == ("edp_shard",) else ep if axes == ("ep",) else edp
         index = 0
         for axis in ("pp", REPLICATE, "dp", "dp_shard", "cp", "tp"):
             if axis in axes:
-                place, ranks = self._along(coord, axis)
-                index = index * len(ranks) + ranks.index(getattr(coord, place))
+                index = index * getattr(self, axis) + self._place(coord, axis)
         return index
 
-    def _along(self, coord: Coord, axis: str) -> tuple[str, range]:
-        """Return the coordinate that changes along an axis of `coord`, and its values there."""
-        low = coord.dp % self.dp_shard
+    def _place(self, coord: Coord, axis: str) -> int:
         if axis == "dp_shard":
-            return "dp", range(coord.dp - low, coord.dp - low + self.dp_shard)
-        return ("dp", range(low, self.dp, self.dp_shard)) if axis == REPLICATE else (axis, range(self.size(axis)))
+            return coord.dp % self.dp_shard
+        place: int = getattr(coord, axis) if axis != REPLICATE else coord.dp // self.dp_shard
+        return place
 
     def coord(self, rank: int) -> Coord:
         """The coordinates of `rank`.
@@ -127,7 +125,7 @@ class Topology:
         return Coord(*indices)
 
     def rank(self, coord: Coord) -> int:
-        return self.index_in_group(coord, *AXES)
+        return coord.tp + self.tp * (coord.cp + self.cp * (coord.dp + self.dp * coord.pp))
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The group of `rank` along `axes`, those of `index_in_group`: all ranks with its coordinates on other axes,
@@ -138,9 +136,15 @@ class Topology:
             stage, (edp, ep) = self.group(rank, *STAGE_AXES), divmod(self.index_in_group(coord, *STAGE_AXES), self.ep)
             if axes == ("ep",):
                 return stage[edp * self.ep : (edp + 1) * self.ep]
-            first = edp - edp % self.edp_shard
-            return stage[ep :: self.ep][slice(first, first + self.edp_shard) if axes == ("edp_shard",) else slice(None)]
-        places, ranges = zip(*(self._along(coord, axis) for axis in axes), strict=True) if axes else ((), ())
+            along_edp, first = stage[ep :: self.ep], edp - edp % self.edp_shard
+            return along_edp if axes == ("edp",) else along_edp[first : first + self.edp_shard]
+        first = coord.dp - coord.dp % self.dp_shard
+        parts = {
+            "dp_shard": range(first, first + self.dp_shard),
+            REPLICATE: range(coord.dp - first, self.dp, self.dp_shard),
+        }
+        ranges = [parts.get(axis, range(self.size(axis))) for axis in axes]
+        places = ["dp" if axis in parts else axis for axis in axes]
         members = (coord._replace(**dict(zip(places, indices, strict=True))) for indices in itertools.product(*ranges))
         return sorted(self.rank(member) for member in members)
 
@@ -160,7 +164,7 @@ class Topology:
 
 def inner_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of the neighbours that shard among each other, of ranks along `axes` that reduce gradients."""
-    return tuple(dict(zip(("dp", "edp"), SHARD_AXES, strict=True)).get(axis, axis) for axis in axes)
+    return tuple(INNER_AXES.get(axis, axis) for axis in axes)
 
 
 def topology_of(p: ParallelConfig) -> Topology:

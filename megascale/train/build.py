@@ -93,9 +93,9 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
         nccl=config.nccl,
     )
     recorder.log.start_parts.begin("warm-up")
-    data: list[tuple[str, ...]] = [DATA_AXES, *([("edp",)] if config.model.experts else [])]
-    inner = list(map(inner_axes, data)) if mesh.topology.dp_replicate > 1 else data
-    axes = [*inner, *([(REPLICATE,)] if inner != data else []), *data[1:]]
+    data: list[tuple[str, ...]] = [DATA_AXES, ("edp",)] if config.model.experts else [DATA_AXES]
+    inner = [*map(inner_axes, data)] if mesh.topology.dp_replicate > 1 else data
+    axes = [*inner, (REPLICATE,), *data] if mesh.topology.dp_replicate > 1 else [*data]
     axes += sorted(config.moe.shared_axes(config.batch.micro)) if config.model.experts else []
     axes += VOCABULARY_AXES if config.parallel.vocab_pp else []
     further = [group for each in axes if (group := mesh.group(*each)) is not mesh.dp]
