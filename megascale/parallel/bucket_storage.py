@@ -63,6 +63,7 @@ class Storage(ABC):
         self.weights = torch.zeros(stop - start, dtype=dtypes[0], device=device)
         self._gathering: Work = COMPLETED
         self._reducing: Work = COMPLETED
+        self._summed = False  # over the outer ranks
         self._finite = torch.ones((), dtype=torch.bool, device=device)  # the gradients before their reductions
         self._allocate_grad(dtypes[1])
         self.grad = self.inner_grad[self.shard[0] - self.part[0] : self.shard[1] - self.part[0]]
@@ -85,6 +86,7 @@ class Storage(ABC):
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
+        self._summed = False
         if self.group.size > 1:
             self._finite.fill_(True)
 
@@ -111,9 +113,10 @@ class Storage(ABC):
         self._reducing = COMPLETED
 
     def start_outer_reduction(self) -> None:
-        """Start to sum over the outer ranks, if there are any, after the end of a step's last reduction."""
-        if self.outer.size == 1:
+        """Start to sum over the outer ranks, once a step, after the end of its last reduction."""
+        if self.outer.size == 1 or self._summed:
             return
+        self._summed = True
         self.finish_reduction()
         if self.shard == self.part:
             self._reducing = all_reduce(self.outer, self.grad, label=self.label, wait=False)

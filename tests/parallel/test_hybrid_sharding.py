@@ -16,6 +16,7 @@ from megascale.layout.chunks import bucket_sizes
 from megascale.layout.topology import topology_of
 from megascale.plan.account.traffic import step_traffic
 from tests.optim.layouts import assembled
+from tests.recorded_events import recorded_events
 from tests.runs import GPT, LLAMA, config_of, curve_of, settings, traffic_of
 from tests.thread_world import run_threads
 
@@ -188,3 +189,24 @@ def test_copies_without_their_sums_differ(tmp_path: Path) -> None:
     """Unplugged: every group with copies goes its own way, and the check of copies says so."""
     for message in run_threads(configuration("tp2 sp dp4 zero2", tmp_path), checked):
         assert "a copy on each rank of dp.replicate" in message
+
+
+def order_of_sums(run: Any) -> list[str]:
+    """List the reductions of a step, in the order in which this rank starts them."""
+    curve_of(run, 1)
+    kinds = ("reduce_scatter", "all_reduce")
+    return [e.group for e in recorded_events(run.mesh.recorder) if e.name in kinds and e.group.startswith("dp.")]
+
+
+@pytest.mark.parametrize(
+    "name", ["dp4 zero1", "dp4 zero3", pytest.param("pp2 zb_h1 dp4 zero2", marks=pytest.mark.slow)]
+)
+def test_outer_sums_begin_under_the_last_backward(name: str, tmp_path: Path) -> None:
+    """Those of a bucket once its successor's gradients have set out, and none before a bucket's last micro-batch."""
+    keys = {} if name == "dp4 zero3" else {"overlap__bucket_bytes": 20_000}
+    config = configuration(name, tmp_path, **keys)
+    for groups in run_threads(config, order_of_sums):
+        count = groups.count("dp.replicate")
+        assert count > 3 and groups[-3:] == ["dp.shard", "dp.replicate", "dp.replicate"]
+        assert groups[-2 * count :] == ["dp.shard", *["dp.shard", "dp.replicate"] * (count - 1), "dp.replicate"]
+        assert "dp.replicate" not in groups[: -2 * count]
