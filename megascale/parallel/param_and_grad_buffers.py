@@ -1,8 +1,9 @@
 """Parameter and gradient buffers: contiguous buckets, reduced, sharded and all-gathered over the data-parallel group.
 
 A model chunk has one bucket, or several if the chunk is large (MegaScale 3.2). Gradients are reduced once per step,
-after the last micro-batch's backward; with zero = 2 or 3 after every micro-batch's (`parallel.bucket_storage`). With
-zero = 3 weights are gathered, and gradients allocated, for two bucket groups at a time (`parallel.sharded_weights`).
+after the last micro-batch's backward; with zero = 2 or 3 after every micro-batch's (`parallel.bucket_storage`). Copies
+of a shard are summed once a step, each while its successor is reduced. With zero = 3 weights are gathered, and
+gradients allocated, for two bucket groups at a time (`parallel.sharded_weights`).
 
 Calls in a step: caller, call, when. A "last" backward is the last of a chunk before a reduction:
 
