@@ -47,6 +47,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "muon dp4 ep2 zero0": (
         EXPERTS, {"parallel__dp": 4, "parallel__ep": 2, "parallel__zero": 0, "optimizer__name": "muon"},
     ),
+    "dp4 in twos zero3, state over all": (
+        GPT,
+        {
+            "parallel__dp": 4, "parallel__dp_shard": 2, "parallel__zero": 3, "parallel__state_shard": "all",
+            "train__precision": "bf16",
+        },
+    ),
+    "muon dp4 in twos, ep2": (
+        EXPERTS, {"parallel__dp": 4, "parallel__dp_shard": 2, "parallel__ep": 2, "optimizer__name": "muon"},
+    ),
     "muon tp2 sp dp2 ep4": (
         EXPERTS,
         {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__ep": 4, "optimizer__name": "muon"},
@@ -77,7 +87,7 @@ def find(rank: Rank, config: Any) -> list[tuple[str, str, list[int], str]]:
     check.check(run)
     copies = list(replicated_values(run))
     kinds = {}
-    for copy in copies:
+    for copy in (copy for copy in copies if copy.parts):  # a shard may have padding alone
         name, _, stop = copy.parts[-1]
         kinds.setdefault((copy.group.name, name.rpartition("(")[2] if "(" in name else ""), (copy, name, stop))
     everyone = sorted(
