@@ -70,11 +70,11 @@ class ParallelConfig(Section):
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "
         "2 optimizer state and gradients, 3 also weights",
     )
-    reshard: Literal["keep", "microbatch", "forward"] | None = Field(
+    reshard: Annotated[Literal["keep", "microbatch", "forward"] | None, AUTO_AS_NONE] = Field(
         None,
         description="with zero = 3, when gathered weights are released: keep: after a step's last backward; "
         "microbatch: when a stage turns to another model chunk; forward: behind each layer, in forward and in "
-        "backward; default forward, with pp > 1 keep",
+        "backward; auto: forward, with pp > 1 keep",
     )
 
     @property
