@@ -23,7 +23,7 @@ from megascale.plan.simulate.step_time import StepParts
 H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g")
 STACK = profiles.stack("megascale")
 STORAGE = STACK.storage
-SMALL, LARGE = "configs/gpu/llama3-8b.toml", "configs/gpu/megascale-175b.toml"
+SMALL, MIDDLE, LARGE = (f"configs/gpu/{name}.toml" for name in ("llama3-8b", "llama3-70b", "megascale-175b"))
 FIXED = ["parallel.cp", "parallel.zero"]
 
 
@@ -105,6 +105,19 @@ def test_split_backwards_win() -> None:
     assert SCHEDULES[split.layout.schedule].facts["split"] and whole.layout.schedule == "interleaved_1f1b"
     assert split.estimate.causes["bubble"] < whole.estimate.causes["bubble"]
     assert split.estimate.step_s < whole.estimate.step_s
+
+
+def test_weights_are_sharded_where_gradients_alone_do_not_suffice() -> None:
+    """70B on one stage of 64 ranks; 8B has room for whole weights."""
+    keys = ["batch.global=64", "parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1"]
+    fixed = [*(key.partition("=")[0] for key in keys[1:]), "parallel.cp"]
+    small = search(load_config(SMALL, keys), 64, H100, STACK, fixed)
+    assert small.best and not any(plan.layout.zero == 3 for plan in small.best)
+    large = search(load_config(MIDDLE, keys), 64, H100, STACK, fixed)
+    assert {(plan.layout.zero, plan.layout.reshard) for plan in large.best} == {(3, "forward")}
+    assert not search(load_config(MIDDLE, [*keys, "parallel.zero=2"]), 64, H100, STACK, [*fixed, "parallel.zero"]).best
+    kept = search(load_config(SMALL, [*keys, "parallel.zero=3"]), 64, H100, STACK, [*fixed, "parallel.zero"])
+    assert kept.best[0].layout.reshard == "keep", "as fast as any way"
 
 
 def test_results_closer_than_the_error_are_reported(small: SearchResult, monkeypatch: pytest.MonkeyPatch) -> None:
