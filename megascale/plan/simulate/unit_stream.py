@@ -45,9 +45,10 @@ def streamed(units: Sequence[Unit], *, turns: bool, overlap: bool, slowdown: flo
     one, two = (_uses(units, cycles, turns) for cycles in (1, 2))
     ended, steady = _seconds(one, overlap), _seconds(two, overlap) - _seconds(one, overlap)
     work = sum(unit.forward + unit.backward for unit in units)
-    sent = sum(use.gather + use.reduce for use in two) - sum(use.gather + use.reduce for use in one)
-    exposed, reduced = max(slowdown * sent, sent - work, steady - work), sum(unit.reduce for unit in units)
-    forward = exposed * (sent - reduced) / 2 / sent if sent else 0.0
+    gathered = sum(use.gather for use in two[len(one) :])
+    sent = gathered + sum(unit.reduce for unit in units)
+    exposed = max(slowdown * sent, sent - work, steady - work)
+    forward = exposed * gathered / 2 / sent if sent else 0.0
     return Exposed(forward, exposed - forward, max(0.0, ended - steady))
 
 

@@ -220,12 +220,14 @@ FLAT = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1",
 
 
 def test_zero_3_exposes_the_collectives_of_units() -> None:
-    """Without overlap all is exposed: weights in forward and backward, of the head once, and gradients of 2 bytes."""
+    """Without overlap all is exposed: weights in forward and backward, of the head, with the embedding that is tied to
+    it, once, and gradients of 2 bytes.
+    """
     keys, stack = [*FLAT, "parallel.zero=3"], profiles.stack("llm-foundry")
     shown = stack.model_copy(update={"overlaps": STACK.overlaps.model_copy(update={"dp": False})})
     parts = StepParts(load_config(CONFIG, ["batch.global=256", *keys], world_size=256), HARDWARE, shown)
     gathers = [parts.dp.gather(module) for module in parts.modules[0, 0]]
-    sent = 2 * sum(gathers) - gathers[-1] + parts.dp.reduce(parts.buckets[0, 0])
+    sent = 2 * sum(gathers) - gathers[-1] + gathers[0] + parts.dp.reduce(parts.buckets[0, 0])
     assert parts.dp.gradient == parts.dp.weight == 2 and len(gathers) == parts.config.model.num_layers + 2
     assert of(*keys, gpus=256, stack=shown).causes["dp"] == pytest.approx(sent)
     hidden = of(*keys, gpus=256, stack=stack).causes["dp"]
@@ -255,4 +257,4 @@ def test_gathers_hide_from_a_number_of_tokens_on() -> None:
     parts = StepParts(load_config(CONFIG, ["batch.global=256", *keys], world_size=256), HARDWARE, STACK)
     pair, (route, _) = parts.pairs[0, 0], next(iter(parts.dp.groups.values()))
     rate = 6 * parameter_count(parts.config.model) * 2048 / (pair.total - pair.forward.dp - pair.backward.dp)
-    assert parts.hiding_tokens == pytest.approx(8 / 6 * rate / route.bandwidth, rel=0.02)
+    assert parts.hiding_tokens == pytest.approx(8 / 6 * rate / route.bandwidth, rel=0.05)  # and latency

