@@ -208,11 +208,11 @@ def test_fixed_keys_keep_their_values(key: str) -> None:
     assert layouts == same
 
 
-@pytest.mark.parametrize("keys", [{"zero": 3}, {"zero": 3, "reshard": "microbatch"}])
+@pytest.mark.parametrize("keys", [{"zero": 3}, {"zero": 3, "pp": 2, "vpp": 2, "reshard": "microbatch"}])
 def test_sharded_weights_can_be_fixed(keys: dict[str, Any]) -> None:
     """With all legal ways to release them, or the one given; otherwise with the one that takes least memory."""
     config = config_of(parallel=keys)
-    fixed = [f"parallel.{key}" for key in keys]
+    fixed = [f"parallel.{key}" for key in ("zero", "reshard") if key in keys]
     layouts = all_of(Space(config, DEVICES, frozenset(fixed)))
     assert {layout.reshard for layout in layouts} == ({"microbatch"} if "reshard" in keys else set(RESHARD))
     assert {layout.zero for layout in layouts} == {3}
