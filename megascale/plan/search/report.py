@@ -126,7 +126,9 @@ def _settings(space: Space, plan: Plan, count: str | None) -> str:
     unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
     unused |= set() if config.model.experts else {"parallel.ep", "moe.token_blocks"}
     unused |= {"parallel.reshard"} if plan.layout.reshard == config.parallel.reshard else set()
-    keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
+    keys: dict[str, Any] = {
+        key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused
+    }
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}
     if plan.config.parallel.layers_per_chunk not in (None, config.parallel.layers_per_chunk):
