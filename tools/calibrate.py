@@ -180,6 +180,8 @@ def errors(
 
     for name, group in goals(rows).items():
         yield line(f"**dense, {name}, {MANY} devices or more**", group)
+    if sharded := [row for row in rows if row.config.parallel.zero == 3]:
+        yield line("**sharded weights** (zero 3)", sharded)
     for key in keys:
         groups = grouped(rows, key)
         yield from (line(name, groups[name]) for name in sorted(groups))

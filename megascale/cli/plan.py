@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megascale.cli import plan_options
-from megascale.cli.plan_options import LEAVE_OUT_EXACT, check_options, check_stack, failure_cost, machine_of
+from megascale.cli.plan_options import LEAVE_OUT_EXACT, check_options, failure_cost, machine_of
 from megascale.cli.plan_output import print_tables, write_files
 from megascale.cli.plan_search import advice, find_layouts, planned_config, report_no_fit, search_layouts, swept_configs
 from megascale.core.errors import ConfigError, Exit, Problem
@@ -32,7 +32,6 @@ def _run(options: argparse.Namespace) -> int:
     hardware, stack = machine_of(options)
     check_options(options)
     swept = swept_configs(options)
-    check_stack(options, stack)
     found = find_layouts(options, hardware, stack) if options.search else None
     if found and not found.best:
         return report_no_fit(options, found)

@@ -82,17 +82,6 @@ def check_options(options: argparse.Namespace) -> None:
         raise ConfigError([Problem("command line", name, "the plot is a PNG", "give a name that ends in .png")])
 
 
-def check_stack(options: argparse.Namespace, stack: Stack) -> None:
-    """Raises: ConfigError for an option that only this trainer supports, with a stack that shards weights."""
-    for name, asked, hint in (
-        ("--exact", options.exact, LEAVE_OUT_EXACT),
-        ("--output", options.output, "search with a stack that does not shard weights"),
-    ):
-        if asked and stack.shards_weights:
-            message = f"{stack.name} shards weights, which this trainer does not"
-            raise ConfigError([Problem("command line", name, message, hint)])
-
-
 def failure_cost(options: argparse.Namespace, devices: int) -> failures.FailureCost:
     """Return what failures of a job on `devices` devices cost."""
     return failures.failure_cost(devices, options.mtbf, options.save_s, options.restart_s)

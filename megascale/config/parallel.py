@@ -85,11 +85,11 @@ class ParallelConfig(Section):
         description="with zero = 3 and dp_shard, who shards optimizer state: inner: the ranks that shard weights; all: "
         "the copies as well, which gather updated weights from each other",
     )
-    reshard: Literal["keep", "microbatch", "forward"] | None = Field(
+    reshard: Annotated[Literal["keep", "microbatch", "forward"] | None, AUTO_AS_NONE] = Field(
         None,
         description="with zero = 3, when gathered weights are released: keep: after a step's last backward; "
         "microbatch: when a stage turns to another model chunk; forward: behind each layer, in forward and in "
-        "backward; default forward, with pp > 1 keep",
+        "backward; auto: forward, with pp > 1 keep",
     )
 
     @property

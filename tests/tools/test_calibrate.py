@@ -16,7 +16,6 @@ import pytest
 
 from megascale.plan.account.flops import mfu
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.state_bytes import WeightStorage
 from megascale.plan.simulate import profiles
 
 ROOT = Path(__file__).parents[2]
@@ -63,19 +62,15 @@ LARGER = {
 """Published runs that exceed their device's memory by megascale's formulas."""
 
 
-def storage(row: Any) -> WeightStorage:
-    """Return how the stack of a row shards weights."""
-    return WeightStorage(row.own["shards_weights"], profiles.stack(row.stacks[0]).fp8_weights)
-
-
 @pytest.mark.slow
 def test_published_runs_fit_in_memory(rows: Sequence[Any]) -> None:
-    """Published runs of other trainers fit in memory, with weights sharded and cast like the stack's."""
+    """Published runs of other trainers fit in memory, with weights cast like the stack's."""
     room = {name: profiles.hardware(name) for name in {row.hardware for row in rows}}
     larger = Counter(
         row.source
         for row in rows
-        if JobMemory(row.config, storage(row)).fullest().total > room[row.hardware].memory_limit(row.config.world_size)
+        if JobMemory(row.config, profiles.stack(row.stacks[0]).storage).fullest().total
+        > room[row.hardware].memory_limit(row.config.world_size)
     )
     assert larger == LARGER
 

@@ -81,7 +81,7 @@ class ExpertRow:
         assert self.config is not None
         t, stack = self.text, profiles.stack(self.text["stack"])
         cost = stack.attained.model_copy(update={"slowdown": stack.attained.slowdown * factor})
-        own = {"attention": t["attention"], "shards_weights": t["zero"] == "3", "attained": cost}
+        own: dict[str, Any] = {"attention": t["attention"], "attained": cost}
         own |= {"host_s": LAUNCH_S} if t["graphs"] == "none" else {}
         hardware = profiles.hardware(t["hardware"])
         return PublishedStep(self.config, hardware, stack.model_copy(update=own), system or self.system)
@@ -101,7 +101,7 @@ def _row(text: dict[str, str], model: Mapping[str, Any]) -> ExpertRow:
         name: int(text[name]) for name in ("seq", "batch", "micro", "tp", "pp", "vpp", "ep", "cp", "zero", "gpus")
     }
     parallel: dict[str, Any] = {name: number[name] for name in ("tp", "pp", "vpp", "ep", "cp")}
-    parallel |= {"sp": text["sp"] == "1", "zero": min(2, number["zero"])}
+    parallel |= {"sp": text["sp"] == "1", "zero": number["zero"]}
     parallel |= {"cp_mode": "ulysses"} if number["cp"] > 1 else {}
     tree: dict[str, Any] = {
         "name": "row",

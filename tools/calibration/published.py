@@ -119,11 +119,11 @@ class PublishedStep(StepParts):
         return PublishedLayers(**(vars(layers) | {"experts": route}), system=self.system)
 
     @cached_property
-    def buckets(self) -> dict[Place, Buckets]:
-        return {
-            place: tuple((axes, numel // (self.system.shards if axes == ("edp",) else 1)) for axes, numel in buckets)
-            for place, buckets in super().buckets.items()
-        }
+    def modules(self) -> dict[Place, tuple[Buckets, ...]]:
+        def shared(buckets: Buckets) -> Buckets:
+            return tuple((axes, n // (self.system.shards if axes == ("edp",) else 1)) for axes, n in buckets)
+
+        return {place: tuple(map(shared, modules)) for place, modules in super().modules.items()}
 
     @cached_property
     def pairs(self) -> dict[Place, PassTimes]:

@@ -61,7 +61,7 @@ class Row:
     @property
     def own(self) -> dict[str, Any]:
         """Overrides of the stack by the row."""
-        return {"attention": self.text["attention"], "shards_weights": self.text["zero"] == "3"}
+        return {"attention": self.text["attention"]}
 
     @property
     def flops(self) -> float:
@@ -71,8 +71,8 @@ class Row:
     @property
     def parallelism(self) -> str:
         """Axes of parallelism in use, such as 'tp pp dp'."""
-        p, zero3 = self.config.parallel, self.text["zero"] == "3"
-        axes = [("tp", p.tp > 1), ("pp", p.pp > 1), ("fsdp" if zero3 else "dp", self.config.dp > 1)]
+        p = self.config.parallel
+        axes = [("tp", p.tp > 1), ("pp", p.pp > 1), ("fsdp" if p.zero == 3 else "dp", self.config.dp > 1)]
         return " ".join(name for name, used in axes if used) or "one device"
 
 
@@ -150,7 +150,7 @@ def _tree(text: dict[str, str], schedule: str) -> dict[str, Any]:
             "pp": number("pp"),
             "vpp": number("vpp"),
             "dp": number("dp"),
-            "zero": min(2, number("zero")),
+            "zero": number("zero"),
             "schedule": schedule,
         },
         "batch": {"micro": number("micro"), "global": number("batch")},

@@ -89,11 +89,6 @@ class JobMemory:
         first, last = self.layout.placement.ends
         return self.config.model.tie_embeddings and first == last and self.layout.count > 1
 
-    @property
-    def _zero(self) -> int:
-        """The stage of ZeRO in this trainer; 3 is another's storage too."""
-        return 0 if self.storage.shards_weights else self.config.parallel.zero
-
     def by_stage(self) -> list[RankMemory]:
         """Account for a rank of every pipeline stage. In a pipeline of over `MAX_ACTIONS` the inner stages of a run of
         stages with equal chunks are interpolated, within 4% of a walk.
@@ -130,9 +125,9 @@ class JobMemory:
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
-        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if self._zero == 3 else []
-        chunks = [*map(self._sharded_chunk, units, held)] if self._zero == 3 else [*map(self._chunk, units)]
-        if self._zero >= 2:
+        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if p.zero == 3 else []
+        chunks = [*map(self._sharded_chunk, units, held)] if p.zero == 3 else [*map(self._chunk, units)]
+        if p.zero >= 2:
             pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
             chunks[: p.vpp] = [chunk._replace(fused=fused) for chunk, fused in pairs]
         saved, transient = peak_of(self._order(stage), chunks, received)
@@ -146,16 +141,12 @@ class JobMemory:
         if p.vocab_pp:  # four sums on their way, ids and their masks, unsharded gradients
             transient += 4 * sizes.stream + min(m, 2 * p.pp + p.vocab_pp) * (activations.TOKEN + 1) * sizes.tokens
             shared = bucket_sizes(config.model, p, config.overlap, config.train, stage, [p.vpp])
-            transient += sizes.wide * shared[0][0].numel if self._zero == 2 else 0
+            transient += sizes.wide * shared[0][0].numel if p.zero == 2 else 0
         if stage in token_ranks(config.model, p):
             depths = config.model.mtp_layers if stage == self.layout.placement.ends[1] else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
         state = state_bytes(config, stage, self.storage)
-        if self.storage.shards_weights:
-            largest = sorted((unit.elements for unit in chain(*units)), reverse=True)[:2]
-            transient += sizes.compute * sum(largest) + sizes.wide * largest[0]
-        else:
-            transient = max(transient, StageOptimizer(config, stage).update_bytes() - saved)
+        transient = max(transient, StageOptimizer(config, stage).update_bytes() - saved)
         transient += self._gathered(held)
         return RankMemory(state.parameters, state.gradients, state.optimizer, saved, transient)
 
@@ -275,7 +266,7 @@ class JobMemory:
         or with overlap in the background until the next backward.
         """
         chunk, overlap = activations.chunk_bytes(units), self.config.overlap.dp
-        if self._zero != 2:
+        if self.config.parallel.zero != 2:
             return ChunkBytes(chunk, chunk.backward)
         size, topology = self.sizes.wide, topology_of(self.config.parallel)
         counts = topology.size(*inner_axes(DATA_AXES)), topology.edp_shard

@@ -24,11 +24,8 @@ from megascale.plan.account.optimizer_state import StageOptimizer
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """Weight storage of a trainer. `shards_weights`: sharded over dp whatever `parallel.zero` is, and all-gathered unit
-    by unit (ZeRO-3, FSDP). `fp8_weights`: FP8 copies beside bf16 weights, as in this trainer, or instead of them.
-    """
+    """Weight storage of a trainer. `fp8_weights`: FP8 copies beside bf16 weights, as in this trainer, or instead."""
 
-    shards_weights: bool = False
     fp8_weights: Literal["beside", "instead"] = "beside"
 
 
@@ -53,7 +50,7 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     facts, topology = PRECISIONS[config.train.precision].facts, topology_of(config.parallel)
     ranks = topology.size(*inner_axes(DATA_AXES))
     compute, accumulate = config.train.element_bytes
-    zero = 3 if storage.shards_weights else config.parallel.zero
+    zero = config.parallel.zero
     sharded = SHARDED[zero]
     layout, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     blocks, numbers = distinct_blocks(config.model)

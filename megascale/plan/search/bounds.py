@@ -15,7 +15,7 @@ A rank of the first stage holds its state, and activations as its schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from megascale.catalog.schedules import SCHEDULES
@@ -29,6 +29,7 @@ from megascale.plan.search.layer_split import balanced
 from megascale.plan.search.space import Layout, Space
 from megascale.plan.simulate.chunk_time import block_times, chunk_times
 from megascale.plan.simulate.layer_time import LayerTimes
+from megascale.plan.simulate.link_time import Buckets
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.step_time import StepParts, scale
 
@@ -52,14 +53,14 @@ class Bounds:
         """Lower bound of step time in seconds."""
         m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp, layout.schedule)
         block, flat = self._reset(self.in_blocks(layout))
-        (network, layer, head, *apart), (reduce, gather) = self._seconds(block), self._link(flat)
+        (network, layer, head, *apart), (reduce, gather, streams) = self._seconds(block), self._link(flat)
         path, direct, fill = apart if SCHEDULES[layout.schedule].facts["split"] else (network, layer, layer)
         if self._space.config.parallel.vocab_pp and layout.pp > 1:  # all stages share the head
             path, head = path - head, 0.0
         busiest = max(before * fill + m * held * layer + (m * head if last else 0.0) for before, held, last in ranks)
         one_by_one = path + (m - 1) * largest * direct / 2
         overlaps, hidden = self._stack.overlaps.dp, self._hardware.attained.overlap
-        if self._stack.shards_weights:  # weights are all-gathered for all forwards and backwards
+        if streams:  # weights are all-gathered for all forwards and backwards
             link = m * (2 * gather + reduce)
             exposed = link * (1 - hidden) if overlaps else link
         else:
@@ -143,15 +144,20 @@ class Bounds:
 
         return min(self._space.token_blocks(layout), key=seconds)
 
-    def _link_of(self, layout: Layout) -> tuple[float, float]:
-        """Seconds of a rank's gradient reduction and weight all-gather: of the first rank, active first and last; with
-        sharded weights, where both are parts of forward and backward, the least of all ranks.
+    def _link_of(self, layout: Layout) -> tuple[float, float, bool]:
+        """Seconds of a rank's gradient reduction and weight all-gather, and whether weights stream: of the first rank,
+        active first and last; with weights that stream, where both are parts of forward and backward, the least of all
+        ranks, without the units that two actions share.
         """
         parts = StepParts(self._space.with_layout(layout), self._hardware, self._stack)
-        ranks = range(layout.pp if self._stack.shards_weights else 1)
-        chunks = [[parts.buckets[rank, chunk] for chunk in range(layout.vpp)] for rank in ranks]
-        reduce, gather = (min(sum(map(cost, rank)) for rank in chunks) for cost in (parts.dp.reduce, parts.dp.gather))
-        return reduce, gather
+        ranks = range(layout.pp if parts.streams else 1)
+        chunks = [[parts.modules[rank, chunk] for chunk in range(layout.vpp)] for rank in ranks]
+        inner = slice(1, -1) if parts.streams else slice(None)
+
+        def least(cost: Callable[[Buckets], float], units: slice) -> float:
+            return min(sum(cost(module) for modules in rank for module in modules[units]) for rank in chunks)
+
+        return least(parts.dp.reduce, slice(None)), least(parts.dp.gather, inner), parts.streams
 
     def _saved_of(self, layout: Layout) -> int:
         """Saved bytes of a layer for a micro-batch."""
@@ -165,6 +171,6 @@ class Bounds:
         """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
         schedule = SPLIT if SCHEDULES[layout.schedule].facts["split"] else "1f1b"
-        block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1, far_axis="pp")
+        block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1, reshard=None, far_axis="pp")
         flat = layout._replace(sp=False, cp_mode="ring", cp_a2a_size=1, vpp=vpp, schedule="1f1b", micro=1)
         return block, flat._replace(recompute="none", token_blocks=1)

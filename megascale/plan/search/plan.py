@@ -32,9 +32,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the configuration, with zero = 3 for a stack with sharded weights."""
-        layout = layout_of(self.config)
-        return layout._replace(zero=3) if self.stack.shards_weights else layout
+        return layout_of(self.config)
 
     @cached_property
     def parts(self) -> StepParts:
@@ -99,6 +97,9 @@ class Plan:
             lines.append("the expected error is of dense models: docs/results/planner.md has those of experts")
         if config.train.precision == "bf16" and not hardware.device.multiplies("bf16"):
             lines.append(f"{hardware.name} multiplies no bf16: planned as fp16")
+        if self.parts.streams:
+            least, own = self.parts.hiding_tokens, self.parts.layers.tokens
+            lines.append(f"gathers of weights hide from {least:,.0f} tokens a micro-batch on: it has {own:,}")
         if config.model.dropout:
             lines.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")
         elif stack.attention == "unfused":

@@ -123,17 +123,21 @@ def advice(result: SearchResult, fixed: list[str], count: str | None) -> str:
 def _settings(space: Space, plan: Plan, count: str | None) -> str:
     """Format the command-line arguments from a space's configuration to the planned one. `count`: as in `advice`."""
     config = space.config
-    implied = {"parallel.zero"} if plan.stack.shards_weights else set()
-    implied |= set() if count == "parallel.dp" else {"parallel.dp"}
+    implied = set() if count == "parallel.dp" else {"parallel.dp"}
     unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
     unused |= set() if config.model.experts else {"parallel.ep", "moe.token_blocks"}
     unused |= {"parallel.far_axis"} if plan.layout.far_axis == config.parallel.far_axis else set()
-    keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
+    unused |= {"parallel.reshard"} if plan.layout.reshard == config.parallel.reshard else set()
+    keys: dict[str, Any] = {
+        key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused
+    }
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}
     if plan.config.parallel.layers_per_chunk not in (None, config.parallel.layers_per_chunk):
         keys["parallel.layers_per_chunk"] = plan.config.parallel.layers_per_chunk
-    arguments = [f"{key}={str(value).lower().replace(' ', '')}" for key, value in keys.items()]
+    arguments = [
+        f"{key}={str('auto' if value is None else value).lower().replace(' ', '')}" for key, value in keys.items()
+    ]
     return " ".join([*arguments, f"--gpus {plan.config.world_size}"] if count == "--gpus" else arguments)
 
 
@@ -148,7 +152,8 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
     for plan in result.best:
         keys, e = plan.layout, plan.estimate
         schedule = keys.schedule if keys.pp > 1 else ""
-        cells = [schedule, str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
+        zero = f"{keys.zero} {keys.reshard}" if keys.reshard else str(keys.zero)
+        cells = [schedule, str(keys.micro), zero, keys.recompute, format_bytes(plan.memory.total)]
         cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
         rows.append([format_layout(plan.config), *cells])
     headings = ("layout", "schedule", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by")

@@ -56,8 +56,6 @@ def search(
     `config` is resolved; only its keys in `fixed`, such as `parallel.tp`, constrain the layouts. Groups of tp stay
     inside a node if any such layout fits.
     """
-    if stack.shards_weights:  # the stack sets the stage of ZeRO
-        fixed = [*fixed, "parallel.zero"]
     space = Space(config, devices, frozenset(fixed), hardware.islands.devices if hardware.islands else 0)
     counts = Counter[str]()
     solver = _BranchAndBound(space, hardware, stack, memory_fraction)
@@ -76,7 +74,7 @@ def row(layout: Layout) -> Layout:
     """Reduce a layout to its table row: vpp, schedule, recomputation and zero trade memory for little time, and so does
     what ranks exchange along cp.
     """
-    return layout._replace(cp_mode="", cp_a2a_size=1, vpp=1, schedule="", recompute="", zero=0)
+    return layout._replace(cp_mode="", cp_a2a_size=1, vpp=1, schedule="", recompute="", zero=0, reshard=None)
 
 
 class _BranchAndBound:
@@ -95,7 +93,8 @@ class _BranchAndBound:
         self, tps: Collection[int], results: int, counts: Counter[str], tell: Callable[[str], None]
     ) -> list[Plan]:
         """Simulate layouts with these tp in the order of their bounds, and add to `counts`. Layouts with more
-        recomputation than a fitting one are skipped: they are slower.
+        recomputation than a fitting one, or with sharded weights in place of sharded gradients alone, are skipped: they
+        are slower.
         """
         sizes = {layout: self._bounds.memory(layout) for layout in self._space.layouts(tps)}
         small = list[tuple[float, Layout]]()
@@ -112,8 +111,9 @@ class _BranchAndBound:
             end = f" of {limit:.4g} s" if limit < math.inf else ""
             tell(f"{number:,} of {len(small):,} layouts, by their bounds: {bound:.4g} s{end}")
             in_row = best.get(row(layout))
-            less = RECOMPUTE[: RECOMPUTE.index(layout.recompute)]
-            if (in_row and bound > in_row[0]) or any(layout._replace(recompute=ops) in fitting for ops in less):
+            faster = {layout._replace(recompute=ops) for ops in RECOMPUTE[: RECOMPUTE.index(layout.recompute)]}
+            faster |= {layout._replace(zero=2, reshard=None)} if layout.zero == 3 else set()
+            if (in_row and bound > in_row[0]) or not faster.isdisjoint(fitting):
                 continue
             size = self._fullest(layout, self.memory_limit)
             if size > self.memory_limit:

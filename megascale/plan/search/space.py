@@ -39,6 +39,7 @@ class Layout(NamedTuple):
     zero: int = 1
     ep: int = 1
     token_blocks: int = 1
+    reshard: str | None = None
     far_axis: str = "pp"
 
 
@@ -46,17 +47,13 @@ SECTIONS = {"micro": "batch", "recompute": "train", "token_blocks": "moe"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
-DEPENDENT_KEYS = (
-    "parallel.layers_per_chunk",
-    "parallel.reshard",
-    "train.recompute_ops",
-    "train.recompute_model_chunks",
-)
-"""Keys dropped by layouts with another number of chunks, another recomputation, or without sharded weights."""
+DEPENDENT_KEYS = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_model_chunks")
+"""Keys dropped by layouts with another number of chunks or another recomputation."""
 
 MAX_DEVICE_COUNTS = 17  # most device counts to try for a legal layout
 RECOMPUTE = ("none", "selective", "full")  # train.recompute, from the least to the most
 CP_MODES = ("ring", "allgather", "ulysses", "usp")
+RESHARD = ("keep", "microbatch", "forward")  # parallel.reshard, from the most memory to the least
 MIN_SHARED_TOKENS = 4096  # fewest tokens of a sequence on a rank for cp: fewer take less time than their exchange
 
 
@@ -78,8 +75,8 @@ class Space:
         total, pipelines = batch_sizes(self.config.batch).common, self._pipelines
         fits = cache(lambda tensors, **keys: self.free.is_legal(Layout(*tensors, **keys)))
         if lean:  # for every pp, vpp and schedule the last pipeline, with the most recomputation
-            pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
-        for tensors, (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
+            pipelines = list({pipeline[:3]: pipeline for pipeline in pipelines}.values())
+        for tensors, (pp, vpp, schedule, recompute, shardings) in itertools.product(self._tensors(tps), pipelines):
             tp, cp = tensors[0], tensors[2]
             dp, rest = divmod(self.devices, tp * cp * pp)
             if rest or total % dp or dp not in self._values("parallel.dp", [dp]):
@@ -87,10 +84,13 @@ class Space:
             micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
             micros = [micro for micro in micros if fits(tensors, dp=dp, micro=micro, token_blocks=self._blocks)]
             for micro in micros[:1] if lean else micros:
-                zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
                 eps = [ep for ep in self._eps(tp * cp * dp) if fits(tensors, dp=dp, micro=micro, ep=ep)]
-                for zero, ep, far in itertools.product(self._values("parallel.zero", zeros), eps, self._far(pp, dp)):
-                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep, self._blocks, far)
+                zero = self.config.parallel.zero
+                own = [each for each in shardings if cp * dp > 1 or each[0] == zero] or shardings[:1]
+                for (zero, reshard), ep, far in itertools.product(own, eps, self._far(pp, dp)):
+                    yield Layout(
+                        *tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep, self._blocks, reshard, far
+                    )
 
     def token_blocks(self, layout: Layout) -> list[int]:
         """List the legal blocks of a layout's tokens, whatever its own: one where no GEMMs of other blocks can hide the
@@ -108,7 +108,6 @@ class Space:
         sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_model_chunks or [0]
         suits = {
             "parallel.layers_per_chunk": len(sizes) == layout.pp * layout.vpp and sum(sizes) == config.model.num_layers,
-            "parallel.reshard": layout.zero == 3,
             "train.recompute_ops": layout.recompute == "selective",
             "train.recompute_model_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
         }
@@ -203,16 +202,31 @@ class Space:
                 yield from ((cp, mode, count) for count in self._values("parallel.cp_a2a_size", heads))
 
     @cached_property
-    def _pipelines(self) -> list[tuple[int, int, str, str]]:
-        """All legal (pp, vpp, schedule, recompute)."""
+    def _pipelines(self) -> list[tuple[int, int, str, str, list[tuple[int, str | None]]]]:
+        """All legal (pp, vpp, schedule, recompute), with their `_shardings`."""
         most = max(self._micros, default=1)
         return [
-            (pp, vpp, schedule, recompute)
+            (pp, vpp, schedule, recompute, self._shardings(pp, vpp, schedule, recompute))
             for pp in self._values("parallel.pp", divisors(self.devices, self._most_chunks))
             for vpp in self._values("parallel.vpp", range(1, self._most_chunks // pp + 1))
             for schedule in self._schedules(pp, vpp)
             for recompute in self._values("train.recompute", RECOMPUTE)
             if self.is_legal(self._in_one(most, pp=pp, vpp=vpp, schedule=schedule, recompute=recompute))
+        ]
+
+    def _shardings(self, pp: int, vpp: int, schedule: str, recompute: str) -> list[tuple[int, str | None]]:
+        """List the legal (zero, reshard), from the most memory to the least. Unless weights are to be sharded, of the
+        ways to gather them only the last is listed: others take more memory than zero 2, or expose more.
+        """
+        ways = self._values("parallel.reshard", RESHARD if "parallel.zero" in self.fixed else RESHARD[-1:])
+        zeros = self._values("parallel.zero", (3,) if "parallel.reshard" in self.fixed else range(4))
+        shardings = [(zero, way) for zero in zeros for way in (ways if zero == 3 else [None])]
+        keys = {"pp": pp, "vpp": vpp, "schedule": schedule, "recompute": recompute}
+        most = max(self._micros, default=1)
+        return [
+            (zero, way)
+            for zero, way in shardings
+            if zero < 2 or self.is_legal(self._in_one(most, **keys, zero=zero, reshard=way))
         ]
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:

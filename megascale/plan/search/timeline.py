@@ -13,7 +13,11 @@ from megascale.record.events import COMPUTE, Event, RankEvents
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.ir import Kind
 
-NAMES = {Kind.SEND_F: "send", Kind.SEND_B: "send", Kind.WAIT_PARAMS: "all_gather", Kind.REDUCE: "reduce_scatter"}
+NAMES = {
+    **dict.fromkeys((Kind.SEND_F, Kind.SEND_B), "send"),
+    **dict.fromkeys((Kind.WAIT_PARAMS, Kind.GATHER_F, Kind.GATHER_B), "all_gather"),
+    Kind.REDUCE: "reduce_scatter",
+}
 
 
 def events(plan: Plan) -> Iterator[RankEvents]:

@@ -1,8 +1,8 @@
 """A discrete-event simulator of a pipeline step, with streams for compute, messages and data-parallel collectives.
 
 `simulate` runs a compute schedule by the executor's rules. A rank runs its actions in order; an action starts after its
-message and its weights have arrived. Weights of a chunk are gathered before the first forward, gradients reduced after
-the last backward. Communication without overlap blocks compute.
+message and its weights have arrived. Weights of a chunk are gathered at the step's start, or if they are sharded where
+`schedule.resharding` says; gradients are reduced after the last backward. Communication without overlap blocks compute.
 1F1B on two ranks, where a backward takes twice a forward and R reduces the last gradient bucket:
 
     rank 0  F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2 R
@@ -34,7 +34,9 @@ from megascale.schedule.ir import (
     Schedule,
     ScheduleError,
     each_action,
+    parts,
 )
+from megascale.schedule.resharding import GATHERS, Reshard, place_gathers
 
 Message = int
 """2 x (micro-batch x stages + receiving stage), + 1 for a gradient."""
@@ -105,13 +107,15 @@ class Simulation(NamedTuple):
 
 def simulate(
     compute: Schedule, placement: Placement, times: StageTimes, overlaps: Overlaps, *, reduce_each: bool = False,
-    spans: bool = False,
+    reshard: Reshard | None = None, spans: bool = False,
 ) -> Simulation:  # fmt: skip
-    """Simulate a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all events,
-    several times as slow. Raises: ScheduleError for a deadlock.
+    """Simulate a compute schedule. `reduce_each`: reduce gradients after every backward; `reshard`: when chunks of
+    sharded weights are gathered; `spans`: record all events, several times as slow.
+
+    Raises: ScheduleError for a deadlock
     """
     messages = _Messages([*range(len(compute))], {}, defaultdict(list), defaultdict(list))
-    ranks = [_Rank(rank, order, placement, times, overlaps) for rank, order in enumerate(compute)]
+    ranks = [_Rank(rank, order, placement, times, overlaps, reshard) for rank, order in enumerate(compute)]
     plays = [rank.play(messages, reduce_each, spans) for rank in ranks]
     while messages.ready:
         next(plays[messages.ready.pop()], None)
@@ -172,6 +176,7 @@ class _Rank:
     placement: Placement
     times: StageTimes
     overlaps: Overlaps
+    reshard: Reshard | None
     end: float = 0.0
     until: float = 0.0
     spans: list[Span] = field(default_factory=list)
@@ -182,11 +187,13 @@ class _Rank:
         (ready, arrival, waiting, *_), stride = messages, 2 * self.placement.count
         steps = [*self._steps()]
         last = {action.chunk: action for action, route in steps if route.completes}
-        gathered, reductions = self._gather(), list[Action]()
+        gathered, gathers, reductions = self._gathered(), self._gathers(), list[Action]()
         now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
         for action, (seconds, enters, leaves, backward, completes, after, exchange, joint, hop) in steps:
             _, chunk, microbatch = action
             begin, first = now, stride * microbatch
+            due = gathers.pop(action, None) if gathers else None
+            gathered[chunk] = self._gather(due, now, seconds) if due else gathered[chunk]
             weights = received = now = max(now, gathered[chunk])
             work, size = times.scales[microbatch] if times.scales else (1.0, 1.0)
             if enters is not None:
@@ -259,19 +266,38 @@ class _Rank:
         exchange = 0.0 if kind is Kind.VT else self.times.exchange  # the statistics of a barrier take no time
         return plain._replace(after=after, exchange=exchange, joint=made if is_joint else None)
 
-    def _gather(self) -> dict[int, float]:
+    def _gathered(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""
-        gathered = dict[int, float]()
         shared = [self.placement.v] if self.placement.barriers else []
         forwards = (action.chunk for action in each_action(self.order) if action.kind is FORWARD)
-        for chunk in dict.fromkeys([*shared, *forwards]):
-            taken, start = self.times.gather.get((self.rank, chunk), 0.0), self.until
-            self.until = start + taken
-            # a forward waits for the first bucket, and computes while later buckets arrive
-            gathered[chunk] = self.until - min(taken, self.times.forward[self.rank, chunk]) * self._overlap(chunk)
-            waited = None if self.overlaps.dp else (start, self.until)
-            self.spans.append(Span(self.rank, "dp", Action(Kind.WAIT_PARAMS, chunk, 0), start, self.until, waited))
-        return gathered
+        chunks = dict.fromkeys([*shared, *forwards])
+        if self.reshard:
+            return dict.fromkeys(chunks, 0.0)
+        first, forward = Action(Kind.WAIT_PARAMS, 0, 0), self.times.forward
+        return {at: self._gather(first._replace(chunk=at), 0.0, forward[self.rank, at]) for at in chunks}
+
+    def _gathers(self) -> dict[Action, Action]:
+        """The gathers of sharded weights, by the action that they come before."""
+        placed = place_gathers(self.order, self.reshard)[0].items() if self.reshard else ()
+        return {
+            action: gather
+            for at, gathers in placed
+            for gather in gathers
+            for action in parts(self.order[at])
+            if GATHERS.get(action.kind) is gather.kind and action[1:] == gather[1:]
+        }
+
+    def _gather(self, action: Action, now: float, work: float) -> float:
+        """All-gather a chunk's weights from `now` on; return when a pass of `work` seconds can start. It waits for the
+        first bucket, and computes while later buckets arrive. Those of sharded weights, which may be gathered all the
+        time, slow it down.
+        """
+        taken, start = self.times.gather.get((self.rank, action.chunk), 0.0), max(self.until, now)
+        self.until = start + taken
+        waited = None if self.overlaps.dp else (start, self.until)
+        self.spans.append(Span(self.rank, "dp", action, start, self.until, waited))
+        slowdown = self.times.slowdown if self.reshard else 0.0
+        return self.until - min(taken, work) * self._overlap(action.chunk) * (1 - slowdown)
 
     def _reduce(self, action: Action, now: float, *, last: bool) -> float:
         """Reduce a chunk's gradients, the last bucket at the backward's end `now`; return when compute goes on. The

@@ -22,6 +22,7 @@ from megascale.layout.stages import Place, placement_of
 from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.lower import compute_order
+from megascale.schedule.resharding import Reshard
 from megascale.schedule.state_aware import build_state_aware
 
 MAX_ACTIONS = 60_000  # most forwards and backwards of a full simulation
@@ -33,6 +34,7 @@ class Pipeline:
     """A pipeline of p ranks, v chunks per rank and m micro-batches. `reduces_each`: gradients after every backward.
     `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations. `joined`: chunks
     whose W follows its I at once. `barriers`: of vocabulary parallelism. `skip_ratio`: of a partial pipeline.
+    `reshard`: when chunks of sharded weights are gathered.
     """
 
     schedule: str
@@ -45,6 +47,7 @@ class Pipeline:
     joined: tuple[int, ...] = ()
     barriers: int = 0
     skip_ratio: float = 0.0
+    reshard: Reshard | None = None
 
     def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
         placement = placement_of(self.schedule, self.p, self.v, self.barriers, self.skip_ratio)
@@ -52,7 +55,9 @@ class Pipeline:
             compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
         else:
             compute = compute_order(self.schedule, placement, self.m, self.joined)
-        return simulate(compute, placement, times, overlaps, reduce_each=self.reduces_each, spans=spans)
+        return simulate(
+            compute, placement, times, overlaps, reduce_each=self.reduces_each, reshard=self.reshard, spans=spans
+        )
 
 
 def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Self
 
 from megascale.config.run import RunConfig
@@ -20,6 +20,7 @@ from megascale.plan.simulate.islands import by_stage, far_message, stage_islands
 from megascale.plan.simulate.layer_time import LayerTimes
 from megascale.plan.simulate.link_time import Buckets, DataParallel, neighbour_route
 from megascale.plan.simulate.profiles import Hardware, Overlaps, Stack
+from megascale.plan.simulate.unit_stream import Exposed, Unit, streamed
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,19 @@ class PipelineTimes:
     def pipeline(self) -> Pipeline:
         p = self.config.parallel
         assert p.schedule, "a resolved configuration names its schedule"
-        reduces_each = p.zero >= 2 and self.stack.reduces_each and not self.gathers_by_layer
+        reduces_each = p.zero >= 2 and self.stack.reduces_each and not self.streams
         chunks, keep = self.config.num_chunks, self.config.data.sequence_chunks_saved
         joined = joined_chunks(self.config.train, p)
         m = self.config.num_microbatches
-        return Pipeline(p.schedule, p.pp, p.vpp, m, reduces_each, chunks, keep, joined, p.vocab_pp, p.skip_ratio)
+        reshard = None if self.streams else p.resharding
+        return Pipeline(
+            p.schedule, p.pp, p.vpp, m, reduces_each, chunks, keep, joined, p.vocab_pp, p.skip_ratio, reshard
+        )
 
     @property
-    def gathers_by_layer(self) -> bool:
-        """Weights are all-gathered for every forward and backward, layer by layer; kept ones once a step."""
-        return self.stack.shards_weights or self.config.parallel.resharding in ("microbatch", "forward")
+    def streams(self) -> bool:
+        """Sharded weights are gathered unit by unit, for every forward and backward."""
+        return self.config.parallel.resharding == "forward"
 
     @property
     def overlaps(self) -> Overlaps:
@@ -64,24 +68,30 @@ class PipelineTimes:
         p, sizes = self.config.parallel, self.layers.sizes
         element_bytes = self.stack.gradient_bytes or sizes.wide, sizes.compute
         hardware = by_stage(self.hardware, p, self.config.world_size)
-        return DataParallel.of_layout(hardware, p, p.zero > 0 or self.stack.shards_weights, element_bytes)
+        return DataParallel.of_layout(hardware, p, p.zero > 0, element_bytes)
 
     @cached_property
-    def buckets(self) -> dict[Place, Buckets]:
-        """Every chunk's buckets. Chunks of equally many layers, with experts and without, share a result, but for the
-        model's ends.
+    def modules(self) -> dict[Place, tuple[Buckets, ...]]:
+        """Every chunk's buckets, by the modules that they begin with. Chunks of equally many layers, with experts and
+        without, share a result, but for the model's ends.
         """
         c, p, stages = self.config, self.config.parallel, stages_of(self.config.model, self.config.parallel)
-        known, sizes = dict[tuple[int, int, bool, bool, bool], Buckets](), dict[Place, Buckets]()
+        known, sizes = dict[tuple[int, ...], tuple[Buckets, ...]](), dict[Place, tuple[Buckets, ...]]()
         for rank, chunk in itertools.product(range(p.pp), held_chunks(p)):
             stage, shared = stages.index(rank, chunk), chunk == p.vpp
             layers = range(0) if shared else stages.layers(stage)
             key = len(layers), sum(map(c.model.has_experts, layers)), stage == 0, stage == stages.count - 1, shared
             if key not in known:
                 (buckets,) = bucket_sizes(c.model, p, c.overlap, c.train, rank, [chunk])
-                known[key] = tuple((bucket.reduce_axes, bucket.numel) for bucket in buckets)
+                modules = itertools.groupby(buckets, lambda bucket: bucket.first_module)
+                known[key] = tuple(tuple((each.reduce_axes, each.numel) for each in own) for _, own in modules)
             sizes[rank, chunk] = known[key]
         return sizes
+
+    @cached_property
+    def buckets(self) -> dict[Place, Buckets]:
+        """Every chunk's buckets."""
+        return {place: tuple(itertools.chain(*modules)) for place, modules in self.modules.items()}
 
     @cached_property
     def machines(self) -> list[list[Self]]:
@@ -107,13 +117,49 @@ class PipelineTimes:
 
     @cached_property
     def own_pairs(self) -> dict[Place, PassTimes]:
-        """Times of every chunk on this hardware, with the exposed collectives of weights that are gathered by layer."""
-        pairs = chunk_times(self.layers)
-        for place, pair in pairs.items() if self.gathers_by_layer else ():
-            gather, reduce = self.dp.gather(self.buckets[place]), self.dp.reduce(self.buckets[place])
-            forward, backward = self._layerwise(pair.forward, gather), self._layerwise(pair.backward, gather + reduce)
-            pairs[place] = pair + PassTimes(forward, backward)
-        return pairs
+        """Times of every chunk on this hardware, with the exposed collectives of weights that stream."""
+        sent = {
+            place: PassTimes(Seconds(dp=each.forward), Seconds(dp=each.backward))
+            for place, each in self.streamed.items()
+        }
+        return {place: pair + sent.get(place, PassTimes()) for place, pair in self._computed.items()}
+
+    @cached_property
+    def _computed(self) -> dict[Place, PassTimes]:
+        return chunk_times(self.layers)
+
+    @cached_property
+    def streamed(self) -> dict[Place, Exposed]:
+        """The exposed seconds of every chunk whose weights stream."""
+        exposed = cache(partial(
+            streamed, turns=self.config.parallel.vpp == 1, overlap=self.overlaps.dp,
+            slowdown=1 - self.hardware.attained.overlap,
+        ))  # fmt: skip
+        return {place: exposed(self._units(place)) for place in self._computed} if self.streams else {}
+
+    @property
+    def hiding_tokens(self) -> float:
+        """The tokens of a micro-batch that compute for as long as weights that stream are sent, on the stage that needs
+        most.
+        """
+        sent = {at: 2 * self.dp.gather(buckets) + self.dp.reduce(buckets) for at, buckets in self.buckets.items()}
+        return self.layers.tokens * max(sent[at] / pair.total for at, pair in self._computed.items())
+
+    def _units(self, place: Place) -> tuple[Unit, ...]:
+        """The units of a chunk, whose layers share its compute equally. A tied head uses the embedding's weights."""
+        model, modules = self.config.model, self.modules[place]
+        stages = stages_of(model, self.config.parallel)
+        index = stages.index(*place)
+        begin = [self.layers.embedding()] if index == 0 else []
+        end = [self.layers.head()] if index == stages.count - 1 else []
+        layers = len(modules) - len(begin) - len(end)
+        rest = self._computed[place] + sum([*begin, *end], PassTimes()) * -1
+        work = [*begin, *[rest * (1 / max(1, layers))] * layers, *end]
+        gathers = [*map(self.dp.gather, modules)]
+        if model.tie_embeddings and stages.count == 1:
+            gathers[-1] += gathers[0]
+        times = zip(work, gathers, map(self.dp.reduce, modules), strict=True)
+        return tuple(Unit(each.forward.total, each.backward.total, *sent) for each, *sent in times)
 
     @cached_property
     def hidden(self) -> dict[tuple[int, int, int], float]:
@@ -139,33 +185,26 @@ class PipelineTimes:
         layout = stages_of(self.config.model, self.config.parallel)
         return max(sum(len(layout.layers(stage)) for stage in own) for own in layout.placement.stages)
 
-    def _layerwise(self, work: Seconds, sent: float) -> Seconds:
-        """Exposed seconds of a chunk's collectives, `sent` in sum, which overlap with the layer before."""
-        if not self.overlaps.dp:
-            return Seconds(dp=sent)
-        layers = max(1, self.config.model.num_layers // len(self.buckets))
-        least = sent * max(1 / layers, 1 - self.hardware.attained.overlap)
-        return Seconds(dp=max(least, sent - work.total * (layers - 1) / layers))
-
     @cached_property
     def times(self) -> StageTimes:
-        c, p, apart = self.config, self.config.parallel, self.gathers_by_layer
+        c, p = self.config, self.config.parallel
         world, size = c.world_size, self.layers.sizes.message
         between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, world, together=p.tp)
         receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
-        buckets = {} if apart else self.buckets
+        buckets = {} if self.streams else self.buckets
         reduce, gather = (
             {place: max(on.costs[index](sizes) for on in self.machines[place[0]]) for place, sizes in buckets.items()}
             for index in range(2)
         )
+        ends = {place: max(on.streamed[place].ends for on in self.machines[place[0]]) for place in self.streamed}
         return StageTimes(
             {place: pair.forward.total for place, pair in self.pairs.items()},
             {place: pair.backward.total for place, pair in self.pairs.items()},
             between.message(size),
             receive,
-            reduce,
+            ends or reduce,
             gather,
-            {place: len(sizes) for place, sizes in self.buckets.items()},
+            {place: len(sizes) for place, sizes in buckets.items()},
             1 - self.hardware.attained.overlap,
             share_link=between.network and self.dp.network,
             weight_gradient={place: pair.weights.total for place, pair in self.pairs.items()},

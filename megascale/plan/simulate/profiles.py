@@ -231,7 +231,6 @@ class Stack(MeasuredStack):
     generation: int = Field(2024, ge=2016, le=2100, description="year of the libraries, for attained.gemm of hardware")
     attention: Kernel = Field("flash2", description="the attention kernel")
     gradient_bytes: Literal[0, 2, 4, 8] = Field(0, description="of a reduced element; 0: of the accumulation dtype")
-    shards_weights: bool = Field(False, description="ZeRO-3: weights are all-gathered layer by layer")
     reduces_each: bool = Field(False, description="with zero = 2 gradients are reduced after every micro-batch")
     fp8_weights: Literal["beside", "instead"] = Field("beside", description="beside 16-bit weights, or instead")
     host_s: NotNegative = Field(0.0, description="seconds to launch a layer's forward; a backward takes twice as long")
@@ -244,7 +243,7 @@ class Stack(MeasuredStack):
 
     @property
     def storage(self) -> WeightStorage:
-        return WeightStorage(self.shards_weights, self.fp8_weights)
+        return WeightStorage(self.fp8_weights)
 
 
 def hardware(name: str) -> Hardware:

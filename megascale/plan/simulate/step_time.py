@@ -67,7 +67,7 @@ class StepParts(PipelineTimes):
         held = [tuple(chain(*(self.buckets[rank, chunk] for chunk in held_chunks(p)))) for rank in range(p.pp)]
         elements = max(sum(numel for _, numel in buckets) for buckets in held)
         shard = max(self.dp.shard(buckets) for buckets in held)
-        gradients = shard if self.stack.shards_weights or p.zero == 3 else elements
+        gradients = shard if p.zero >= 2 else elements
         masters = wide * shard if facts["master_weights"] else 0
         state = masters + max(stage.state_bytes(1 if self.dp.sharded else 0) for stage in stages)
         moved = 2 * state + shard * (2 * wide + compute) + gradients * wide

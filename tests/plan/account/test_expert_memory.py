@@ -14,7 +14,7 @@ from megascale.layout.blocks import block_spec
 from megascale.layout.recompute_policy import NO_RECOMPUTE
 from megascale.plan.account.activations import block_bytes
 from megascale.plan.account.sizes import micro_batch_sizes
-from megascale.plan.account.state_bytes import WeightStorage, state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from tests.marks import only_quick_rows
 from tests.plan.account.test_against_dry_run import compare
 from tests.runs import LLAMA, config_of, settings
@@ -109,8 +109,9 @@ def test_experts_are_divided_by_the_ranks_along_edp(zero: int, tmp_path: Path) -
 def test_sharded_weights_of_experts(tmp_path: Path) -> None:
     """ZeRO-3 leaves the same bytes to every rank, whatever ep is."""
     model = LLAMA | {"experts": 8, "expert_ffn_size": 64}
-    trees = [settings(model, tmp_path, parallel__dp=4, train__precision="bf16", parallel__ep=ep) for ep in (1, 2, 4)]
-    sizes = {state_bytes(config_of(tree, tmp_path), 0, WeightStorage(shards_weights=True)).total for tree in trees}
+    keys = {"parallel__dp": 4, "parallel__zero": 3, "train__precision": "bf16"}
+    trees = [settings(model, tmp_path, **keys, parallel__ep=ep) for ep in (1, 2, 4)]
+    sizes = {state_bytes(config_of(tree, tmp_path), 0).total for tree in trees}
     assert len(sizes) == 1
 
 

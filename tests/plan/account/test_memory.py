@@ -21,7 +21,7 @@ from megascale.schedule.ir import RankSchedule, backward, forward
 from tests.drawn import jobs
 from tests.marks import only_quick
 
-STORAGES = st.builds(WeightStorage, st.booleans(), st.sampled_from(["beside", "instead"]))
+STORAGES = st.builds(WeightStorage, st.sampled_from(["beside", "instead"]))
 
 
 def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,18 +67,6 @@ def test_few_of_many_stages_are_walked(p: int, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(JobMemory, "rank", counted)
     assert JobMemory(config).fullest().total > 0 and len(played) < 8
-
-
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
-@given(jobs())
-def test_sharded_weights_divide_the_state(config: RunConfig) -> None:
-    shards = config.dp * config.parallel.cp
-    unsharded = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 0})})
-    for rank, memory in enumerate(JobMemory(config, WeightStorage(shards_weights=True)).by_stage()):
-        full, shard = state_bytes(unsharded, rank), state_bytes(config, rank, WeightStorage(shards_weights=True))
-        assert [*vars(shard).values()] == [size // shards for size in vars(full).values()]
-        assert memory.transient > JobMemory(unsharded).rank(rank).transient
-        assert memory.activations == JobMemory(unsharded).rank(rank).activations
 
 
 def test_fp8_weights_beside_or_instead_of_bf16() -> None:

@@ -28,6 +28,12 @@ def test_bounds_are_lower_bounds(config: RunConfig, name: str) -> None:
     check_bounds(config, name)
 
 
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
+@given(jobs(sharded=True), st.sampled_from(STACKS))
+def test_bounds_of_sharded_weights_are_lower_bounds(config: RunConfig, name: str) -> None:
+    check_bounds(config, name)
+
+
 def check_bounds(config: RunConfig, name: str) -> None:
     stack, layout = profiles.stack(name), layout_of(config)
     space = Space(config, config.world_size)

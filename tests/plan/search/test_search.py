@@ -46,7 +46,8 @@ def small() -> SearchResult:
 def test_results_are_legal_and_fit(small: SearchResult) -> None:
     assert len(small.best) == 10
     for plan in small.best:
-        keys = [f"{key}={str(value).lower()}" for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True)]
+        values = zip(LAYOUT_KEYS, plan.layout, strict=True)
+        keys = [f"{key}={'auto' if value is None else str(value).lower()}" for key, value in values]
         keys += [f"parallel.layers_per_chunk={plan.config.parallel.layers_per_chunk or 'auto'}"]
         assert load_config(SMALL, ["batch.global=16", *keys], world_size=8) == plan.config
         assert JobMemory(plan.config, STORAGE).fullest() == plan.memory
@@ -105,6 +106,22 @@ def test_split_backwards_win() -> None:
     assert SCHEDULES[split.layout.schedule].facts["split"] and whole.layout.schedule == "interleaved_1f1b"
     assert split.estimate.causes["bubble"] < whole.estimate.causes["bubble"]
     assert split.estimate.step_s < whole.estimate.step_s
+
+
+def test_weights_are_sharded_where_gradients_alone_do_not_suffice() -> None:
+    """8B on one stage fits without recomputation if weights are sharded, and a model of 8 layers without."""
+    layout = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1"]
+    fixed = [*(key.partition("=")[0] for key in layout), "parallel.cp"]
+
+    def first(*keys: str) -> Layout:
+        own = [*fixed, *(key.partition("=")[0] for key in keys)]
+        return search(load_config(SMALL, ["batch.global=64", *layout, *keys]), 64, H100, STACK, own).best[0].layout
+
+    large, without, small = first(), first("parallel.zero=2"), first("model.num_layers=8")
+    assert (large.zero, large.reshard, large.recompute) == (3, "forward", "none")
+    assert without.recompute != "none" and small.zero < 3
+    kept = first("parallel.zero=3", "model.num_layers=8")
+    assert kept.reshard == "keep", "as fast as any way"
 
 
 def test_results_closer_than_the_error_are_reported(small: SearchResult, monkeypatch: pytest.MonkeyPatch) -> None:

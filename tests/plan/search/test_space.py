@@ -14,7 +14,7 @@ from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, run_rules, sections_of
 from megascale.config.run import RunConfig
 from megascale.config.world_rules import world_findings
-from megascale.plan.search.space import LAYOUT_KEYS, MIN_SHARED_TOKENS, Layout, Space
+from megascale.plan.search.space import LAYOUT_KEYS, MIN_SHARED_TOKENS, RESHARD, Layout, Space
 from tests.marks import only_quick
 
 DEVICES = 12
@@ -61,7 +61,7 @@ def all_legal(space: Space) -> set[Layout]:
         counts,
         MICRO,
         ("none", "selective", "full"),
-        range(3),
+        range(4),
     )
     layouts = set()
     for tp, pp in itertools.product(counts, counts):
@@ -69,7 +69,7 @@ def all_legal(space: Space) -> set[Layout]:
             continue
         dp = space.devices // tp // pp
         for keys in itertools.product([tp], axes[1], [pp], *axes[3:5], [dp], *axes[6:]):
-            layout = Layout(*keys[:2], 1, "ring", 1, *keys[2:])
+            layout = Layout(*keys[:2], 1, "ring", 1, *keys[2:], reshard="forward" if keys[-1] == 3 else None)
             no_effect = (tp == 1 and layout.sp != parallel.sp) or (dp == 1 and layout.zero != parallel.zero)
             facts = SCHEDULES[layout.schedule].facts
             duplicate = facts["multi_chunk"] != (layout.vpp > 1) or (facts.get("v") or layout.vpp) != layout.vpp
@@ -180,7 +180,10 @@ def test_a_layout_equals_its_keys_in_a_configuration() -> None:
     path, devices = "configs/gpu/megascale-175b.toml", 512
     space = Space(load_config(path, ["batch.global=512"]), devices, frozenset())
     for layout in all_of(space)[::2100]:
-        overrides = [f"{key}={str(value).lower()}" for key, value in zip(LAYOUT_KEYS, layout, strict=True)]
+        overrides = [
+            f"{key}={'auto' if value is None else str(value).lower()}"
+            for key, value in zip(LAYOUT_KEYS, layout, strict=True)
+        ]
         assert space.with_layout(layout) == load_config(path, ["batch.global=512", *overrides], world_size=devices)
 
 
@@ -203,6 +206,20 @@ def test_fixed_keys_keep_their_values(key: str) -> None:
     if key == "parallel.schedule":  # with one chunk interleaving has no effect
         layouts = [layout for layout in layouts if layout.vpp > 1]
     assert layouts == same
+
+
+@pytest.mark.parametrize("keys", [{"zero": 3}, {"zero": 3, "pp": 2, "vpp": 2, "reshard": "microbatch"}])
+def test_sharded_weights_can_be_fixed(keys: dict[str, Any]) -> None:
+    """With all legal ways to release them, or the one given; otherwise with the one that takes least memory."""
+    config = config_of(parallel=keys)
+    fixed = [f"parallel.{key}" for key in ("zero", "reshard") if key in keys]
+    layouts = all_of(Space(config, DEVICES, frozenset(fixed)))
+    assert {layout.reshard for layout in layouts} == ({"microbatch"} if "reshard" in keys else set(RESHARD))
+    assert {layout.zero for layout in layouts} == {3}
+    for layout in layouts[::7]:
+        assert legal(Space(config, DEVICES), layout), layout
+    free = all_of(Space(config, DEVICES))
+    assert {(layout.zero, layout.reshard) for layout in free} == {(0, None), (1, None), (2, None), (3, "forward")}
 
 
 def test_layers_per_chunk_can_be_fixed() -> None:

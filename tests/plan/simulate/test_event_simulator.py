@@ -17,6 +17,7 @@ from megascale.record.events import COMPUTE
 from megascale.schedule import ir
 from megascale.schedule.ir import Action, Kind, ScheduleError, backward, forward
 from megascale.schedule.lower import lower
+from megascale.schedule.resharding import GATHERS, Reshard
 from tests.schedule.orders import schedule_of
 
 ALL, NONE = Overlaps(tp="all", pp=True, dp=True), Overlaps()
@@ -164,6 +165,49 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
         )
         for span in spans:
             assert span.action.kind is not Kind.F or gathers[span.action.chunk].end <= span.start
+
+
+@given(
+    st.sampled_from(SCHEDULES.names()), st.integers(1, 4), st.integers(1, 8), st.sampled_from(["keep", "microbatch"])
+)
+@settings(deadline=None, max_examples=60)
+def test_sharded_weights_are_gathered_where_lowering_says(name: str, p: int, m: int, reshard: Reshard) -> None:
+    """Before the first use of a chunk in the step, or in a run of its actions, which waits for it."""
+    facts = SCHEDULES[name].facts
+    compute, placement = schedule_of(name, p, 2 if facts["multi_chunk"] else 1, m)
+    reshard = "keep" if facts.get("pairs") else reshard
+    taken = times(p, placement.v, gather=dict.fromkeys(placement.places, 0.1))
+    recorded = simulate(compute, placement, taken, ALL, reshard=reshard, spans=True)
+    for rank, order in enumerate(lower(compute, placement, reshard=reshard)):
+        spans = [span for span in recorded.spans if span.rank == rank and span.row in (COMPUTE, "dp")]
+        gathers = {span.action: span for span in spans if span.action.kind in (Kind.GATHER_F, Kind.GATHER_B)}
+        assert [*gathers] == [action for action in ir.each_action(order) if action.kind in GATHERS.values()]
+        for kind, chunk, microbatch, *_ in gathers:
+            work = [span for span in spans if span.row == COMPUTE and span.action[1:] == (chunk, microbatch)]
+            used = min(span.start for span in work if GATHERS.get(span.action.kind) is kind)
+            assert gathers[Action(kind, chunk, microbatch)].end <= used
+
+
+def test_kept_weights_are_gathered_at_their_first_use() -> None:
+    """A chunk's gather follows the action before it. With runs it is repeated."""
+    first = [forward(0, 0), forward(1, 0), backward(1, 0), backward(0, 0)]
+    cost = {"gather": {(0, 0): 0.5, (0, 1): 0.25}}
+    given = [first], looped(1, 2), times(1, 2, **cost), ALL
+    assert simulate(*given).last == pytest.approx(6 + 0.5)  # all at the step's start
+    assert simulate(*given, reshard="keep").last == pytest.approx(6 + 0.75)
+    assert simulate(*given, reshard="microbatch").last == pytest.approx(6 + 0.5 + 0.25 + 0.5)
+    buckets = {"buckets": {(0, 0): 5, (0, 1): 5}, "slowdown": 0.25}
+    streams = simulate([first], looped(1, 2), times(1, 2, **cost, **buckets), ALL, reshard="keep")
+    assert streams.last == pytest.approx(6 + 0.75 * (0.2 + 0.25 * 0.8))
+    shown = simulate(*given[:3], NONE, reshard="keep")
+    assert shown.last == pytest.approx(6 + 0.75)
+
+
+def test_a_gather_hides_in_the_wait_for_a_message() -> None:
+    compute = ir.build_schedule(SCHEDULES["1f1b"].load(), 2, 1, 1)
+    cost = {"gather": {(1, 0): 1.5}, "message": 0.5}
+    given = compute, looped(2, 1), times(2, 1, **cost), ALL
+    assert simulate(*given, reshard="keep").last == pytest.approx(6 + 2 * 0.5)
 
 
 def test_a_deadlock_is_an_error() -> None:

@@ -10,6 +10,7 @@ import pytest
 from megascale.config.loading import load_config
 from megascale.layout.blocks import block_spec as description
 from megascale.layout.blocks import linears
+from megascale.layout.parameters import parameter_count
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.step_time import StepParts
 from megascale.record.events import COMPUTE
@@ -215,15 +216,45 @@ def test_fp8_recipes_differ_in_quantization_and_rates() -> None:
     assert delayed.causes["elementwise"] < tensor.causes["elementwise"] < row.causes["elementwise"]
 
 
-def test_zero_3_exposes_the_collectives_of_a_layer() -> None:
-    """Without overlap all is exposed: weights in forward and backward, and gradients of 2 bytes."""
-    keys = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "train.recompute=full"]
-    stack = profiles.stack("llm-foundry")
+FLAT = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "train.recompute=full"]
+
+
+def test_zero_3_exposes_the_collectives_of_units() -> None:
+    """Without overlap all is exposed: weights in forward and backward, of the head, with the embedding that is tied to
+    it, once, and gradients of 2 bytes.
+    """
+    keys, stack = [*FLAT, "parallel.zero=3"], profiles.stack("llm-foundry")
     shown = stack.model_copy(update={"overlaps": STACK.overlaps.model_copy(update={"dp": False})})
-    config = load_config(CONFIG, ["batch.global=256", *keys], world_size=256)
-    parts = StepParts(config, HARDWARE, shown)
-    sent = 2 * parts.dp.gather(parts.buckets[0, 0]) + parts.dp.reduce(parts.buckets[0, 0])
-    assert parts.dp.gradient == parts.dp.weight == 2
+    parts = StepParts(load_config(CONFIG, ["batch.global=256", *keys], world_size=256), HARDWARE, shown)
+    gathers = [parts.dp.gather(module) for module in parts.modules[0, 0]]
+    sent = 2 * sum(gathers) - gathers[-1] + gathers[0] + parts.dp.reduce(parts.buckets[0, 0])
+    assert parts.dp.gradient == parts.dp.weight == 2 and len(gathers) == parts.config.model.num_layers + 2
     assert of(*keys, gpus=256, stack=shown).causes["dp"] == pytest.approx(sent)
     hidden = of(*keys, gpus=256, stack=stack).causes["dp"]
-    assert (1 - HARDWARE.attained.overlap) * sent == pytest.approx(hidden)
+    ends = parts.dp.reduce(parts.modules[0, 0][0]) + sum(gathers[:2])
+    assert (1 - HARDWARE.attained.overlap) * (sent - gathers[0]) < hidden
+    assert hidden < (1 - HARDWARE.attained.overlap) * sent + ends + parts.dp.reduce(parts.modules[0, 0][1])
+
+
+@pytest.mark.parametrize("stack", ["megascale", "megatron-2021"])
+@pytest.mark.parametrize("pipelined", [False, True], ids=["flat", "pipelined"])
+def test_weights_that_are_gathered_more_often_take_longer(pipelined: bool, stack: str) -> None:
+    ways = ["keep", "microbatch", "forward"] if pipelined else ["keep", "forward"]
+    keys = ["parallel.pp=8", "parallel.vpp=6", "parallel.tp=1", "parallel.sp=false"] if pipelined else FLAT
+    steps = [of(*keys, "parallel.zero=2", stack=profiles.stack(stack), gpus=256)]
+    steps += [
+        of(*keys, "parallel.zero=3", f"parallel.reshard={way}", stack=profiles.stack(stack), gpus=256) for way in ways
+    ]
+    assert steps[0].step_s <= steps[1].step_s
+    assert sorted(step.step_s for step in steps[1:]) == [step.step_s for step in steps[1:]]
+    for step in steps:
+        assert sum(step.causes.values()) == pytest.approx(step.step_s) and min(step.causes.values()) >= 0
+
+
+def test_gathers_hide_from_a_number_of_tokens_on() -> None:
+    """Attained FLOP/s over bytes/s, for 6 FLOPs a token and 8 bytes a weight: two gathers of 2, a reduction of 4."""
+    keys = [*FLAT, "train.recompute=none", "parallel.zero=3"]
+    parts = StepParts(load_config(CONFIG, ["batch.global=256", *keys], world_size=256), HARDWARE, STACK)
+    pair, (route, _) = parts.pairs[0, 0], next(iter(parts.dp.groups.values()))
+    rate = 6 * parameter_count(parts.config.model) * 2048 / (pair.total - pair.forward.dp - pair.backward.dp)
+    assert parts.hiding_tokens == pytest.approx(8 / 6 * rate / route.bandwidth, rel=0.05)  # and latency
