@@ -20,7 +20,7 @@ from megascale.plan.simulate.islands import by_stage, far_message, stage_islands
 from megascale.plan.simulate.layer_time import LayerTimes
 from megascale.plan.simulate.link_time import Buckets, DataParallel, neighbour_route
 from megascale.plan.simulate.profiles import Hardware, Overlaps, Stack
-from megascale.plan.simulate.unit_stream import Exposed, Unit, streamed
+from megascale.plan.simulate.unit_stream import Exposed, UnitTimes, streamed
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class PipelineTimes:
         sent = {at: 2 * self.dp.gather(buckets) + self.dp.reduce(buckets) for at, buckets in self.buckets.items()}
         return self.layers.tokens * max(sent[at] / pair.total for at, pair in self._computed.items())
 
-    def _units(self, place: Place) -> tuple[Unit, ...]:
+    def _units(self, place: Place) -> tuple[UnitTimes, ...]:
         """The units of a chunk, whose layers share its compute equally. A tied head uses the embedding's weights."""
         model, modules = self.config.model, self.modules[place]
         stages = stages_of(model, self.config.parallel)
@@ -159,7 +159,7 @@ class PipelineTimes:
         if model.tie_embeddings and stages.count == 1:
             gathers[-1] += gathers[0]
         times = zip(work, gathers, map(self.dp.reduce, modules), strict=True)
-        return tuple(Unit(each.forward.total, each.backward.total, *sent) for each, *sent in times)
+        return tuple(UnitTimes(each.forward.total, each.backward.total, *sent) for each, *sent in times)
 
     @cached_property
     def hidden(self) -> dict[tuple[int, int, int], float]:

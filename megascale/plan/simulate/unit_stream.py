@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 
-class Unit(NamedTuple):
+class UnitTimes(NamedTuple):
     """Seconds of a unit: its compute in a forward and in a backward, its gather, and its gradients' reduction."""
 
     forward: float
@@ -37,7 +37,7 @@ class _Use(NamedTuple):
     reduce: float
 
 
-def streamed(units: Sequence[Unit], *, turns: bool, overlap: bool, slowdown: float) -> Exposed:
+def streamed(units: Sequence[UnitTimes], *, turns: bool, overlap: bool, slowdown: float) -> Exposed:
     """Expose the communication of a chunk's units, in the order of the network, of which `slowdown` at least.
 
     `turns`: actions of the chunk follow each other, so that the unit where a forward meets a backward is gathered once
@@ -52,7 +52,7 @@ def streamed(units: Sequence[Unit], *, turns: bool, overlap: bool, slowdown: flo
     return Exposed(forward, exposed - forward, max(0.0, ended - steady))
 
 
-def _uses(units: Sequence[Unit], cycles: int, turns: bool) -> list[_Use]:
+def _uses(units: Sequence[UnitTimes], cycles: int, turns: bool) -> list[_Use]:
     """List the uses of units in `cycles` of a forward and a backward; those in a row are one."""
     found = list[_Use]()
     forward = [_Use(at, unit.forward, unit.gather, 0.0) for at, unit in enumerate(units)]
