@@ -165,7 +165,10 @@ def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:
     elif inner * parallel.cp == 1:
         yield Finding(key, "a rank alone has no one to shard with", "2 or more, or parallel.zero = 0")
     elif isinstance(dp, int) and dp % inner:
-        yield Finding(key, f"{inner} does not divide dp = {dp}", f"one of {join_values(divisors(dp))}")
+        valid = [ranks for ranks in divisors(dp) if ranks * parallel.cp > 1]
+        yield Finding(
+            key, f"{inner} does not divide dp = {dp}", f"one of {join_values(valid)}" if valid else "remove the key"
+        )
     elif ranks % parallel.ep:
         message = f"the {ranks} ranks that shard (tp x cp x dp_shard) do not hold all experts (ep = {parallel.ep})"
         least = parallel.ep // math.gcd(parallel.ep, parallel.tp * parallel.cp)

@@ -80,10 +80,10 @@ KEPT_ORDERS = 32  # orders of actions that are kept; steps have a few numbers of
 
 def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | None = None) -> Mesh:
     """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `log`: this rank's."""
-    placement = stages_of(config.model, config.parallel).placement
+    topology, placement = topology_of(config.parallel), stages_of(config.model, config.parallel).placement
     recorder = Recorder(device.timer(), log, enabled=config.observe.record_events, named_range=profiler_range)
     mesh = open_mesh(
-        topology_of(config.parallel),
+        topology,
         rank.rank,
         tied=shares_embedding(config.model, config.parallel),
         placement=placement,
@@ -94,13 +94,13 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
     )
     recorder.log.start_parts.begin("warm-up")
     data: list[tuple[str, ...]] = [DATA_AXES, ("edp",)] if config.model.experts else [DATA_AXES]
-    inner = [*map(inner_axes, data)] if mesh.topology.dp_replicate > 1 else data
-    axes = [*inner, (REPLICATE,), *data] if mesh.topology.dp_replicate > 1 else [*data]
+    inner = [*map(inner_axes, data)] if topology.dp_replicate > 1 else data
+    axes = [*inner, (REPLICATE,), *data] if topology.dp_replicate > 1 else [*data]
     axes += sorted(config.moe.shared_axes(config.batch.micro)) if config.model.experts else []
     axes += VOCABULARY_AXES if config.parallel.vocab_pp else []
     further = [group for each in axes if (group := mesh.group(*each)) is not mesh.dp]
     matrices = config.parallel.zero > 0 and ParamGroups(config.optimizer).needs_matrix
-    sharing = data if mesh.topology.state_over_all else inner
+    sharing = data if topology.state_over_all else inner
     owners = [mesh.group(*each) for each in sharing] if matrices else []
     warm_up(mesh, device, placement.links, owners=owners, further=further)
     return mesh

@@ -118,7 +118,7 @@ def told_on_a_gpu(rank: Rank, config: RunConfig) -> tuple[list[tuple[int]], bool
         build_mesh(config, rank, FakeGPU(open_device(), "nccl"))
         step = build_fake(config, 0).train_loader.pool.step
         bytes_and_sms = [called.args for mock in (reserve, leave_sms) for called in mock.call_args_list]
-        return bytes_and_sms, warm_up.call_args.kwargs["matrices"], step
+        return bytes_and_sms, bool(warm_up.call_args.kwargs["owners"]), step
 
 
 def test_what_a_gpu_needs_is_done_before_the_first_step(tmp_path: Path) -> None:
