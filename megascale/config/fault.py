@@ -111,6 +111,11 @@ class FaultConfig(Section):
     shrink: bool = Field(
         False, description="without a spare, continue with fewer data-parallel ranks and the same global batch"
     )
+    rebuild_stage: Number = Field(
+        0,
+        description="rather than go back so many steps or more, rebuild a lost pipeline stage, inexactly, from its "
+        "neighbours' copies in memory; 0: never",
+    )
 
     # diagnosis
     check_nodes: bool = Field(True, description="check a node before it joins, and the nodes of a fault")
