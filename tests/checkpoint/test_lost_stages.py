@@ -18,7 +18,7 @@ from megascale.layout.stages import looped, v_shaped
 from megascale.layout.topology import Topology
 from megascale.train.step import train_step
 from tests.checkpoint.test_memory_checkpoints import config_with, resume, train_and_exit
-from tests.marks import only_quick
+from tests.marks import only_quick, only_quick_rows
 from tests.runs import FAMILIES, config_of, settings
 from tests.thread_world import run_threads
 from tests.worlds import run_world
@@ -141,7 +141,7 @@ def test_the_fewest_ranks_are_lost_and_then_the_fewest_steps() -> None:
     assert not steps and len(problems) == 2, problems
 
 
-@pytest.mark.parametrize(("least", "place"), only_quick([(2, "memory"), (3, "step-00000001")], (2, "memory")))
+@pytest.mark.parametrize(("least", "place"), only_quick_rows([(2, "memory"), (3, "step-00000001")], (2, "memory")))
 def test_a_run_whose_middle_stage_is_lost(least: int, place: str, tmp_path: Path) -> None:
     """Its newest checkpoint is two steps older than the copies of the other stages."""
     memory = tmp_path / "memory"
