@@ -127,7 +127,7 @@ class RebuiltStages:
             f"stage {stage} as {' + '.join(f'{share:.3g} x stage {of}' for of, share in shares.items())}"
             for stage, shares in self.rebuilt.items()
         ]
-        return f"lost state of the pipeline was rebuilt, {', '.join(means)}"
+        return f"state of lost pipeline stages was rebuilt, {', '.join(means)}"
 
 
 MetricsRecord = StepMetrics | EvaluationMetrics | Alert | MixtureUpdate | RebuiltStages

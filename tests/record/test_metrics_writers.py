@@ -82,7 +82,7 @@ def test_an_update_of_weights_is_a_line_and_a_curve_of_each_dataset(tmp_path: Pa
 def test_rebuilt_stages_are_a_warning_and_scalars(tmp_path: Path) -> None:
     record = RebuiltStages(8, {"1": {"0": 0.25, "2": 0.75}, "4": {"3": 0.5, "5": 0.5}})
     assert format_record(record, 10) == (
-        "WARNING: step 8: lost state of the pipeline was rebuilt, stage 1 as 0.25 x stage 0 + 0.75 x stage 2, "
+        "WARNING: step 8: state of lost pipeline stages was rebuilt, stage 1 as 0.25 x stage 0 + 0.75 x stage 2, "
         "stage 4 as 0.5 x stage 3 + 0.5 x stage 5"
     )
     tensorboard(tmp_path, 0, record)

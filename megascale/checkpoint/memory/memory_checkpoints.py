@@ -152,7 +152,7 @@ class MemoryCheckpoints:
             if header is not None:
                 slots[slot].copy_to_tensors()
                 self.newest_complete_slot = slot
-            facts = header and header.facts
+            facts = None if header is None else header.facts
             if lost:
                 told = self._control.broadcast(facts and facts.model_dump(mode="json"), f"the run at step {step}")
                 facts = manifest.Facts.model_validate(told)

@@ -61,7 +61,7 @@ def ends_to_replace(job: JobState, links: Sequence[tuple[str, str]], others: int
 
 def alert(job: JobState, found: Alert | RebuiltStages, now: float) -> None:
     """Log and print an alert, unless the log has it."""
-    what, name = f"step {found.step}: {found}", "rebuilt"
+    what, name = f"{found}; it is of step {found.step}", "rebuilt"
     hint = "the loss rises, and falls again; fault.rebuild_stage = 0 goes back to an exact state instead"
     if isinstance(found, Alert):
         what, name = str(found), found.alert

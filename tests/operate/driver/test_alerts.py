@@ -40,7 +40,8 @@ def test_a_rebuilt_stage_is_told_once() -> None:
     found = RebuiltStages(6, {"1": {"0": 0.25, "2": 0.75}})
     told = [sim.job.alert(found, sim.now), sim.job.alert(found, sim.now)]
     (incident,) = sim.job.history.incidents.values()
-    assert incident.what.startswith("step 6: lost state of the pipeline was rebuilt, stage 1 as 0.25 x stage 0")
+    what = "state of lost pipeline stages was rebuilt, stage 1 as 0.25 x stage 0 + 0.75 x stage 2; it is of step 6"
+    assert incident.what == what
     assert (
         incident.hint == "the loss rises, and falls again; fault.rebuild_stage = 0 goes back to an exact state instead"
     )
