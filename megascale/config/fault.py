@@ -113,8 +113,8 @@ class FaultConfig(Section):
     )
     rebuild_stage: Number = Field(
         0,
-        description="rather than go back so many steps or more, rebuild a lost pipeline stage, inexactly, from its "
-        "neighbours' copies in memory; 0: never",
+        description="least number of steps to go back for which a lost pipeline stage is rebuilt instead, inexactly, "
+        "[from its neighbours](fault-tolerance.md#rebuild-a-lost-stage); 0: never",
     )
 
     # diagnosis

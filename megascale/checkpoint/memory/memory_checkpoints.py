@@ -35,7 +35,9 @@ SlotsByHost = Sequence[Mapping[int, Mapping[int, int]]]
 """Slot of a copy by holding rank, rank and step."""
 
 CanLose = Callable[[int, frozenset[int]], bool]
-"""Whether copies of a step serve without those of these ranks, never of the first; without none they do."""
+"""Function (step, ranks): True if the copies of a step serve without those of `ranks`: always of none, never of the
+first.
+"""
 
 
 class MemoryCheckpoints:
