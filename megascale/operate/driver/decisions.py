@@ -62,7 +62,7 @@ def ends_to_replace(job: JobState, links: Sequence[tuple[str, str]], others: int
 def alert(job: JobState, found: Alert | RebuiltStages, now: float) -> None:
     """Log and print an alert, unless the log has it."""
     what, name = f"{found}; it is of step {found.step}", "rebuilt"
-    hint = "the loss rises, and falls again; fault.rebuild_stage = 0 goes back to an exact state instead"
+    hint = "the loss rises: watch that it falls again; fault.rebuild_stage = 0 goes back to an exact state instead"
     if isinstance(found, Alert):
         what, name = str(found), found.alert
         hint = "a restart changes nothing; see the data of this step if it does not heal"
