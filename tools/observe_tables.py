@@ -26,6 +26,7 @@ RECORDS = {
     "EvaluationMetrics": "an evaluation",
     "Alert": "a spike",
     "MixtureUpdate": "new weights of a blend",
+    "RebuiltStages": "a start with rebuilt stages",
 }
 """Kinds of lines of metrics.jsonl by the class that defines their keys."""
 

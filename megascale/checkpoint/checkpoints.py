@@ -81,7 +81,8 @@ class Checkpoints:
             )
         self.folder = Location(location, settings.retry_timeout_s)
         self._loader = StateLoader(model, parts, mesh, device)
-        self._resumer = Resumer(settings.resume, config, run, self.folder, self._loader, self.saver, mesh)
+        rebuild = config["fault"]["rebuild_stage"]
+        self._resumer = Resumer(settings.resume, rebuild, config, run, self.folder, self._loader, self.saver, mesh)
         self._pruner = Pruner(self.folder, settings.keep, settings.keep_every)
         self._saved_step: int | None = None
         self._waited_s = 0.0

@@ -111,6 +111,11 @@ class FaultConfig(Section):
     shrink: bool = Field(
         False, description="without a spare, continue with fewer data-parallel ranks and the same global batch"
     )
+    rebuild_stage: Number = Field(
+        0,
+        description="least number of steps to go back for which a lost pipeline stage is rebuilt instead, inexactly, "
+        "[from its neighbours](fault-tolerance.md#rebuild-a-lost-stage); 0: never",
+    )
 
     # diagnosis
     check_nodes: bool = Field(True, description="check a node before it joins, and the nodes of a fault")

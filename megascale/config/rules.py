@@ -11,6 +11,7 @@ from megascale.config import (
     backend_rules,
     data_rules,
     exclusions,
+    fault_rules,
     file_rules,
     model_rules,
     parallel_rules,
@@ -72,7 +73,7 @@ RULES: tuple[Rule, ...] = (
     file_rules.file_system,
     exclusions.NO_PRUNING,
     time_rules.nccl_ctas, exclusions.NO_PIPELINE,
-    time_rules.timeouts, time_rules.fault_times,
+    time_rules.timeouts, time_rules.fault_times, fault_rules.rebuilt_stages,
     time_rules.injected_faults, time_rules.layout_ranks,
 )  # fmt: skip
 """In the order of their findings. A rule runs if its sections are tables, whatever else is wrong."""

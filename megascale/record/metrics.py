@@ -1,5 +1,5 @@
-"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), an alert (`Alert`), or an update
-of a blend's weights (`MixtureUpdate`).
+"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), an alert (`Alert`), an update of
+a blend's weights (`MixtureUpdate`), or a start with rebuilt stages (`RebuiltStages`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,24 @@ class MixtureUpdate:
         return f"weights from sample {self.place:,} on: {weights}{more}"
 
 
-MetricsRecord = StepMetrics | EvaluationMetrics | Alert | MixtureUpdate
+@dataclass(frozen=True)
+class RebuiltStages:
+    """A start with the state of lost pipeline stages rebuilt from their neighbours."""
+
+    step: int
+    """step of the state"""
+    rebuilt: dict[str, dict[str, float]]
+    """shares of the two neighbours by rebuilt stage, both counted from 0"""
+
+    def __str__(self) -> str:
+        means = [
+            f"stage {stage} as {' + '.join(f'{share:.3g} x stage {of}' for of, share in shares.items())}"
+            for stage, shares in self.rebuilt.items()
+        ]
+        return f"state of lost pipeline stages was rebuilt, {', '.join(means)}"
+
+
+MetricsRecord = StepMetrics | EvaluationMetrics | Alert | MixtureUpdate | RebuiltStages
 
 
 def as_json(record: MetricsRecord) -> dict[str, Any]:

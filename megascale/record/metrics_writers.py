@@ -20,6 +20,7 @@ from megascale.record.metrics import (
     EvaluationMetrics,
     MetricsRecord,
     MixtureUpdate,
+    RebuiltStages,
     StepMetrics,
     as_json,
     scalars,
@@ -72,7 +73,9 @@ def _step(line: str) -> float:
         return math.inf
 
 
-_TENSORBOARD_PREFIXES = {StepMetrics: "train", EvaluationMetrics: "valid", Alert: "alert", MixtureUpdate: "data"}
+_TENSORBOARD_PREFIXES = {
+    StepMetrics: "train", EvaluationMetrics: "valid", Alert: "alert", MixtureUpdate: "data", RebuiltStages: "start",
+}  # fmt: skip
 
 
 class TensorBoardWriter(MetricsWriter):
@@ -127,7 +130,7 @@ class TerminalWriter:
 
 def format_record(record: MetricsRecord, steps: int) -> str:
     """Format a record as a line. `steps`: steps of the whole run."""
-    if isinstance(record, Alert):
+    if isinstance(record, Alert | RebuiltStages):
         return f"WARNING: step {record.step}: {record}"
     step = f"step {record.step:,}/{steps:,}"
     if isinstance(record, MixtureUpdate):

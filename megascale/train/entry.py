@@ -183,6 +183,12 @@ def _open_reporter(run: Run, peak: Peak | None, resumed: str) -> Reporter:
         texts.append(describe_buckets(mixture_spec(config, "train")))
     for text in filter(None, [*texts, resumed, *(f"WARNING: {text}" for text in replaced)]):
         reporter.write_message(text)
+    if run.origin.rebuilt:
+        from megascale.record.metrics import RebuiltStages
+
+        shares = run.origin.rebuilt.items()
+        by_name = {str(s): {str(s - 1): before, str(s + 1): after} for s, (before, after) in shares}
+        reporter.write(RebuiltStages(step, by_name))
     return reporter
 
 

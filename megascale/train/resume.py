@@ -61,7 +61,7 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     run.progress = resumed.progress
     _check_order(run, resumed.config)
     source = str(resumed.path) if resumed.path else "the copies in memory"
-    run.origin = InitialState(source, run.progress.step)
+    run.origin = InitialState(source, run.progress.step, resumed.rebuilt)
     _check_finite(run, lambda name: f"{source}: {name}")
     _copy_masters_and_gather(run)
     if run.optimizer.fresh_state and run.progress.step:  # of this rank's parameters; other stages have the same rules

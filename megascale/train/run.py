@@ -20,6 +20,7 @@ import torch
 if TYPE_CHECKING:
     from megascale.checkpoint.checkpoints import Checkpoints
     from megascale.checkpoint.format.state import Progress
+    from megascale.checkpoint.load.lost_stages import Shares
     from megascale.checkpoint.save.saver import SaveResult
     from megascale.comm.mesh import Mesh
     from megascale.config.run import RunConfig
@@ -45,10 +46,13 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 @dataclass(frozen=True)
 class InitialState:
-    """The state that a run was begun or resumed with in this process, and its step; "" for fresh weights."""
+    """The state that a run was begun or resumed with in this process, and its step; "" for fresh weights. `rebuilt`: as
+    in `ResumeResult`.
+    """
 
     name: str = ""
     step: int = 0
+    rebuilt: Shares = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

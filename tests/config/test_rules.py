@@ -31,6 +31,9 @@ LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != GP
 
 MOE = {"model__experts": 8, "model__bias": False}
 DOMINO = {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2}
+REBUILT = {
+    "fault__rebuild_stage": 9, "parallel__pp": 3, "checkpoint__every": 10, "checkpoint__in_memory_every": 1,
+}  # fmt: skip
 FP8_MODEL = {
     "train__precision": "fp8", "model__hidden_size": 512, "model__ffn_size": 512, "model__seq_length": 128,
 }  # fmt: skip
@@ -66,6 +69,39 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "layout_ranks",
         {"parallel__dp": 2, "fault__inject": "kill rank=9 step=1"},
         {"fault.inject": "there is no rank 9 for kill"},
+    ),
+    (
+        "rebuilt_stages",
+        {"fault__rebuild_stage": 9, "parallel__pp": 2},
+        {
+            "parallel.pp": "with pp = 2 no stage is between two others (fault.rebuild_stage = 9)",
+            "checkpoint.in_memory_every": "the other stages have no copies",
+        },
+    ),
+    (
+        "rebuilt_stages",
+        REBUILT
+        | {
+            "parallel__layers_per_chunk": [1, 2, 1],
+            "train__weight_average": "ema",
+            "model__exits": [2],
+            "optimizer__groups": [{"kinds": ["matrix"], "name": "muon"}],
+        },
+        {
+            "parallel.layers_per_chunk": "layers of unequal stages do not correspond",
+            "optimizer.name": "muon: no mean of every element's squared gradient",
+            "model.exits": "the head of an exit has no neighbours",
+            "train.weight_average": "averages are not rebuilt",
+        },
+    ),
+    (
+        "rebuilt_stages",
+        REBUILT | MOE | {"parallel__vocab_pp": 1},
+        {
+            "model.num_layers": "4 layers do not make 3 equal stages",
+            "model.experts": "experts of different layers do not correspond",
+            "parallel.vocab_pp": "a lost stage has rows of the vocabulary",
+        },
     ),
     ("fault_times", {"fault__hang_s": 0.1}, {"fault.hang_s": "0.1 s is no more than fault.poll_s = 0.25"}),
     ("fault_times", {"fault__heartbeat_s": 6.0}, {"fault.node_lost_s": "6.0 s is no more than fault.heartbeat_s = 6"}),

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megascale.record.metrics import EvaluationMetrics, MetricsRecord, MixtureUpdate, StepMetrics, as_json
+from megascale.record.metrics import (
+    EvaluationMetrics,
+    MetricsRecord,
+    MixtureUpdate,
+    RebuiltStages,
+    StepMetrics,
+    as_json,
+)
 from megascale.record.metrics_writers import JsonLinesWriter, TensorBoardWriter, TerminalWriter, format_record
 
 RECORD = StepMetrics(
@@ -70,6 +77,16 @@ def test_an_update_of_weights_is_a_line_and_a_curve_of_each_dataset(tmp_path: Pa
     tensorboard(tmp_path, 0, update)
     found = scalars(tmp_path)
     assert found["data/mixture/1 b/weight"] == [(4, 0.75)] and found["data/mixture/0 a/loss"] == [(4, 2.0)]
+
+
+def test_rebuilt_stages_are_a_warning_and_scalars(tmp_path: Path) -> None:
+    record = RebuiltStages(8, {"1": {"0": 0.25, "2": 0.75}, "4": {"3": 0.5, "5": 0.5}})
+    assert format_record(record, 10) == (
+        "WARNING: step 8: state of lost pipeline stages was rebuilt, stage 1 as 0.25 x stage 0 + 0.75 x stage 2, "
+        "stage 4 as 0.5 x stage 3 + 0.5 x stage 5"
+    )
+    tensorboard(tmp_path, 0, record)
+    assert scalars(tmp_path)["start/rebuilt/1/2"] == [(8, 0.75)]
 
 
 def test_json_lines_hold_every_value_that_there_is(metrics: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megascale.checkpoint import folders
 from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.format import manifest
+from megascale.checkpoint.load.lost_stages import Shares, can_rebuild, lost_stages, rebuild_stages
 from megascale.config.toml_writer import config_changes
 from megascale.config.train import HF_PREFIX
 from megascale.core.errors import CheckpointError
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ResumeResult:
     """The checkpoint resumed from; `path` is None for in-memory copies. `config`: the saved run's configuration;
-    `changes`: keys of it that differ. `bytes`: bytes read from storage by all ranks.
+    `changes`: keys of it that differ. `bytes`: bytes read from storage by all ranks. `rebuilt`: stages whose state was
+    lost, with the shares of their neighbours in the new one.
     """
 
     progress: Progress
@@ -37,17 +39,20 @@ class ResumeResult:
     config: Mapping[str, Any]
     changes: list[str]
     bytes: int
+    rebuilt: Shares = field(default_factory=dict)
 
 
 @dataclass
 class Resumer:
     """Loads the newest intact checkpoint, from memory or from storage; all ranks call `resume` together.
 
-    `source`: `checkpoint.resume`. `config`: the run's, in JSON. `run`: the run's folder; `folder`: of its checkpoints.
-    `warnings`: checkpoints passed over, and why. `damaged`: the damaged ones, with their error.
+    `source`: `checkpoint.resume`. `rebuild_stage`: as in `[fault]`. `config`: the run's, in JSON. `run`: the run's
+    folder; `folder`: of its checkpoints. `warnings`: checkpoints passed over, and why. `damaged`: the damaged ones,
+    with their error.
     """
 
     source: str
+    rebuild_stage: int
     config: Mapping[str, Any]
     run: Path
     folder: Location
@@ -61,7 +66,7 @@ class Resumer:
         """Load the newest intact checkpoint; None if there is none to resume from.
 
         Candidates are the run's own checkpoints, and in-memory copies that are not older. A run without its own loads
-        what `checkpoint.resume` names.
+        what `checkpoint.resume` names. Before it goes back by `rebuild_stage` steps, it rebuilds lost stages.
 
         Raises: CheckpointError if it holds another model, DamagedError if all are damaged
         """
@@ -81,13 +86,24 @@ class Resumer:
     def _load_from_memory(self, min_step: int) -> ResumeResult | None:
         if self.saver is None or self.source == "never":
             return None
-        facts, problems = self.saver.load_from_memory(min_step)
+        topology, placement = self.mesh.topology, self.mesh.placement
+
+        def can_lose(step: int, ranks: frozenset[int]) -> bool:
+            if not ranks:
+                return True
+            recent = 0 < self.rebuild_stage <= step - min_step
+            return recent and can_rebuild(lost_stages(ranks, topology, placement), placement)
+
+        facts, ranks, problems = self.saver.load_from_memory(min_step, can_lose)
         self.warnings += [problem for problem in problems if problem not in self.warnings]
         if facts is None:
             return None
         self.loader.check_same_model("the copy in memory", facts.config.get("model", {}))
+        lost = lost_stages(ranks, topology, placement)
+        rebuilt = rebuild_stages(lost, self.loader.model, self.loader.parts, self.mesh) if lost else {}
         self.loader.end_restore()
-        return ResumeResult(facts.progress, None, facts.config, config_changes(facts.config, self.config), 0)
+        changes = config_changes(facts.config, self.config)
+        return ResumeResult(facts.progress, None, facts.config, changes, 0, rebuilt)
 
     def _load_if_intact(self, path: Location) -> ResumeResult | None:
         """Load a checkpoint; None, with a warning, if it is damaged."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
+from megascale.checkpoint.format import manifest
 from megascale.checkpoint.memory.copies import SLOTS, CopyFolder, CopySlot
 from megascale.checkpoint.memory.placement import replica_ranks
 from megascale.checkpoint.memory.receivers import open_receivers
@@ -26,13 +27,17 @@ from megascale.core.errors import CheckpointError
 from megascale.core.run_folder import TOKEN, read_token, write_token
 
 if TYPE_CHECKING:
-    from megascale.checkpoint.format import manifest
     from megascale.checkpoint.save.writer_process import WriterProcess
     from megascale.comm.mesh import Mesh
     from megascale.device import Device
 
 SlotsByHost = Sequence[Mapping[int, Mapping[int, int]]]
 """Slot of a copy by holding rank, rank and step."""
+
+CanLose = Callable[[int, frozenset[int]], bool]
+"""Function (step, ranks): True if the copies of a step serve without those of `ranks`: always of none, never of the
+first.
+"""
 
 
 class MemoryCheckpoints:
@@ -122,32 +127,39 @@ class MemoryCheckpoints:
         return slot
 
     def load_newest(
-        self, slots: Sequence[Snapshot], layout_hash: str, writer: WriterProcess, min_step: int
-    ) -> tuple[manifest.Facts | None, list[str]]:
-        """Load the newest step, `min_step` or later, with intact copies of all ranks.
+        self, slots: Sequence[Snapshot], layout_hash: str, writer: WriterProcess, min_step: int, can_lose: CanLose
+    ) -> tuple[manifest.Facts | None, frozenset[int], list[str]]:
+        """Load the newest step, `min_step` or later, with intact copies of all ranks but those that `can_lose` allows.
 
-        Returns the facts of the run, None without such a step, and a warning for every newer step passed over.
+        Returns the facts of the run, None without such a step; the ranks whose state was not loaded; and a warning for
+        every newer step passed over.
         """
         hashes = self._control.all_gather(layout_hash, "the layout of copies")
         copies = self._control.all_gather(self._folder.usable_copies(self._runs, hashes), "copies in memory")
-        steps, holders, problems = find_common_steps(copies, min_step)
-        for step in steps:
+        steps, holders, problems = find_steps(copies, min_step, can_lose)
+        for step, lost in steps.items():
             problem = self._send_missing(step, holders, writer)
             slot, header = self._folder.find(self._runs, layout_hash, self._mesh.rank, step)
             if header is None:
-                problem = problem or "it has not arrived"
+                problem = problem or ("" if self._mesh.rank in lost else "it has not arrived")
             elif not problem:
                 sums = tuple(zlib.crc32(block.numpy()) for block in slots[slot].buffer.split(COPY_BLOCK_BYTES))
                 path = self._folder.copy_path(self._mesh.rank, slot)
                 problem = "" if sums == header.sums else f"the CRC-32 of {path} does not match"
             by_rank = self._control.all_gather(problem, f"the copies of step {step}")
             failures = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if text]
-            if header is not None and not failures:
+            if failures:
+                problems.append(f"the copy of step {step} in memory is not used: {failures[0]}")
+                continue
+            if header is not None:
                 slots[slot].copy_to_tensors()
                 self.newest_complete_slot = slot
-                return header.facts, problems
-            problems.append(f"the copy of step {step} in memory is not used: {failures[0]}")
-        return None, problems
+            facts = None if header is None else header.facts
+            if lost:
+                told = self._control.broadcast(facts and facts.model_dump(mode="json"), f"the run at step {step}")
+                facts = manifest.Facts.model_validate(told)
+            return facts, lost, problems
+        return None, frozenset(), problems
 
     def keep_only_step(self, step: int | None) -> list[str]:
         """Begin a new start: on every host, copies of `step` become its copies, and all others are invalidated.
@@ -173,12 +185,14 @@ class MemoryCheckpoints:
         self._folder.remove()
 
     def _send_missing(self, step: int, holders: SlotsByHost, writer: WriterProcess) -> str:
-        """Send copies of `step` to ranks without their own copy on their host. Returns the error on this rank."""
+        """Send copies of `step`, as far as a host has one, to ranks without their own copy on their host. Returns the
+        error on this rank.
+        """
         problem = ""
         for rank in range(self._mesh.world.size):
             if step in holders[rank].get(rank, {}):
                 continue
-            holder = next(holder for holder, host in enumerate(holders) if step in host.get(rank, {}))
+            holder = next((holder for holder, host in enumerate(holders) if step in host.get(rank, {})), None)
             if holder == self._mesh.rank:
                 slot = holders[holder][rank][step]
                 try:
@@ -190,12 +204,12 @@ class MemoryCheckpoints:
         return problem
 
 
-def find_common_steps(
-    copies: Sequence[tuple[Sequence[CopySlot], Sequence[int]]], min_step: int
-) -> tuple[list[int], SlotsByHost, list[str]]:
-    """Find steps of `min_step` or later with a copy of every rank on any host, newest first. `copies`: usable copies on
-    every rank's host, and steps of unusable ones. Returns also the slots of all copies, and why steps newer than these
-    are not used.
+def find_steps(
+    copies: Sequence[tuple[Sequence[CopySlot], Sequence[int]]], min_step: int, can_lose: CanLose
+) -> tuple[dict[int, frozenset[int]], SlotsByHost, list[str]]:
+    """Find steps of `min_step` or later with a copy on any host of every rank but those that `can_lose` allows, and
+    these ranks: the fewest first, then the newest step. `copies`: usable copies on every rank's host, and steps of
+    unusable ones. Returns also the slots of all copies, and why steps newer than these are not used.
     """
     slots: list[dict[int, dict[int, int]]] = [{} for _ in copies]
     steps: list[set[int]] = [set() for _ in copies]
@@ -203,12 +217,18 @@ def find_common_steps(
         for rank, step, slot in usable:
             host.setdefault(rank, {})[step] = slot
             steps[rank].add(step)
-    common = {step for step in set.intersection(*steps) if step >= min_step}
+    missing = {
+        step: frozenset(rank for rank, of_rank in enumerate(steps) if step not in of_rank)
+        for step in sorted(set.union(*steps), reverse=True)
+        if step >= min_step
+    }
+    by_loss = sorted(missing.items(), key=lambda item: len(item[1]))
+    serving = {step: lost for step, lost in by_loss if can_lose(step, lost)}
     unusable = {step: "they are of another layout, model or optimizer" for _, found in copies for step in found}
     unusable |= dict.fromkeys(set.union(*steps), "not every rank has one")
     problems = [
         f"the copies of step {step} in memory are not used: {why}"
         for step, why in sorted(unusable.items())
-        if step > max(common, default=min_step)
+        if step > max(serving, default=min_step)
     ]
-    return sorted(common, reverse=True), slots, problems
+    return serving, slots, problems

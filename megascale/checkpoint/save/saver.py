@@ -32,7 +32,7 @@ from megascale.core.errors import CheckpointError
 from megascale.core.wait_notice import WaitNotice
 
 if TYPE_CHECKING:
-    from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
+    from megascale.checkpoint.memory.memory_checkpoints import CanLose, MemoryCheckpoints
     from megascale.checkpoint.save.write_plan import WritePlan
     from megascale.comm.mesh import Mesh
     from megascale.core.storage import Location
@@ -180,11 +180,13 @@ class CheckpointSaver:
             }
         return request
 
-    def load_from_memory(self, min_step: int) -> tuple[manifest.Facts | None, list[str]]:
-        """Load the newest in-memory checkpoint of step `min_step` or later. Returns its facts or None, and warnings."""
+    def load_from_memory(
+        self, min_step: int, can_lose: CanLose
+    ) -> tuple[manifest.Facts | None, frozenset[int], list[str]]:
+        """Load the newest in-memory checkpoint (`MemoryCheckpoints.load_newest`); nothing without such checkpoints."""
         if self._memory_checkpoints is None:
-            return None, []
-        return self._memory_checkpoints.load_newest(self._slots, self._layout_hash, self._writer, min_step)
+            return None, frozenset(), []
+        return self._memory_checkpoints.load_newest(self._slots, self._layout_hash, self._writer, min_step, can_lose)
 
     def poll(self, *, wait: bool = False) -> tuple[float, float]:
         """Return this rank's (written, failed) of the save in progress: 1.0 or 0.0, for a sum over ranks.

@@ -10,6 +10,7 @@ from megascale.operate.driver.commands import CheckNodes, Say
 from megascale.operate.driver.incidents import Action, Culprit, Incident, describe, describe_recovery
 from megascale.operate.driver.job_state import JobState
 from megascale.operate.driver.roster import format_nodes
+from megascale.record.metrics import Alert, RebuiltStages
 
 SUSPECTED = ("hang", "network", "node", "storage", "unknown")
 """Classes of incidents that hardware causes: nodes are checked before ranks start on them again."""
@@ -58,11 +59,17 @@ def ends_to_replace(job: JobState, links: Sequence[tuple[str, str]], others: int
     return reasons if suffices else {}
 
 
-def alert(job: JobState, metric: str, value: float, recent: float, now: float) -> None:
-    """Log and print an alert about a metric."""
-    what = f"{metric} {value:.4g} is {value / recent:.3g} times its recent median {recent:.4g}"
-    hint = "a restart changes nothing; see the data of this step if it does not heal"
-    finding = Finding("alert", what, Culprit(), now, f"alert: {metric}", hint=hint)
+def alert(job: JobState, found: Alert | RebuiltStages, now: float) -> None:
+    """Log and print an alert, unless the log has it."""
+    what, name = f"{found}; it is of step {found.step}", "rebuilt"
+    hint = "the loss rises: watch that it falls again; fault.rebuild_stage = 0 goes back to an exact state instead"
+    if isinstance(found, Alert):
+        what, name = str(found), found.alert
+        hint = "a restart changes nothing; see the data of this step if it does not heal"
+    signature = f"alert: {name}"
+    if any((each.signature, each.what) == (signature, what) for each in job.history.incidents.values()):
+        return
+    finding = Finding("alert", what, Culprit(), now, signature, hint=hint)
     record(job, finding, Action("alert", "nothing is done"), now)
 
 

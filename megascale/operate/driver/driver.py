@@ -171,4 +171,4 @@ class Driver:
             self.perform(self._job.tick(now))
             self._read_token()
             for alert in self._alerts.new() if self._alerts is not None else ():
-                self.perform(self._job.alert(alert["alert"], alert["value"], alert["recent"], now))
+                self.perform(self._job.alert(alert, now))

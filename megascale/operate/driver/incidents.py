@@ -29,7 +29,8 @@ IncidentClass = Literal[
 - process: a rank was killed or crashed; software: a rank raised an error; data, storage: a dataset, a file system
 - node: an agent was lost, or its hardware failed; network: nodes cannot reach each other
 - hang: no rank made progress; divergence: loss, gradient or weights are not finite
-- unknown: none of these can be shown; alert: a loss or a gradient norm above its recent band, nothing was done
+- unknown: none of these can be shown; alert: a loss or a gradient norm above its recent band, or a stage that the
+  ranks have rebuilt; nothing was done
 """
 
 HANGS = ("hang: ", "storage: waiting", "network: waiting")

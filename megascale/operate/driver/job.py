@@ -39,6 +39,7 @@ from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.commands import Command, Exclude, Request, Say, Send
 from megascale.operate.driver.job_state import JobState, Stage
 from megascale.operate.driver.roster import format_nodes
+from megascale.record.metrics import Alert, RebuiltStages
 
 START_S = 5.0  # seconds after an order to start ranks in which a heartbeat without ranks may be older than the order
 
@@ -128,9 +129,9 @@ class Job(JobState):
         self.plan = replace(self.plan, requestable=False)
         return self._advance(now)
 
-    def alert(self, metric: str, value: float, recent: float, now: float) -> list[Command]:
-        """A metric is far above its recent median."""
-        decisions.alert(self, metric, value, recent, now)
+    def alert(self, found: Alert | RebuiltStages, now: float) -> list[Command]:
+        """The ranks have told of something that needs no action."""
+        decisions.alert(self, found, now)
         return self._advance(now)
 
     def request_stop(self, now: float, status: int = Exit.STOPPED) -> list[Command]:
