@@ -4,7 +4,7 @@ the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from megascale.parallel.domino import in_halves
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
-from megascale.parallel.segments import Steps, beside
+from megascale.parallel.segments import Steps, beside, run_through
 from megascale.parallel.tensor import column_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams
 from megascale.parallel.vocabulary import VocabularyRange
@@ -101,23 +101,20 @@ class Stage(nn.Module):
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
-    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch, losses: list[Tensor] | None = None) -> Tensor:
+    def hidden_steps(
+        self, x_sbh: Tensor | None, batch: MicroBatch, losses: list[Tensor] | None = None
+    ) -> Steps[Tensor]:
         """Compute the residual stream after this stage's layers. `losses`: gets those of early exits."""
-        x_sbh = self._embed(x_sbh, batch)
-        if self._layers_in_halves:
-            return in_halves(self._layer_steps, x_sbh, batch)
-        for index, block in self.layers.items():
-            x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
-            x_sbh = self._exit(index, x_sbh, batch, losses)
-        return x_sbh
-
-    def _embed(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         if self.embedding is not None:
             if batch.tokens is None:
                 raise ValueError("the first stage needs tokens")
             x_sbh = self.embedding(batch.tokens, batch, rows_sbh=x_sbh)
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
-        return x_sbh
+        if self._layers_in_halves:
+            return in_halves(self._layer_steps, x_sbh, batch)
+        return (yield from self._layer_steps(x_sbh, batch, leads=True, losses=losses))
+
+    hidden_states = run_through(hidden_steps)
 
     def _layer_steps(
         self, x_sbh: Tensor, batch: MicroBatch, leads: bool, losses: list[Tensor] | None = None
@@ -156,20 +153,10 @@ class Stage(nn.Module):
             store=self._store,
         )
 
-    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
-        exits = list[Tensor]()
-        x_sbh = self.hidden_states(x_sbh, batch, exits)
-        return self._output(x_sbh, batch, exits)
-
     def steps(self, x_sbh: Tensor | None, batch: MicroBatch) -> Steps[StageOutput]:
-        """Compute `forward` in segments (`parallel.segments`)."""
-        if self._layers_in_halves:
-            return self(x_sbh, batch)
+        """Compute the activation for the next stage and the losses, in segments (`parallel.segments`)."""
         exits = list[Tensor]()
-        x_sbh = yield from self._layer_steps(self._embed(x_sbh, batch), batch, leads=True, losses=exits)
-        return self._output(x_sbh, batch, exits)
-
-    def _output(self, x_sbh: Tensor, batch: MicroBatch, exits: Sequence[Tensor]) -> StageOutput:
+        x_sbh = yield from self.hidden_steps(x_sbh, batch, exits)
         early = [Loss(total, reported=False) for total in exits]
         if self.head is None:
             return StageOutput(x_sbh, tuple(early))
@@ -183,3 +170,5 @@ class Stage(nn.Module):
             losses.append(Loss(self.head(x_sbh, batch, depth=depth), reported=False))
             targets.loss = losses[-1].total.detach()
         return StageOutput(None, tuple(losses))
+
+    forward = run_through(steps)
