@@ -103,16 +103,8 @@ def _gpt(layers: int, hidden: int, heads: int, vocab: int, seq: int, **keys: Any
     return _GPT | sizes | keys
 
 
-def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    return _gpt(layers, hidden, heads, 50_257, 1024, activation="gelu_tanh")
-
-
-def _gpt3(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    return _gpt(layers, hidden, heads, 50_257, 2048, activation="gelu_tanh")
-
-
-def _llama3(layers: int, hidden: int, heads: int, ffn: int, **keys: Any) -> dict[str, Any]:
-    return _sized(_LLAMA3, layers, hidden, heads, ffn, **keys)
+def _gpt2(layers: int, hidden: int, heads: int, seq: int = 1024) -> dict[str, Any]:
+    return _gpt(layers, hidden, heads, 50_257, seq, activation="gelu_tanh")
 
 
 def _llama31(sizes: dict[str, Any], factor: float) -> dict[str, Any]:
@@ -143,14 +135,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-1.5b": _gpt2(48, 1600, 25),
     # Brown et al. 2020, table 2.1; 1.3b has 16 heads (24 do not divide 2048), 13b a width of 5120 (40 do not divide
     # 5140)
-    "gpt3-125m": _gpt3(12, 768, 12),
-    "gpt3-350m": _gpt3(24, 1024, 16),
-    "gpt3-760m": _gpt3(24, 1536, 16),
-    "gpt3-1.3b": _gpt3(24, 2048, 16),
-    "gpt3-2.7b": _gpt3(32, 2560, 32),
-    "gpt3-6.7b": _gpt3(32, 4096, 32),
-    "gpt3-13b": _gpt3(40, 5120, 40),
-    "gpt3-175b": _gpt3(96, 12_288, 96),
+    "gpt3-125m": _gpt2(12, 768, 12, 2048),
+    "gpt3-350m": _gpt2(24, 1024, 16, 2048),
+    "gpt3-760m": _gpt2(24, 1536, 16, 2048),
+    "gpt3-1.3b": _gpt2(24, 2048, 16, 2048),
+    "gpt3-2.7b": _gpt2(32, 2560, 32, 2048),
+    "gpt3-6.7b": _gpt2(32, 4096, 32, 2048),
+    "gpt3-13b": _gpt2(40, 5120, 40, 2048),
+    "gpt3-175b": _gpt2(96, 12_288, 96, 2048),
     # Smith et al. 2022 (MT-NLG); Narayanan et al. 2021, table 1
     "megatron-530b": _gpt(105, 20_480, 128, 51_200, 2048),
     "megatron-1t": _gpt(128, 25_600, 160, 51_200, 2048),
@@ -158,17 +150,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "megascale-175b": _gpt(96, 12_288, 128, 64_000, 2048),
     "megascale-530b": _gpt(105, 20_480, 160, 64_000, 2048),
     # Llama team 2024, table 3; 1b and 3b: the files of Llama 3.2
-    "llama3-1b": _llama3(16, 2048, 32, 8192, tie_embeddings=True),
-    "llama3-3b": _llama3(28, 3072, 24, 8192, tie_embeddings=True),
-    "llama3-8b": _llama3(32, 4096, 32, 14_336),
-    "llama3-70b": _llama3(80, 8192, 64, 28_672),
-    "llama3-405b": _llama3(126, 16_384, 128, 53_248),
+    "llama3-1b": _sized(_LLAMA3, 16, 2048, 32, 8192, tie_embeddings=True),
+    "llama3-3b": _sized(_LLAMA3, 28, 3072, 24, 8192, tie_embeddings=True),
+    "llama3-8b": _sized(_LLAMA3, 32, 4096, 32, 14_336),
+    "llama3-70b": _sized(_LLAMA3, 80, 8192, 64, 28_672),
+    "llama3-405b": _sized(_LLAMA3, 126, 16_384, 128, 53_248),
     # the files of Llama 3.1 and 3.2
-    "llama3.1-8b": _llama31(_llama3(32, 4096, 32, 14_336), 8.0),
-    "llama3.1-70b": _llama31(_llama3(80, 8192, 64, 28_672), 8.0),
-    "llama3.1-405b": _llama31(_llama3(126, 16_384, 128, 53_248), 8.0),
-    "llama3.2-1b": _llama31(_llama3(16, 2048, 32, 8192, tie_embeddings=True), 32.0),
-    "llama3.2-3b": _llama31(_llama3(28, 3072, 24, 8192, tie_embeddings=True), 32.0),
+    "llama3.1-8b": _llama31(_sized(_LLAMA3, 32, 4096, 32, 14_336), 8.0),
+    "llama3.1-70b": _llama31(_sized(_LLAMA3, 80, 8192, 64, 28_672), 8.0),
+    "llama3.1-405b": _llama31(_sized(_LLAMA3, 126, 16_384, 128, 53_248), 8.0),
+    "llama3.2-1b": _llama31(_sized(_LLAMA3, 16, 2048, 32, 8192, tie_embeddings=True), 32.0),
+    "llama3.2-3b": _llama31(_sized(_LLAMA3, 28, 3072, 24, 8192, tie_embeddings=True), 32.0),
     # Qwen team 2024 and 2025, and the files of the base models
     "qwen2.5-0.5b": _sized(_QWEN2, 24, 896, 14, 4864, num_kv_heads=2, tie_embeddings=True),
     "qwen2.5-7b": _sized(_QWEN2, 28, 3584, 28, 18_944, num_kv_heads=4, vocab_size=152_064),

@@ -14,6 +14,9 @@ on a rank, from forward to last gradient, summed over its chunks. A plug-in's ca
 and `periodic`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from megascale.core.registry import Card, Registry
 
 
@@ -26,74 +29,63 @@ LOOP = {
     "multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False,
     "pairs": False, "v": None, "peak": None,
 }  # fmt: skip
-V = {**LOOP, "multi_chunk": True, "v": 2, "placement": "v", "split": True}
+V: dict[str, Any] = {"multi_chunk": True, "v": 2, "placement": "v", "split": True}
+
+
+def _schedule(name: str, help: str, target: str, peak: Callable[[int, int, int], int], **facts: Any) -> Card:
+    return Card(name, help, f"megascale.schedule.{target}", {**LOOP, **facts, "peak": peak})
+
 
 SCHEDULES = Registry(
     "schedule",
     "megascale.schedules",
     [
-        Card(
-            "gpipe",
-            "all forwards, then all backwards (Huang et al. 2019)",
-            "megascale.schedule.gpipe:gpipe",
-            {**LOOP, "unbounded_in_flight": True, "peak": lambda p, v, m: m},
+        _schedule(
+            "gpipe", "all forwards, then all backwards (Huang et al. 2019)", "gpipe:gpipe", lambda p, v, m: m,
+            unbounded_in_flight=True,
         ),
-        Card(
-            "1f1b",
-            "one forward, one backward: p micro-batches in flight, not m (Narayanan et al. 2021)",
-            "megascale.schedule.one_f_one_b:one_f_one_b",
-            {**LOOP, "peak": lambda p, v, m: p},
+        _schedule(
+            "1f1b", "one forward, one backward: p micro-batches in flight, not m (Narayanan et al. 2021)",
+            "one_f_one_b:one_f_one_b", lambda p, v, m: p,
         ),
-        Card(
-            "interleaved_1f1b",
-            "1f1b with v chunks per rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
-            "megascale.schedule.interleaved:interleaved_1f1b",
-            {**LOOP, "multi_chunk": True,
-             "peak": lambda p, v, m: p if v == 1 else (v - 1) * largest_group(p, m) + 2 * p - 1},
+        _schedule(
+            "interleaved_1f1b", "1f1b with v chunks per rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
+            "interleaved:interleaved_1f1b",
+            lambda p, v, m: p if v == 1 else (v - 1) * largest_group(p, m) + 2 * p - 1, multi_chunk=True,
         ),
-        Card(
+        _schedule(
             "combined_1f1b",
             "interleaved_1f1b whose forwards hide the exchange of experts of backwards, and are hidden by them",
-            "megascale.schedule.combined:combined_1f1b",
-            {**LOOP, "multi_chunk": True, "pairs": True,
-             "peak": lambda p, v, m: (v - 1) * largest_group(p, m) + 2 * p},
+            "combined:combined_1f1b", lambda p, v, m: (v - 1) * largest_group(p, m) + 2 * p,
+            multi_chunk=True, pairs=True,
         ),
-        Card(
-            "zb_h1",
-            "1f1b with split backwards: a bubble of (p-1)(F+I-W) (Qi et al. 2023)",
-            "megascale.schedule.zero_bubble:interleaved_zb",
-            {**LOOP, "split": True, "peak": lambda p, v, m: p},
+        _schedule(
+            "zb_h1", "1f1b with split backwards: a bubble of (p-1)(F+I-W) (Qi et al. 2023)",
+            "zero_bubble:interleaved_zb", lambda p, v, m: p, split=True,
         ),
-        Card(
+        _schedule(
             "interleaved_zb",
             "interleaved_1f1b with split backwards: a bubble of (p-1)(F+I-W)/v, and p micro-batches in flight",
-            "megascale.schedule.zero_bubble:interleaved_zb",
-            {**LOOP, "multi_chunk": True, "split": True,
-             "peak": lambda p, v, m: (v - 1) * largest_group(p, m) + p},
+            "zero_bubble:interleaved_zb", lambda p, v, m: (v - 1) * largest_group(p, m) + p,
+            multi_chunk=True, split=True,
         ),
-        Card(
+        _schedule(
             "zb_v",
             "split backwards on a V of two chunks per rank: a bubble of (p-1)max(F,I)/2, and p micro-batches in flight",
-            "megascale.schedule.v_shaped:zb_v",
-            {**V, "peak": lambda p, v, m: 2 * p},
+            "v_shaped:zb_v", lambda p, v, m: 2 * p, **V,
         ),
-        Card(
-            "v_half",
-            "zb_v with half of its activations, and half of 1f1b's bubble if F = I = W (Qi et al. 2024)",
-            "megascale.schedule.building_blocks:v_half",
-            {**V, "periodic": False, "peak": lambda p, v, m: 2 * (p // 2 + 1)},
+        _schedule(
+            "v_half", "zb_v with half of its activations, and half of 1f1b's bubble if F = I = W (Qi et al. 2024)",
+            "building_blocks:v_half", lambda p, v, m: 2 * (p // 2 + 1), periodic=False, **V,
         ),
-        Card(
+        _schedule(
             "v_min",
             "zb_v with a third of its activations, and two thirds of 1f1b's bubble if F = I = W (Qi et al. 2024)",
-            "megascale.schedule.building_blocks:v_min",
-            {**V, "periodic": False, "peak": lambda p, v, m: 2 * ((p + 4) // 3)},
+            "building_blocks:v_min", lambda p, v, m: 2 * ((p + 4) // 3), periodic=False, **V,
         ),
-        Card(
-            "dualpipev",
-            "a V whose forwards and backwards hide each other's exchange of experts (DeepSeek-AI 2024)",
-            "megascale.schedule.v_shaped:dualpipev",
-            {**V, "pairs": True, "peak": lambda p, v, m: 2 * p + 1},
+        _schedule(
+            "dualpipev", "a V whose forwards and backwards hide each other's exchange of experts (DeepSeek-AI 2024)",
+            "v_shaped:dualpipev", lambda p, v, m: 2 * p + 1, pairs=True, **V,
         ),
     ],
     synonyms={

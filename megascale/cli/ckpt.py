@@ -13,6 +13,7 @@ from megascale.cli.arguments import add_json, add_run, checked, read_digits
 from megascale.cli.command_output import OutputError, warn
 from megascale.cli.run_location import run_location
 from megascale.config.loading import load_config
+from megascale.config.toml_reader import dotted
 from megascale.core.errors import CheckpointError, ConfigError, Exit, MegascaleError, Problem
 from megascale.core.files import SHARED_MEMORY, exists, why_unreadable, write_text
 from megascale.core.storage import Location
@@ -154,7 +155,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     (first, ours), (second, theirs) = _open_checkpoint(options.first), _open_checkpoint(options.second)
-    facts = [_flatten(saved.facts.model_dump(mode="json")) for saved in (ours, theirs)]
+    facts = [dotted(saved.facts.model_dump(mode="json")) for saved in (ours, theirs)]
     changed = {
         key: f"{facts[0].get(key, '-')} -> {facts[1].get(key, '-')}"
         for key in dict.fromkeys([*facts[0], *facts[1]])
@@ -309,13 +310,6 @@ def _files(saved: manifest.Manifest) -> str:
 
 def _layout(layout: dict[str, int]) -> str:
     return " ".join(f"{name}{size}" for name, size in layout.items()) or "-"
-
-
-def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= _flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
-    return leaves
 
 
 def _explained(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:

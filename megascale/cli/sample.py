@@ -36,13 +36,15 @@ def run(options: argparse.Namespace) -> int:
     from megascale.cli.run_location import run_location
 
     location = run_location(options.checkpoint)  # before torch, whose import takes seconds
-    from megascale.convert.generate import SamplingParams, find_weights, generate_text
+    from megascale.checkpoint.folders import find_checkpoint
+    from megascale.convert.generate import SamplingParams, generate_text
+    from megascale.convert.saved_weights import weights_folder
     from megascale.device import detect_device
 
     params = SamplingParams(
         options.tokens, options.temperature, options.top_k, options.seed, options.tokenizer, options.eod
     )
-    source = find_weights(location)
+    source = location if weights_folder(location.local_path) else find_checkpoint(location)
     prompts, device = options.prompt or [""], detect_device().torch_device
     try:
         for text in generate_text(source, prompts, params, device, options.average):

@@ -83,28 +83,25 @@ def _as_toml(value: object) -> object:
 NO_EFFECT, REMOVE = "has no effect with {name} = {given}", "remove the key"
 
 
-def _without_effect(key: str, when: Test, keys: dict[str, Test], hint: str = REMOVE) -> Exclusions:
-    """Return the exclusions of `keys` without an effect, each with the test of its default."""
+def _without_effect(key: str, when: Test, keys: dict[str, Test], on: str = "", hint: str = "") -> Exclusions:
+    """Return the exclusions of `keys` without an effect, each with the test of its default. `on`: what `key` is for an
+    effect, such as "above 0", if that is the hint.
+    """
+    hint = hint or (f"{key} {on}, or {REMOVE}" if on else REMOVE)
     return Exclusions(key, when, tuple((other, unset, NO_EFFECT, hint) for other, unset in keys.items()))
 
 
-def _off(switch: str, when: Test, section: type[Section], *names: str, hint: str = REMOVE) -> Exclusions:
+def _off(switch: str, when: Test, section: type[Section], *names: str, on: str = "", hint: str = "") -> Exclusions:
     """Return the exclusions of keys of the switch's table without an effect, but with their defaults."""
     table, fields = switch.partition(".")[0], section.model_fields
     defaults = {field.alias or name: field.default for name, field in fields.items()}
-    return _without_effect(switch, when, {f"{table}.{name}": only(defaults[name]) for name in names}, hint)
+    return _without_effect(switch, when, {f"{table}.{name}": only(defaults[name]) for name in names}, on, hint)
 
 
 def _unsupported(switch: str, *rows: tuple[str, Test, str, str]) -> Exclusions:
     """Return the exclusions of keys without an implementation for a switch that is on: true, above 0, not empty."""
     end, off = f" ({switch} = {{given}})", f", or no {switch.rpartition('.')[2]}"
     return Exclusions(switch, bool, tuple((key, passes, what + end, hint + off) for key, passes, what, hint in rows))
-
-
-def _of_average(when: Test, name: str, averages: str) -> Exclusions:
-    """Return the exclusion of a key of averages of the weights without those that it is for."""
-    return _off("train.weight_average", when, TrainConfig, name,
-                hint=f"train.weight_average = {averages}, or remove the key")  # fmt: skip
 
 
 NO_LEARNED_POSITIONS = _without_effect("model.position", unless("learned"), {"model.positions": only(None)})
@@ -114,24 +111,18 @@ NO_ROPE = _without_effect("model.position", unless("rope"), {
     "model.rotary_fraction": only(1),
 })  # fmt: skip
 
-NO_EXPERTS = _off(
-    "model.experts", only(0), ModelConfig, *EXPERT_KEYS[1:], hint="model.experts above 0, or remove the key"
-)
+NO_EXPERTS = _off("model.experts", only(0), ModelConfig, *EXPERT_KEYS[1:], on="above 0")
 
 NO_BALANCED_EXPERTS = _without_effect("model.experts", only(0), {
     "moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None),
     "moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1),
-}, "model.experts above 0, or remove the key")  # fmt: skip
+}, "above 0")  # fmt: skip
 
 NO_BALANCE_LOSS = _off("moe.balance", only("none"), MoeConfig, "balance_weight", hint="moe.balance, or remove the key")
 
-NO_BALANCE_GROUP = _off(
-    "moe.balance", unless("group"), MoeConfig, "balance_group", hint="moe.balance = group, or remove the key"
-)
+NO_BALANCE_GROUP = _off("moe.balance", unless("group"), MoeConfig, "balance_group", on="= group")
 
-NO_BALANCE_BIAS = _without_effect(
-    "model.balance_bias", only(False), {"moe.bias_rate": only(1e-3)}, "model.balance_bias = true, or remove the key"
-)
+NO_BALANCE_BIAS = _without_effect("model.balance_bias", only(False), {"moe.bias_rate": only(1e-3)}, "= true")
 
 EXPERTS = _unsupported(
     "model.experts",
@@ -148,7 +139,7 @@ ONE_EXPERT = Exclusions("model.experts_per_token", only(1), (
 
 NO_LATENT = _off(
     "model.kv_lora_rank", only(0), ModelConfig, "q_lora_rank", "rope_head_dim", "value_head_dim", "latent_norm_eps",
-    hint="model.kv_lora_rank above 0, or remove the key",
+    on="above 0",
 )  # fmt: skip
 
 LATENT = _unsupported(
@@ -218,12 +209,12 @@ MOCK_DATA = _off("data.mock", only(True), DataConfig, "packing", "sample_weight"
 
 NO_DOCUMENTS = _without_effect("data.attention_mask", unless("document"), {
     "data.eod_mask_loss": only(True), "data.eod": only(None), "data.document_length": only(None),
-}, "attention_mask = document, or remove the key")  # fmt: skip
+}, "= document")  # fmt: skip
 
 NOT_DECOMPOSED = _without_effect("data.packing", unless("decompose"), {
     "data.decompose_min_length": only(None), "data.decompose_bucket_samples": only(None),
     "data.curriculum": only(None, "mixed"), "data.decompose_cycle": only(None),
-}, "packing = decompose, or remove the key")  # fmt: skip
+}, "= decompose")  # fmt: skip
 
 NO_POLICY = Exclusions("data.blend_policy", only(None), (
     ("data.blend_policy_every", only(None), "has no effect without a policy", "data.blend_policy, or remove the key"),
@@ -286,8 +277,7 @@ SKIPS = _unsupported(
 
 NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0), "parallel.far_axis": only("pp")})
 
-NOT_HYBRID = _without_effect("parallel.hybrid_dp", only(False), {"data.max_tokens_per_rank": only(None)},
-                             "parallel.hybrid_dp = true, or remove the key")  # fmt: skip
+NOT_HYBRID = _without_effect("parallel.hybrid_dp", only(False), {"data.max_tokens_per_rank": only(None)}, "= true")
 
 HYBRID = _unsupported(
     "parallel.hybrid_dp",
@@ -317,12 +307,9 @@ COMPENSATED = Exclusions("optimizer.master_weights", unless("full"), (
 ))  # fmt: skip
 
 ZCLIP = _off("optimizer.zclip", only(False), OptimizerConfig, "zclip_threshold", "zclip_alpha", "zclip_warmup",
-             hint="optimizer.zclip = true, or remove the key")  # fmt: skip
+             on="= true")  # fmt: skip
 
-SKIPPED_STEPS = _off(
-    "optimizer.skip_sigma", only(0), OptimizerConfig, "skip_window",
-    hint="optimizer.skip_sigma above 0, or remove the key",
-)  # fmt: skip
+SKIPPED_STEPS = _off("optimizer.skip_sigma", only(0), OptimizerConfig, "skip_window", on="above 0")
 
 NO_CHECKPOINTS = _off("checkpoint.every", only(0), CheckpointConfig, "in_memory_every", hint="checkpoint.every above 0")
 NO_COPIES = _off(
@@ -334,20 +321,20 @@ NO_PRUNING = _off("checkpoint.keep", only(0), CheckpointConfig, "keep_every", hi
 
 NO_TAIL = _without_effect(
     "optimizer.decay", lambda decay: not uses_decay_steps(str(decay)), {"optimizer.decay_steps": only(None)},
-    "remove the key: the decay ends with train.steps; or optimizer.decay = wsd",
+    hint="remove the key: the decay ends with train.steps; or optimizer.decay = wsd",
 )  # fmt: skip
 
 CONSTANT_RATE = _without_effect(
     "optimizer.decay", only("constant"), {"optimizer.min_lr": only(0.0), "optimizer.schedule_steps": only(None)}
 )
 
-NO_AVERAGE = _of_average(only("none"), "weight_average_every", "ema or lawa")
-NO_EMA = _of_average(unless("ema"), "weight_average_decay", "ema")
-NO_LAWA = _of_average(unless("lawa"), "weight_average_count", "lawa")
+NO_AVERAGE = _off("train.weight_average", only("none"), TrainConfig, "weight_average_every", on="= ema or lawa")
+NO_EMA = _off("train.weight_average", unless("ema"), TrainConfig, "weight_average_decay", on="= ema")
+NO_LAWA = _off("train.weight_average", unless("lawa"), TrainConfig, "weight_average_count", on="= lawa")
 
 NO_HISTORY = _off(
     "fp8.recipe", lambda recipe: recipe in RECIPES.cards and RECIPES[str(recipe)].facts.get("scaling") != "delayed",
-    Fp8Config, "history", hint="fp8.recipe = delayed, or remove the key",
+    Fp8Config, "history", on="= delayed",
 )  # fmt: skip
 
 BLOCK_SCALES = _off(
@@ -355,8 +342,7 @@ BLOCK_SCALES = _off(
     Fp8Config, "fast_dgrad", hint="another fp8.recipe, or remove the key",
 )  # fmt: skip
 
-NO_HOST_READER = _off("data.reader", unless("host"), DataConfig, "reader_timeout_s",
-                      hint="data.reader = host, or remove the key")  # fmt: skip
+NO_HOST_READER = _off("data.reader", unless("host"), DataConfig, "reader_timeout_s", on="= host")
 
 MODES = (NO_ROPE, NO_TAIL, CONSTANT_RATE, NO_AVERAGE, NO_EMA, NO_LAWA, NO_HISTORY, NO_HOST_READER)
 
@@ -382,13 +368,11 @@ OWN_VALIDATION = Exclusions("data.valid", unless(None), (
 
 SWITCHED_OFF = (
     OWN_VALIDATION,
-    _off("parallel.tp", only(1), ParallelConfig, "sp", hint="parallel.tp above 1, or remove the key"),
-    _off("parallel.cp", only(1), ParallelConfig, "cp_mode", hint="parallel.cp above 1, or remove the key"),
+    _off("parallel.tp", only(1), ParallelConfig, "sp", on="above 1"),
+    _off("parallel.cp", only(1), ParallelConfig, "cp_mode", on="above 1"),
     _without_effect("parallel.ep", only(1), {"moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1)}),
-    _without_effect("parallel.pp", only(1), {"parallel.schedule": only("1f1b", "interleaved_1f1b")},
-                    "parallel.pp above 1, or remove the key"),
-    _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")},
-                    "parallel.vpp above 1, or remove the key"),
+    _without_effect("parallel.pp", only(1), {"parallel.schedule": only("1f1b", "interleaved_1f1b")}, "above 1"),
+    _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")}, "above 1"),
     _off("train.eval_every", only(0), TrainConfig, "eval_steps"),
     _off("train.noise_scale_every", only(0), TrainConfig, "noise_scale_decay"),
     _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "max_file_bytes"),

@@ -258,10 +258,10 @@ class ModelConfig(Section):
         stretch = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
         return float(self.qk_head_dim**-0.5 * stretch**2) if self.softmax_scale is None else self.softmax_scale
 
-    def is_local(self, layer: int) -> bool:
-        """Return True for a layer with a window, of any length."""
+    def given_window(self, layer: int) -> int:
+        """The window of a layer as configured, also if longer than the sequence; 0 for none."""
         pattern = self.window if isinstance(self.window, list) else [self.window or 0]
-        return pattern[layer % len(pattern)] > 0
+        return pattern[layer % len(pattern)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -324,34 +324,29 @@ EXPERT_KEYS = (
     "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize", "router_scale",
     "router_bias", "balance_bias",
 )  # fmt: skip
-"""The keys of `MODEL_KEYS` that describe experts."""
+"""The keys that describe experts."""
 
-LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "rope_head_dim")
-"""The sizes of `MODEL_KEYS` that describe latent attention, with value_head_dim."""
-
-MODEL_KEYS = (
-    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
-    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", "attention_sinks",
-    "mtp_layers", "exits", *EXPERT_KEYS, *LATENT_KEYS, "value_head_dim",
+FREE_KEYS = (
+    "preset", "seq_length", "norm_eps", "rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta",
+    "softmax_scale", "latent_norm_eps", "attention_softcap", "embedding_scale", "logit_softcap", "window", "dropout",
+    "init_std", "mup_base_width",
 )  # fmt: skip
-"""Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
+"""Keys of `[model]` that a run may change when it loads a checkpoint: they change no tensor."""
 
 
 def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
-    """List the `MODEL_KEYS` that differ between a saved `[model]` section and this run's; empty if none does."""
-    there = {key: saved.get(key) for key in MODEL_KEYS}
-    hidden, heads = there["hidden_size"], there["num_heads"]
-    if there["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
-        there["head_dim"] = hidden // heads
-    if there["qkv_bias"] is None:
-        there["qkv_bias"] = there["bias"]
-    there["qk_norm"] = there["qk_norm"] or "none"
-    there["expert_ffn_size"] = there["expert_ffn_size"] or there["ffn_size"]
-    there["value_head_dim"] = there["value_head_dim"] or there["head_dim"]
-    later = ("attention_sinks", "mtp_layers", "exits", *EXPERT_KEYS, *LATENT_KEYS)
-    for key in later:  # manifests of others may have none
-        there[key] = ModelConfig.model_fields[key].default if there[key] is None else there[key]
-    if there["position"] == "learned":
-        there["positions"] = there["positions"] or saved.get("seq_length")
-    here = {key: getattr(model, key) for key in MODEL_KEYS} | {"positions": model.position_rows or None}
-    return "; ".join(f"{key} {there[key]} there, {here[key]} here" for key in MODEL_KEYS if there[key] != here[key])
+    """List the keys but `FREE_KEYS` that differ between a saved `[model]` section and this run's; empty if none does.
+    A key without a value has its default there.
+    """
+    there = ModelConfig.model_construct(**{key: value for key, value in saved.items() if value is not None})
+    keys = (field.alias or name for name, field in ModelConfig.model_fields.items())
+    rows = ((key, _effective(there, key), _effective(model, key)) for key in keys if key not in FREE_KEYS)
+    return "; ".join(f"{key} {theirs} there, {ours} here" for key, theirs, ours in rows if theirs != ours)
+
+
+def _effective(model: ModelConfig, key: str) -> Any:
+    """The value of a key; None if the section, unchecked, lacks what it follows from."""
+    try:
+        return (model.position_rows or None) if key == "positions" else getattr(model, key)
+    except (AttributeError, TypeError, ArithmeticError):
+        return None

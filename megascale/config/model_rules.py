@@ -41,7 +41,7 @@ def rope(model: ModelConfig) -> Iterator[Finding]:
         of = f"{model.rotary_dim} of {model.qk_head_dim}"
         message = f"rope rotates an even number of elements of a head, at least {least}, not {of}"
         yield Finding(f"model.{key}", message, f"another {other}")
-    if model.local_rope_theta is not None and not any(map(model.is_local, range(model.num_layers))):
+    if model.local_rope_theta is not None and not any(map(model.given_window, range(model.num_layers))):
         yield Finding("model.local_rope_theta", "is for layers with a window, and there is none", "remove the key")
 
 

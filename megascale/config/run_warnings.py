@@ -8,6 +8,9 @@ from megascale.config.data import Blend, DataConfig
 from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
 from megascale.config.exclusions import ONE_EXPERT, REMOVE, SWITCHED_OFF
 from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
+from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.rules import run_rules
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
@@ -21,26 +24,25 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
     driver restarts the run after a fault.
     """
-    switched_off = (*run_rules((*SWITCHED_OFF, ONE_EXPERT), dict(config)), *_waiting(config), *_experts(config))
-    for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *switched_off):
+    found = run_rules((*SWITCHED_OFF, ONE_EXPERT, waiting_keys, unbalanced_experts), dict(config))
+    for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *found):
         yield str(finding)
 
 
-def _waiting(config: RunConfig) -> Iterator[Finding]:
+def waiting_keys(parallel: ParallelConfig, overlap: OverlapConfig, data: DataConfig) -> Iterator[Finding]:
     """Warn of keys without effect for which any of several others would have one."""
-    parallel, data = config.parallel, config.data
     ring = parallel.hybrid_dp or (parallel.cp_keys > 1 and parallel.cp_mode != "allgather")
-    if not config.overlap.cp and not ring:
+    if not overlap.cp and not ring:
         message = f"has no effect without a ring (cp = {parallel.cp}, cp_mode = {parallel.cp_mode})"
         yield Finding("overlap.cp", message, REMOVE)
     if data.reader != "host" and not data.blend_policy and data.prefetch != DataConfig.model_fields["prefetch"].default:
         yield Finding("data.prefetch", f"has no effect with reader = {data.reader}", f"data.reader = host, or {REMOVE}")
 
 
-def _experts(config: RunConfig) -> Iterator[Finding]:
+def unbalanced_experts(model: ModelConfig, moe: MoeConfig) -> Iterator[Finding]:
     """Warn of experts without a balance, and of a capacity that is none."""
-    model, factor = config.model, config.moe.capacity_factor
-    if model.experts and config.moe.balance == "none" and not model.balance_bias:
+    factor = moe.capacity_factor
+    if model.experts and moe.balance == "none" and not model.balance_bias:
         yield Finding("moe.balance", "= none: nothing balances experts", "sequence, or model.balance_bias = true")
     if factor is not None and factor * model.experts_per_token >= model.experts:
         yield Finding("moe.capacity_factor", "has no effect: an expert has room for a whole sequence", REMOVE)

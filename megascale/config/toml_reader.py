@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,6 +200,14 @@ def _lines(text: str) -> dict[str, int]:
 
 def _words(name: str) -> tuple[str, ...]:
     return tuple(word.strip("\"'") for word in re.findall(_WORD, name))
+
+
+def dotted(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted key."""
+    found = dict[str, Any]()
+    for key, value in tree.items():
+        found |= dotted(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return found
 
 
 def _merge(base: Tree, top: Tree) -> Tree:

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from megascale.checkpoint import folders
-from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import to_huggingface
 from megascale.convert.huggingface import PretrainedWeights
+from megascale.convert.saved_weights import weights_folder
 from megascale.convert.tokenizer_files import FramedTokenizer, load_framed
 from megascale.core.errors import CheckpointError, MegascaleError
-from megascale.core.files import is_file
 from megascale.core.storage import Location
 
 
@@ -49,8 +47,7 @@ def generate_text(
     except ImportError as error:
         raise MegascaleError(f"sampling needs transformers: {error}", hint="pip install transformers") from None
     with tempfile.TemporaryDirectory() as temporary:
-        folder = source.local_path
-        if folder is None or not is_file(folder / CONFIG_FILE):
+        if (folder := weights_folder(source.local_path)) is None:
             folder = Path(temporary) / "model"
             to_huggingface(source, folder, average=average)
         elif average:
@@ -88,11 +85,3 @@ def _generate_one(model: Any, frame: FramedTokenizer, prompt: str, params: Sampl
     )  # fmt: skip
     token_ids = output[0].tolist()
     return tokenizer.decode(token_ids[len(before) : -1 if token_ids[-1] in frame.stop else None])
-
-
-def find_weights(path: Location) -> Location:
-    """Resolve a path: a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint.
-
-    Raises: CheckpointError if the path has no weights
-    """
-    return path if path.local_path and is_file(path.local_path / CONFIG_FILE) else folders.find_checkpoint(path)

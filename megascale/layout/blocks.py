@@ -8,7 +8,7 @@ serial_block and parallel_block), and a card of `catalog.layers` that names both
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
 from megascale.catalog.layers import BLOCKS
@@ -27,18 +27,13 @@ def block_spec(model: ModelConfig, layer: int) -> BlockSpec:
     """The parts of layer number `layer` of a model, in forward order. From `num_layers` on, those of multi-token
     prediction.
     """
-    block = _description(model)(model, layer)
+    module, _, name = BLOCKS[model.block].facts["description"].partition(":")
+    block: BlockSpec = getattr(importlib.import_module(module), name)(model, layer)
     if layer < model.num_layers:
         return block
     from megascale.layout.parts.depth_input import DepthInput
 
     return DepthInput(model.hidden_size), *block, NormSpec("final_norm")
-
-
-def _description(model: ModelConfig) -> Callable[[ModelConfig, int], BlockSpec]:
-    module, _, name = BLOCKS[model.block].facts["description"].partition(":")
-    description: Callable[[ModelConfig, int], BlockSpec] = getattr(importlib.import_module(module), name)
-    return description
 
 
 @lru_cache(RECENT)
@@ -102,7 +97,7 @@ def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
         elif part == groups[1]:
             parts.append(TiledMLP(up, activation, down, tiles, after_norm, shares_input=bool(qkv)))
         elif part != activation:
-            parts += [part, RowParallel(out)] if out and part.core else [part]
+            parts += [part, RowParallel(out)] if out and part.attends else [part]
     return tuple(parts)
 
 
@@ -136,32 +131,19 @@ def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
     return serial_block(model, layer, before=False, after=True)
 
 
-def parallel_block(model: ModelConfig, layer: int) -> BlockSpec:
-    """x + attention(norm(x)) + mlp(norm(x))."""
+def parallel_block(model: ModelConfig, layer: int, one_norm: bool = True) -> BlockSpec:
+    """x + attention(norm(x)) + mlp(norm(x)), of `one_norm`, whose result both branches take, or of one each."""
     up, activation, down = mlp(model)
-    return (
-        NormSpec("norm"),
-        ColumnParallel((qkv(model), *up.layers)),
-        attention(model, layer),
-        activation,
-        RowParallel((out(model), *down.layers)),
-        ResidualAdd(),
-    )
+    core, end = attention(model, layer), (activation, RowParallel((out(model), *down.layers)), ResidualAdd())
+    if one_norm:
+        return NormSpec("norm"), ColumnParallel((qkv(model), *up.layers)), core, *end
+    norms = NormSpec("attention_norm"), NormSpec("mlp_norm", shares_input=True)
+    return norms[0], ColumnParallel((qkv(model),)), core, norms[1], up, *end
 
 
 def parallel_two_norms_block(model: ModelConfig, layer: int) -> BlockSpec:
     """x + attention(attention_norm(x)) + mlp(mlp_norm(x))."""
-    up, activation, down = mlp(model)
-    return (
-        NormSpec("attention_norm"),
-        ColumnParallel((qkv(model),)),
-        attention(model, layer),
-        NormSpec("mlp_norm", shares_input=True),
-        up,
-        activation,
-        RowParallel((out(model), *down.layers)),
-        ResidualAdd(),
-    )
+    return parallel_block(model, layer, one_norm=False)
 
 
 def feed_forward(model: ModelConfig, layer: int) -> BlockSpec:

@@ -15,15 +15,7 @@ from megascale.config.model import ModelConfig
 from megascale.core.units import format_count
 from megascale.layout.blocks import block_spec, distinct_blocks
 from megascale.layout.parts.elementwise import norm_params
-from megascale.layout.tensors import (
-    HEAD,
-    TOKEN_EMBEDDING,
-    ParamSpec,
-    TensorSpec,
-    exit_name,
-    matrix_param,
-    vocabulary_param,
-)
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec, TensorSpec, exit_name, vocabulary_param
 
 
 def layer_params(model: ModelConfig, index: int) -> list[ParamSpec]:
@@ -36,7 +28,7 @@ def embedding_params(model: ModelConfig) -> list[ParamSpec]:
     params = [vocabulary_param(TOKEN_EMBEDDING, model)]
     if model.position == "learned":
         name, shape = "embedding.position.weight", (model.position_rows, model.hidden_size)
-        params.append(matrix_param(name, TensorSpec(name, shape, std=model.init_std), kind="embedding"))
+        params.append(ParamSpec(name, (TensorSpec(name, shape, std=model.init_std),), "embedding"))
     return params
 
 

@@ -86,24 +86,31 @@ class TensorSpec:
 class ParamSpec:
     """A parameter of a module: `parts` with equal sharding, concatenated along dimension 0. `name`: its module path.
 
-    `is_matrix`: optimizers may treat the parameter as a matrix; LAMB, for example, applies its trust ratio to matrices.
-    `weight_decay`: weight decay applies. `fp8`: the weight's GEMMs may run in FP8. `tp_partial`: a replica's gradient
-    is of this tp rank's heads only, also without sequence parallelism, and is summed over tp. `kind`: of all parts.
-    `reduce_axes`: the axes whose ranks hold the parameter and have parts of its gradient, which are summed.
+    `kind`: of all parts. `fp8`: the weight's GEMMs may run in FP8. `tp_partial`: a replica's gradient is of this tp
+    rank's heads only, also without sequence parallelism, and is summed over tp. `reduce_axes`: the axes whose ranks
+    hold the parameter and have parts of its gradient, which are summed. `decays`: weight decay applies to a matrix.
     """
 
     name: str
     parts: tuple[TensorSpec, ...]
-    is_matrix: bool
-    weight_decay: bool
-    fp8: bool
-    tp_partial: bool = False
     kind: Kind = "matrix"
+    fp8: bool = False
+    tp_partial: bool = False
     reduce_axes: tuple[str, ...] = DATA_AXES
+    decays: bool = True
 
     def __post_init__(self) -> None:
         equal = all(part.sharding == self.sharding for part in self.parts)
         assert equal, f"the parts of {self.name} must have equal sharding"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Optimizers may treat the parameter as a matrix; LAMB, for example, applies its trust ratio to matrices."""
+        return self.kind not in ("norm", "bias")
+
+    @property
+    def weight_decay(self) -> bool:
+        return self.is_matrix and self.decays
 
     @property
     def sharding(self) -> Mapping[str, int]:
@@ -124,28 +131,6 @@ class ParamSpec:
         return math.prod(self.local_shape(topology))
 
 
-def matrix_param(name: str, *parts: TensorSpec, fp8: bool = False, kind: Kind = "matrix") -> ParamSpec:
-    """A matrix, with weight decay. `fp8`: its GEMMs may run in FP8."""
-    return ParamSpec(name, parts, is_matrix=True, weight_decay=True, fp8=fp8, kind=kind)
-
-
-def expert_param(name: str, shape: tuple[int, ...], std: float, width_ratio: float) -> ParamSpec:
-    """A stack of the experts' matrices, `shape` [experts, ..., rows, columns], with weight decay."""
-    tensor = TensorSpec(name, shape, {"ep": 0}, std=std, width_ratio=width_ratio)
-    return ParamSpec(name, (tensor,), is_matrix=True, weight_decay=True, fp8=False, reduce_axes=("edp",))
-
-
-def expert_bias(name: str, shape: tuple[int, ...]) -> ParamSpec:
-    """A stack of the experts' biases, `shape` [experts, ..., outputs], without weight decay."""
-    tensor = TensorSpec(name, shape, {"ep": 0}, init="zeros", vectors=True)
-    return ParamSpec(name, (tensor,), is_matrix=False, weight_decay=False, fp8=False, kind="bias", reduce_axes=("edp",))
-
-
-def vector_param(name: str, *parts: TensorSpec, tp_partial: bool = False, kind: Kind = "norm") -> ParamSpec:
-    """A vector (the gain of a norm, or a bias), without weight decay. `tp_partial`: as in `ParamSpec`."""
-    return ParamSpec(name, parts, is_matrix=False, weight_decay=False, fp8=False, tp_partial=tp_partial, kind=kind)
-
-
 def padded_vocab(model: ModelConfig, ranks: int) -> int:
     """The padded vocabulary size: a multiple of VOCAB_MULTIPLE on each of the ranks that share the rows."""
     unit = VOCAB_MULTIPLE * ranks
@@ -159,4 +144,4 @@ def vocabulary_param(name: str, model: ModelConfig, *axes: str) -> ParamSpec:
     std = model.init_std / ratio
     sharding = dict.fromkeys(("tp", *axes), 0)
     tensor = TensorSpec(name, shape, sharding, std=std, pad_multiple=VOCAB_MULTIPLE, width_ratio=ratio)
-    return matrix_param(name, tensor, kind="head" if is_head else "embedding")
+    return ParamSpec(name, (tensor,), "head" if is_head else "embedding")

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         compute_output: bool = True,
     ) -> Steps[Tensor]:
         """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad;
-        `compute_output` as in `row_parallel_linear`.
+        `compute_output` as in `row_parallel_steps`.
         """
         heads = yield from self.attend(x_sbh, batch, recompute_input)
         label = Label.for_layer(self._index, "out")

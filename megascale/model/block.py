@@ -93,68 +93,52 @@ class ParallelBlock(SteppedBlock):
     GEMMs. An MLP in tiles has its own. Dropout applies to the sum of the branches.
     """
 
+    norms: ClassVar[tuple[str, ...]] = ("norm",)
+
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__(context)
         name = f"layers.{index}"
-        self.norm = Norm(context, f"{name}.norm")
+        norms = [Norm(context, f"{name}.{norm}") for norm in self.norms]
+        self.attention_norm, self.mlp_norm = norms[0], norms[-1]
         self.attention = Attention(context, index)
         self.mlp = MLP(context, index)
         self._index = index
         self._drop = lambda x, batch: residual_dropout(x, batch, name, context)
 
     def steps(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Steps[Tensor]:
-        recompute_norm = self.norm.recompute_norm(x_sbh)
-        if self.mlp.tiles > 1:
-            normed = self.norm(x_sbh)
-            branch = yield from self.attention.steps(normed, batch, recompute_norm, compute_output)
-            branch = branch + (yield from self.mlp.steps(normed, recompute_norm, compute_output))
+        attention, mlp = self.attention, self.mlp
+        if mlp.tiles > 1:
+            normed, again = self.attention_norm(x_sbh), self.attention_norm.recompute_norm(x_sbh)
+            branch = yield from attention.steps(normed, batch, again, compute_output)
+            if len(self.norms) > 1:
+                normed, again = self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh)
+            branch = branch + (yield from mlp.steps(normed, again, compute_output))
             return x_sbh + self._drop(branch, batch)
+        heads, inner = yield from self._into_branches(x_sbh, batch)
+        inputs, rows = [heads, mlp.activate(inner)], [attention.out.params, mlp.down.params]
+        recompute_inputs, label = [None, mlp.recompute_activation(inner)], Label.for_layer(self._index, "out and down")
+        branch = yield from row_parallel_steps(inputs, rows, self._tp, label, recompute_inputs, compute_output)
+        return x_sbh + self._drop(branch, batch)
+
+    def _into_branches(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[tuple[Tensor, Tensor]]:
+        """Compute attention of all heads of this rank, and the MLP up to its activation."""
         columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
-        qkv, inner = yield from column_parallel_steps(self.norm(x_sbh), columns, self._tp, label, recompute_norm)
-        heads = self.attention.core_attention(qkv, batch)
-        return x_sbh + self._drop((yield from _sum_branches(self, heads, inner, compute_output)), batch)
+        again = self.attention_norm.recompute_norm(x_sbh)
+        qkv, inner = yield from column_parallel_steps(self.attention_norm(x_sbh), columns, self._tp, label, again)
+        return self.attention.core_attention(qkv, batch), inner
 
 
-class ParallelTwoNormsBlock(SteppedBlock):
-    """x + attention(attention_norm(x)) + mlp(mlp_norm(x)): the block of GPT-NeoX.
+class ParallelTwoNormsBlock(ParallelBlock):
+    """x + attention(attention_norm(x)) + mlp(mlp_norm(x)): the block of GPT-NeoX. The branches share no all-gather."""
 
-    The branches share one reduction of their sum, but not the all-gather of their inputs; an MLP in tiles has its own
-    reduction. Dropout applies to the sum.
-    """
+    norms: ClassVar[tuple[str, ...]] = ("attention_norm", "mlp_norm")
 
-    def __init__(self, context: LayerContext, index: int) -> None:
-        super().__init__(context)
-        name = f"layers.{index}"
-        self.attention_norm = Norm(context, f"{name}.attention_norm")
-        self.attention = Attention(context, index)
-        self.mlp_norm = Norm(context, f"{name}.mlp_norm")
-        self.mlp = MLP(context, index)
-        self._index = index
-        self._drop = lambda x, batch: residual_dropout(x, batch, name, context)
-
-    def steps(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Steps[Tensor]:
-        normed, recompute_norm = self.attention_norm(x_sbh), self.attention_norm.recompute_norm(x_sbh)
-        if self.mlp.tiles > 1:
-            branch = yield from self.attention.steps(normed, batch, recompute_norm, compute_output)
-            again = self.mlp_norm.recompute_norm(x_sbh)
-            mlp = yield from self.mlp.steps(self.mlp_norm(x_sbh), again, compute_output)
-            return x_sbh + self._drop(branch + mlp, batch)
-        (qkv,) = yield from self.attention.project(normed, recompute_norm)
+    def _into_branches(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[tuple[Tensor, Tensor]]:
+        again = self.attention_norm.recompute_norm(x_sbh)
+        (qkv,) = yield from self.attention.project(self.attention_norm(x_sbh), again)
         heads = self.attention.core_attention(qkv, batch)
         (inner,) = yield from self.mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
-        return x_sbh + self._drop((yield from _sum_branches(self, heads, inner, compute_output)), batch)
-
-
-def _sum_branches(
-    block: ParallelBlock | ParallelTwoNormsBlock, heads: Tensor, inner: Tensor, compute_output: bool
-) -> Steps[Tensor]:
-    """The sum of both branches, by one reduction: of `heads`, the attention of all heads of this rank, and `inner`, the
-    MLP before its activation.
-    """
-    attention, mlp = block.attention, block.mlp
-    inputs, rows = [heads, mlp.activate(inner)], [attention.out.params, mlp.down.params]
-    recompute_inputs, label = [None, mlp.recompute_activation(inner)], Label.for_layer(block._index, "out and down")
-    return row_parallel_steps(inputs, rows, block._tp, label, recompute_inputs, compute_output)
+        return heads, inner
 
 
 def feed_forward(context: LayerContext, index: int) -> MLP | Experts:

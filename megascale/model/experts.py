@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megascale.comm.collectives import labelled_pieces
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext
-from megascale.parallel.experts.dispatcher import Dispatcher, InFlight, start_combine, start_dispatch
+from megascale.parallel.experts.dispatcher import Dispatcher, InFlight, start_exchange
 from megascale.parallel.experts.grouped_linear import grouped_linear, router_logits
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.segments import Steps
@@ -77,7 +77,7 @@ class Experts(nn.Module):
         ways = (Label.for_layer(self._index, way) for way in ("dispatch", "combine"))
         labels = ([label for _, label in labelled_pieces(count, count, way)] for way in ways)
         for tokens, slots, dispatcher, label, back in zip(*parts, dispatchers, *labels, strict=True):
-            yield start_dispatch(tokens, slots, dispatcher, label), back
+            yield start_exchange(tokens, slots, dispatcher, label), back
 
     def _computed(self, arriving: InFlight, label: Label) -> InFlight:
         """Compute the experts of a block, and start to send the results back."""
@@ -86,7 +86,7 @@ class Experts(nn.Module):
         inner, groups = inner * weights.to(rows.dtype), dispatcher.groups
         factors = None if self.down_bias is None else weights
         rows = grouped_linear(inner, self.down, groups, self.down_bias, factors, self._down_gemms)
-        return start_combine(rows, dispatcher, label)
+        return start_exchange(rows, None, dispatcher, label)
 
     def _shared(self, x_sbh: Tensor) -> Steps[Tensor]:
         assert self.shared is not None

@@ -34,7 +34,7 @@ class MLP(nn.Module):
         self, x_sbh: Tensor, recompute_input: Recomputation | None = None, compute_output: bool = True
     ) -> Steps[Tensor]:
         """Map x [s, b, h] to [s, b, h]. `recompute_input` recomputes x for wgrad; `compute_output` as in
-        `row_parallel_linear`.
+        `row_parallel_steps`.
         """
         if self.tiles > 1:
             return run_in_tiles(self._run_tile, x_sbh, self.tiles, recompute_input, compute_output)

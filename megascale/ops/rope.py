@@ -50,7 +50,7 @@ class Rope:
 
 def layer_rope(model: ModelConfig, layer: int) -> Rope:
     """Return the rotation of layer number `layer`."""
-    if model.local_rope_theta is not None and model.is_local(layer):
+    if model.local_rope_theta is not None and model.given_window(layer):
         return Rope(model.rotary_dim, model.local_rope_theta)
     scaling = {"original_seq_length": model.seq_length} | model.rope_scaling if model.rope_scaling else {}
     return Rope(model.rotary_dim, model.rope_theta, tuple(scaling.items()))

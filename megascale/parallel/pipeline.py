@@ -37,12 +37,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megascale.comm.group import TrackedWork
-from megascale.comm.mesh import Mesh
 from megascale.layout.stages import Placement
 from megascale.parallel.activation_messages import P2PActivationSpec
 from megascale.parallel.grad_accumulation import WeightGradients
 from megascale.parallel.microbatch import MicroBatch, StageOutput
-from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.recompute import run_backward
 from megascale.parallel.segments import Cut, InputGradient, Steps, cut_graphs, finish, graph_input
 from megascale.record.label import Label
@@ -50,7 +48,9 @@ from megascale.schedule.dependencies import Neighbours, neighbours
 from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, Overlap, RankSchedule, each_action
 
 if TYPE_CHECKING:
+    from megascale.comm.mesh import Mesh
     from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
+    from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
     from megascale.parallel.vocabulary_passes import VocabularyPasses
 
 
@@ -191,7 +191,11 @@ class _Execution:
                     with recorder.action(action.kind.value, *key):
                         finish(self._compute(action))
                 case _:
-                    self._run_vocabulary(action)
+                    assert self._p.passes is not None, "only vocabulary parallelism has passes and exchanges"
+                    batch = self._batch.micro_batch(action.microbatch)
+                    loss = self._p.passes.run(action, batch, training=self._training)
+                    if loss is not None:
+                        self._loss += loss
             self._p.release_sent()
         if self._p.passes is not None:
             self._p.passes.finish()
@@ -328,14 +332,6 @@ class _Execution:
                 buffers.start_chunk_reduction(chunk)
             case _:
                 buffers.gather_weights(chunk, backward=kind is Kind.GATHER_B)
-
-    def _run_vocabulary(self, action: Action) -> None:
-        """Run a pass over this rank's rows of the vocabulary, or start an exchange."""
-        assert self._p.passes is not None, "only vocabulary parallelism has passes and exchanges"
-        batch = self._batch.micro_batch(action.microbatch)
-        loss = self._p.passes.run(action, batch, training=self._training)
-        if loss is not None:
-            self._loss += loss
 
     def _send(self, action: Action) -> None:
         made, target = action._replace(kind=SERVED[action.kind]), self._neighbours(action).target

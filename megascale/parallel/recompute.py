@@ -69,11 +69,17 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x = ctx.stored() if ctx.stored else ctx.saved_tensors[0]
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            out = ctx.recompute(leaf)
-        run_backward([out], grads)
-        return leaf.grad, None, None, None
+        return backward_of_recomputed(ctx.recompute, x, grads), None, None, None
+
+
+def backward_of_recomputed(function: Callable[[Tensor], Tensor], x: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """Compute function(x) again, and run its backward from its gradient `grads`; return the gradient of x."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+    run_backward([out], grads)
+    assert leaf.grad is not None, "the result depends on x"
+    return leaf.grad
 
 
 def recomputation(function: Callable[[Tensor], Tensor], x: Tensor, enabled: bool) -> Recomputation | None:

@@ -20,8 +20,8 @@ needs of X and dY in the order of the layers. Overlap: the forward collectives a
 pieces that overlap the GEMMs of other pieces (`parallel.tp_overlap`); in a column-parallel backward the all-gather of X
 overlaps dgrad, and the reduction of dX overlaps wgrad.
 
-`column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_steps` and `row_parallel_steps`
-apply layers that share their collectives, in the steps of `parallel.domino`; `shared_by_heads` has no layer.
+`column_parallel_steps` and `row_parallel_steps` apply layers that share their collectives, in the steps of
+`parallel.domino`; `column_parallel_linear` applies one layer at once; `shared_by_heads` has no layer.
 `LinearParams`: a layer's weight, bias and GEMMs. `TensorParallel`: the tp group and its communication settings.
 """
 
@@ -71,24 +71,18 @@ def column_parallel_steps(
     return _ColumnParallel.apply(tp, label, gemms, recompute_input, edge, x, *tensors)
 
 
-def row_parallel_linear(
-    x: Tensor, layer: LinearParams, tp: TensorParallel, label: LabelLike = "",
-    recompute_input: Recomputation | None = None, compute_output: bool = True,
-) -> Tensor:  # fmt: skip
-    """Compute Y = sum over i of X_i W_i^T, + b, for x [s, b, k / tp], weight [n, k / tp] and bias [n].
-
-    The result is [s, b, n], or [s / tp, b, n] with sequence parallelism. x is saved as in `column_parallel_linear`.
-    Without `compute_output` the forward GEMM is skipped, and the result is a zero placeholder that stays connected to
-    autograd: recomputation in backward (`recompute_in_backward`) needs only the tensors that the layers save.
-    """
-    return finish(row_parallel_steps([x], [layer], tp, label, [recompute_input], compute_output))
-
-
 def row_parallel_steps(
     inputs: Sequence[Tensor], layers: Sequence[LinearParams], tp: TensorParallel, label: LabelLike = "",
     recompute_inputs: Sequence[Recomputation | None] | None = None, compute_output: bool = True,
 ) -> Steps[Tensor]:  # fmt: skip
-    """Sum the outputs of several row-parallel layers, one input per layer, with one reduction over the tp ranks."""
+    """Compute Y = sum over i of X_i W_i^T, + b, of row-parallel layers together, with one reduction over the tp ranks:
+    for inputs [s, b, k / tp], one per layer, weights [n, k / tp] and biases [n].
+
+    The result is [s, b, n], or [s / tp, b, n] with sequence parallelism. Inputs are saved as in
+    `column_parallel_linear`. Without `compute_output` the forward GEMMs are skipped, and the result is a zero
+    placeholder that stays connected to autograd: recomputation in backward (`recompute_in_backward`) needs only the
+    tensors that the layers save.
+    """
     gemms, label, edge = [layer.gemms for layer in layers], Label.from_part(label), Edge() if tp.domino else None
     recompute_inputs = recompute_inputs or [None] * len(inputs)
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megascale.layout.pieces import split_rows
-from megascale.parallel.recompute import Recomputation, run_backward
+from megascale.parallel.recompute import Recomputation, backward_of_recomputed
 
 TokenFunction = Callable[[Tensor, bool], Tensor]
 """A function of x [rows, b, h], token by token, to the same shape. False as its second argument: only the tensors saved
@@ -56,18 +56,9 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (saved,) = ctx.saved_tensors
-        grad_x = torch.empty_like(saved)
+        grad_x, function, restore = torch.empty_like(saved), ctx.function, ctx.restore or (lambda tile: tile)
         for rows in ctx.rows:
-            grad_x[rows] = _backward_of_tile(ctx, saved[rows], grads[0][rows])
+            grad_x[rows] = backward_of_recomputed(
+                lambda tile: function(tile, False), restore(saved[rows]), [grads[0][rows]]
+            )
         return grad_x, None, None, None, None
-
-
-def _backward_of_tile(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
-    """Recompute a tile, accumulate its weights' gradients, and return its input's."""
-    tile = saved if ctx.restore is None else ctx.restore(saved)
-    with torch.enable_grad():
-        leaf = tile.detach().requires_grad_()
-        out = ctx.function(leaf, False)
-    run_backward([out], [grad])
-    assert leaf.grad is not None, "the result depends on the tile"
-    return leaf.grad

@@ -6,14 +6,17 @@ is equal at both ends and that no waits for devices deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+from megascale.catalog.schedules import SCHEDULES
+from megascale.core.errors import ConfigError, Problem
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS
 from megascale.schedule.global_order import global_order
-from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action, parts
+from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action
 
 PASSES = {(Kind.F, *again, *last) for again in ((), (Kind.R,)) for last in ((Kind.B,), (Kind.I, Kind.W))}
 """The actions of a chunk and a micro-batch in their order."""
@@ -55,11 +58,7 @@ def check_entries(order: RankSchedule, rank: int) -> None:
 
     Raises: ScheduleError
     """
-    found = (
-        {type(part) for entry in order for part in parts(entry)} - {Action}
-        if isinstance(order, list)
-        else {type(order)}
-    )
+    found = {type(each) for each in each_action(order)} - {Action} if isinstance(order, list) else {type(order)}
     if found:
         what = ", ".join(sorted(each.__name__ for each in found))
         raise ScheduleError(f"rank {rank}: {what}, not a list of Action and Overlap (megascale.schedule.ir)")
@@ -108,3 +107,17 @@ def most_live(order: RankSchedule) -> int:
         live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
         most = max(most, live)
     return most
+
+
+@contextmanager
+def as_problem(name: str) -> Iterator[None]:
+    """Raise ConfigError for whatever another package's schedule raises, and for what is wrong with its actions."""
+    card = SCHEDULES[name]
+    try:
+        yield
+    except Exception as error:
+        if card.built_in:
+            raise
+        message = str(error) if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
+        hint = "docs/extending/schedule.md says what a schedule takes and returns"
+        raise ConfigError([Problem(card.target, "parallel.schedule", message, hint)]) from error

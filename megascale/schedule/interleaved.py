@@ -43,7 +43,7 @@ class Interleaved(NamedTuple):
 
 def interleave(p: int, v: int, m: int) -> Interleaved:
     """Order the chunks of m micro-batches, in their groups; equal on all p ranks."""
-    sizes = [size for count, size in microbatch_groups(p, m) for _ in range(count)]
+    sizes = group_sizes(p, m)
     groups = [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
     return Interleaved(
         [forward(chunk, i) for group in groups for chunk in range(v) for i in group],
@@ -52,14 +52,7 @@ def interleave(p: int, v: int, m: int) -> Interleaved:
     )
 
 
-class MicrobatchGroups(NamedTuple):
-    """`num_groups` consecutive groups of `size` micro-batches."""
-
-    num_groups: int
-    size: int
-
-
-def microbatch_groups(p: int, m: int) -> tuple[MicrobatchGroups, MicrobatchGroups]:
+def group_sizes(p: int, m: int) -> list[int]:
     """Split m micro-batches into groups of nearly equal size, at least p unless m < p: larger groups, then smaller.
 
     A group smaller than p would return to rank 0 for its next chunk before the group has left the last rank: the ranks
@@ -67,4 +60,4 @@ def microbatch_groups(p: int, m: int) -> tuple[MicrobatchGroups, MicrobatchGroup
     """
     count = max(1, m // p)
     size, larger = divmod(m, count)
-    return MicrobatchGroups(larger, size + 1), MicrobatchGroups(count - larger, size)
+    return [size + 1] * larger + [size] * (count - larger)

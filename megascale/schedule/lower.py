@@ -18,16 +18,12 @@ Mattern and Tel 1996). torch's pipelining places receives alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import count
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.core.errors import ConfigError, Problem
-from megascale.core.registry import Card
 from megascale.layout.stages import Placement
-from megascale.schedule.check import check_entries, check_facts, check_schedule
+from megascale.schedule.check import as_problem, check_entries, check_facts, check_schedule
 from megascale.schedule.dependencies import RESULTS, neighbours
 from megascale.schedule.global_order import global_order
 from megascale.schedule.ir import (
@@ -35,7 +31,6 @@ from megascale.schedule.ir import (
     Kind,
     RankSchedule,
     Schedule,
-    ScheduleError,
     build_schedule,
     each_action,
     parts,
@@ -44,6 +39,7 @@ from megascale.schedule.ir import (
 from megascale.schedule.one_f_one_b import partial_1f1b
 from megascale.schedule.resharding import Placed, Reshard, place_gathers
 from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
+from megascale.schedule.state_aware import build_state_aware
 
 CACHED_ORDERS, CACHED_RANKS = 32, 64  # layouts of a search often share the order of actions
 
@@ -105,18 +101,22 @@ def with_passes(compute: Schedule, placement: Placement) -> Schedule:
 
 
 @lru_cache(CACHED_ORDERS)
-def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ...] = ()) -> Schedule:
+def compute_order(
+    name: str, placement: Placement, m: int, joined: tuple[int, ...] = (), parts: int = 1, keep: int = 1
+) -> Schedule:
     """Build the compute actions of all ranks in the schedule `name`, with m micro-batches; another package's is
-    checked. `joined`: chunks whose W follows its I at once.
+    checked. `joined`: chunks whose W follows its I at once. `parts`: dependent micro-batches of a sequence, of which
+    the last `keep` keep their activations.
 
     Raises: ConfigError
     """
+    if parts > 1:
+        return build_state_aware(placement.p, [parts] * (m // parts), keep)
     if placement.skip_ratio:
         return [partial_1f1b(placement, m, rank) for rank in range(placement.p)]
-    p, v, card = placement.p, placement.v, SCHEDULES[name]
-    orders = build_schedule(partial(order_of, name), p, v, m)
+    orders, card = build_schedule(partial(order_of, name), placement.p, placement.v, m), SCHEDULES[name]
     if not card.built_in:
-        with _as_problem(card):
+        with as_problem(name):
             check_schedule(orders, placement, m, card.facts["peak"])
             check_facts(orders, card.facts)
     return with_passes([weights_at_once(order, joined) for order in orders], placement)
@@ -126,21 +126,8 @@ def compute_order(name: str, placement: Placement, m: int, joined: tuple[int, ..
 def order_of(name: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
     """List the compute actions of a rank in the schedule `name`. Raises: ConfigError"""
     card = SCHEDULES[name]
-    with _as_problem(card):
+    with as_problem(name):
         order: RankSchedule = card.load()(p, v, m, rank)
         if not card.built_in:
             check_entries(order, rank)
     return order
-
-
-@contextmanager
-def _as_problem(card: Card) -> Iterator[None]:
-    """Raise ConfigError for whatever another package's schedule raises, and for what is wrong with its actions."""
-    try:
-        yield
-    except Exception as error:
-        if card.built_in:
-            raise
-        message = str(error) if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
-        hint = "docs/extending/schedule.md says what a schedule takes and returns"
-        raise ConfigError([Problem(card.target, "parallel.schedule", message, hint)]) from error

@@ -51,7 +51,6 @@ from megascale.record.log import RankLog
 from megascale.record.recorder import Recorder
 from megascale.schedule.ir import RankSchedule, forwards_only
 from megascale.schedule.lower import compute_order, lower, with_passes
-from megascale.schedule.state_aware import build_state_aware
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.exit_losses import ExitLosses
@@ -386,13 +385,10 @@ def build_experts(
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
     """Return a pipeline rank's actions in a training step, or an evaluation, of `count` micro-batches."""
-    p, parts, partial = config.parallel, config.num_chunks, stages_of(config.model, config.parallel).placement
-    placement = partial if training else partial.whole
+    p, partial = config.parallel, stages_of(config.model, config.parallel).placement
+    placement, sequence = partial if training else partial.whole, (config.num_chunks, config.data.sequence_chunks_saved)
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if parts > 1:
-        compute = build_state_aware(p.pp, [parts] * (count // parts), config.data.sequence_chunks_saved)
-    else:
-        compute = compute_order(p.schedule, placement, count, joined_chunks(config.train, p))
+    compute = compute_order(p.schedule, placement, count, joined_chunks(config.train, p), *sequence)
     if not training:
         compute = with_passes(forwards_only(compute), placement)
     return lower(compute, placement, training=training, reduce_each=p.zero >= 2, reshard=p.resharding)[pp_rank]

@@ -7,15 +7,15 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import megascale
 from megascale.config.run import RunConfig
+from megascale.config.toml_reader import dotted
 from megascale.core.rank import Rank
 from megascale.core.readable import is_url
 from megascale.data.read.identity import dataset_identity, order_file_identity, run_prefixes
@@ -46,8 +46,9 @@ def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str,
         for name, value in env.items()
         if COMPARED_VARIABLES.fullmatch(name) and not HOST_VARIABLES.fullmatch(name)
     }
+    keys = config.model_dump(mode="json", by_alias=True)
     sections: dict[str, Mapping[str, str]] = {
-        "configuration": dict(_flatten(config.model_dump(mode="json", by_alias=True))),
+        "configuration": {key: json.dumps(value) for key, value in dotted(keys).items()},
         "code": code_digests(),
         "version": {
             "megascale": megascale.__version__,
@@ -85,12 +86,3 @@ def code_digests(folder: Path = Path(megascale.__file__).parent) -> dict[str, st
         str(path.relative_to(folder.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in sorted(folder.rglob("*.py"))
     }
-
-
-def _flatten(tree: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, JSON value) of a configuration's keys."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{parent}{key}.")
-        else:
-            yield f"{parent}{key}", json.dumps(value)

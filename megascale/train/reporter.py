@@ -87,12 +87,10 @@ class Reporter:
         progress: Progress,
         cast_stats: Mapping[str, CastStats],
         noise_scale: float | None = None,
-        experts: dict[str, dict[str, float]] | None = None,
-        mtp: dict[str, dict[str, float]] | None = None,
-        exits: dict[str, dict[str, float]] | None = None,
+        **features: dict[str, dict[str, float]],
     ) -> None:
         """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor.
-        `noise_scale`: in tokens, if it is measured. `experts`, `mtp`, `exits`: as in `StepMetrics`, if there are any.
+        `noise_scale`: in tokens, if it is measured. `features`: `experts`, `mtp` and `exits` of `StepMetrics`.
         """
         if self._scores:
             scores = per_token(self._scores, self._tokens)
@@ -120,9 +118,7 @@ class Reporter:
                 communication={axis: traffic[axis].per_step(self._steps) for axis in sorted(traffic)},
                 noise_scale=noise_scale,
                 fp8={name: asdict(stats) for name, stats in cast_stats.items()},
-                experts=experts or {},
-                mtp=mtp or {},
-                exits=exits or {},
+                **features,
             )
         )
         for warning in self._cast_monitor.update(cast_stats) if self._cast_monitor is not None else ():

@@ -54,14 +54,14 @@ class StepRecords(Hook):
         if is_logged_step(run.config.train, run.progress.step) and result.loss_tokens:
             noise_scale = run.noise_scale.value if run.noise_scale else None
             cast_stats = run.fp8_state.take_cast_stats() if run.fp8_state else {}
-            experts = None
-            if run.config.model.experts:
+            model, train, totals = run.config.model, run.config.train, result.totals
+            exits = exit_metrics(model, train, run.progress.step, totals)
+            features = {"mtp": prediction_metrics(model, train, totals), "exits": exits}
+            if model.experts:
                 from megascale.train.expert_steps import expert_metrics
 
-                experts = expert_metrics(run.config.model, run.config.moe, result.totals)
-            mtp = prediction_metrics(run.config.model, run.config.train, result.totals)
-            exits = exit_metrics(run.config.model, run.config.train, run.progress.step, result.totals)
-            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, experts, mtp, exits)
+                features["experts"] = expert_metrics(model, run.config.moe, totals)
+            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, **features)
 
 
 class WeightAveraging(Hook):

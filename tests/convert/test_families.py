@@ -460,7 +460,7 @@ def test_the_window_pattern_of_gemma_3_is_the_key_that_transformers_reads(tmp_pa
     (tmp_path / CONFIG_FILE).write_text(json.dumps(published))
     theirs = [kind == "sliding_attention" for kind in AutoConfig.from_pretrained(tmp_path).layer_types]
     model = read_model(published, "config.json")
-    assert [model.is_local(layer) for layer in range(model.num_layers)] == theirs
+    assert [model.given_window(layer) > 0 for layer in range(model.num_layers)] == theirs
 
 
 def test_every_family_has_a_tiny_model() -> None:

@@ -60,7 +60,7 @@ def test_replicas_with_partial_gradients_are_a_range(family: str) -> None:
 @pytest.mark.parametrize("excluded", ["", TOKEN_EMBEDDING])
 @given(shards=st.integers(1, 5))
 def test_merged_ranges_cover_a_shard(family: str, excluded: str, shards: int) -> None:
-    parameters = [replace(p, weight_decay=p.weight_decay and p.name != excluded) for p in all_params(MODELS[family])]
+    parameters = [replace(p, decays=p.name != excluded) for p in all_params(MODELS[family])]
     bucket = pack(parameters, Topology(dp=shards))
     flags = np.full((bucket.numel, 2), -1)
     for index in range(shards):
@@ -77,8 +77,8 @@ def test_merged_ranges_cover_a_shard(family: str, excluded: str, shards: int) ->
 
 
 EXPERTS = ParamSpec(
-    "layers.0.experts", (TensorSpec("layers.0.experts", (8, 64, 32), {"dp": 0, "tp": 1}),), is_matrix=True,
-    weight_decay=True, fp8=False, reduce_axes=("cp",),
+    "layers.0.experts", (TensorSpec("layers.0.experts", (8, 64, 32), {"dp": 0, "tp": 1}),),
+    reduce_axes=("cp",),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megascale.config.model import ModelConfig
 from megascale.layout.parameters import all_params
 from megascale.layout.shard_slices import shard_slices
-from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param
+from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Coord, Topology
 from tests.runs import GPT, LLAMA
 
@@ -47,7 +47,7 @@ def covered(parameters: list[ParamSpec], topology: Topology) -> dict[str, np.nda
     names=st.integers(1, 3),
 )
 def test_the_ranges_of_a_flat_parameter_cover_it_once(shape: list[int], edges: list[float], names: int) -> None:
-    parameter = matrix_param("p", *(TensorSpec(f"t{i}", tuple(shape)) for i in range(names)))
+    parameter = ParamSpec("p", tuple(TensorSpec(f"t{i}", tuple(shape)) for i in range(names)))
     size = parameter.local_numel(ALONE)
     cuts = sorted({0, size, *(int(edge * size) for edge in edges)})
     count: dict[str, np.ndarray] = {}
@@ -62,7 +62,7 @@ def test_the_ranges_of_a_flat_parameter_cover_it_once(shape: list[int], edges: l
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
 def test_a_box_holds_the_elements_of_its_range(shape: list[int], data: st.DataObject) -> None:
-    parameter = matrix_param("p", TensorSpec("t", tuple(shape)))
+    parameter = ParamSpec("p", (TensorSpec("t", tuple(shape)),))
     size = math.prod(shape)
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start + 1, size))
@@ -86,8 +86,8 @@ def test_the_ranks_of_tp_hold_every_tensor(family: str, tp: int) -> None:
 @given(shape=st.tuples(*[st.integers(1, 9)] * 3), multiple=st.integers(1, 4))
 def test_axes_other_than_tp_may_shard(sharding: dict[str, int], shape: tuple[int, ...], multiple: int) -> None:
     """Experts [experts, rows, columns], for example, are sharded over dp and over tp."""
-    parameter = matrix_param(
-        "p", *(TensorSpec(name, shape, sharding, pad_multiple=multiple) for name in ("gate", "up"))
+    parameter = ParamSpec(
+        "p", tuple(TensorSpec(name, shape, sharding, pad_multiple=multiple) for name in ("gate", "up"))
     )
     count = covered([parameter], Topology(tp=2, dp=3, pp=2))
     assert set(count) == {"gate", "up"} and all((times == 1).all() for times in count.values())

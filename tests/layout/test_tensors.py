@@ -6,7 +6,7 @@ import pytest
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parameters import all_params, embedding_params, head_params, layer_params
-from megascale.layout.tensors import TensorSpec, matrix_param, padded_vocab
+from megascale.layout.tensors import ParamSpec, TensorSpec, padded_vocab
 from megascale.layout.topology import Topology
 from tests.runs import GPT, LLAMA
 
@@ -46,4 +46,4 @@ def test_qkv_and_gate_up_are_one_matrix_of_named_parts() -> None:
 
 def test_parts_have_equal_sharding() -> None:
     with pytest.raises(AssertionError, match="the parts of qk must have equal sharding"):
-        matrix_param("qk", TensorSpec("q", (8, 8), {"tp": 0}), TensorSpec("k", (8, 8), {"tp": 1}))
+        ParamSpec("qk", (TensorSpec("q", (8, 8), {"tp": 0}), TensorSpec("k", (8, 8), {"tp": 1})))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
 from megascale.layout.parameters import all_params
-from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param
+from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Coord, Topology
 from megascale.model import initialize
 from megascale.model.initialize import init_parameters
@@ -96,7 +96,7 @@ def test_every_tp_holds_the_same_tensors(drawn: tuple[ModelConfig, int], block: 
 
 def test_a_tensor_of_many_blocks() -> None:
     """Uses the real block size."""
-    parameter = matrix_param("wide", TensorSpec("wide", (2_500, 1_024), {"tp": 0}, std=0.1))
+    parameter = ParamSpec("wide", (TensorSpec("wide", (2_500, 1_024), {"tp": 0}, std=0.1),))
     results = torch.cat([local(parameter, rank, 4) for rank in range(4)])
     assert torch.equal(results, local(parameter, 0, 1))
     assert torch.equal(results, local(parameter, 0, 1, threads=3))
@@ -110,7 +110,7 @@ def test_a_tensor_of_many_blocks() -> None:
 
 
 def test_a_column_sharded_matrix_is_the_same_matrix() -> None:
-    parameter = matrix_param("tall", TensorSpec("tall", (30, 1_000), {"tp": 1}, std=0.1))
+    parameter = ParamSpec("tall", (TensorSpec("tall", (30, 1_000), {"tp": 1}, std=0.1),))
     with patch.object(initialize, "BLOCK", 7_000):
         results = torch.cat([local(parameter, rank, 8) for rank in range(8)], 1)
         assert torch.equal(results, local(parameter, 0, 1))
@@ -118,7 +118,7 @@ def test_a_column_sharded_matrix_is_the_same_matrix() -> None:
 
 def test_names_and_seeds_give_different_tensors() -> None:
     def draw(name: str, seed: int) -> torch.Tensor:
-        return local(matrix_param("p", TensorSpec(name, (8, 8), std=1.0)), 0, 1, seed=seed)
+        return local(ParamSpec("p", (TensorSpec(name, (8, 8), std=1.0),)), 0, 1, seed=seed)
 
     drawn = [draw("a", 0), draw("b", 0), draw("a", 1)]
     assert len({tuple(t.flatten().tolist()) for t in drawn}) == 3
@@ -127,13 +127,13 @@ def test_names_and_seeds_give_different_tensors() -> None:
 
 def test_fused_and_separate_tensors_are_equal() -> None:
     q, k = TensorSpec("q", (8, 4), {"tp": 0}, std=1.0), TensorSpec("k", (4, 4), {"tp": 0}, std=1.0)
-    fused = local(matrix_param("qk", q, k), 1, 2)
-    assert torch.equal(fused, torch.cat([local(matrix_param("q", q), 1, 2), local(matrix_param("k", k), 1, 2)]))
+    fused = local(ParamSpec("qk", (q, k)), 1, 2)
+    assert torch.equal(fused, torch.cat([local(ParamSpec("q", (q,)), 1, 2), local(ParamSpec("k", (k,)), 1, 2)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes_round_the_same_elements(dtype: torch.dtype) -> None:
-    parameter = matrix_param("p", TensorSpec("p", (16, 16), std=1.0))
+    parameter = ParamSpec("p", (TensorSpec("p", (16, 16), std=1.0),))
     assert torch.equal(local(parameter, 0, 1, dtype), local(parameter, 0, 1).to(dtype))
 
 

@@ -98,7 +98,7 @@ def test_the_parallel_block_is_its_definition(model: dict[str, Any]) -> None:
     batch, x = micro_batch(None), torch.randn(SEQUENCE, 1, model["hidden_size"], dtype=torch.float64)
     x.requires_grad_()
     block: Any = stage.layers["0"]
-    normed = block.norm(x)
+    normed = block.attention_norm(x)
     expected = x + block.attention(normed, batch) + block.mlp(normed)
     weight = block.mlp.down.weight
     wanted = torch.autograd.grad(expected.square().sum(), [x, weight, block.attention.qkv.weight])
@@ -106,4 +106,4 @@ def test_the_parallel_block_is_its_definition(model: dict[str, Any]) -> None:
     torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(results.square().sum(), [x, weight, block.attention.qkv.weight])
     torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
-    assert not hasattr(block, "mlp_norm")
+    assert block.mlp_norm is block.attention_norm

@@ -18,7 +18,8 @@ from megascale.parallel.grad_accumulation import (
     accumulate_grad,
     accumulate_wgrad,
 )
-from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
+from megascale.parallel.segments import finish
+from megascale.parallel.tensor import column_parallel_linear, row_parallel_steps
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedding
 
@@ -120,6 +121,10 @@ def test_bf16_gradients_are_summed_in_fp32(name: str) -> None:
     else:
         accumulate_embedding_grad(weight, torch.zeros(512, dtype=torch.int64), ones)
     assert float(weight.main_grad.sum()) == 512.5  # type: ignore[attr-defined]
+
+
+def row_parallel_linear(x: Tensor, layer: LinearParams, tp: TensorParallel) -> Tensor:
+    return finish(row_parallel_steps([x], [layer], tp))
 
 
 def linear(function: Any) -> Callable[..., Tensor]:

@@ -16,7 +16,7 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.layout.owners import update_cost
-from megascale.layout.tensors import ParamSpec, TensorSpec, expert_param, matrix_param
+from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Topology, topology_of
 from megascale.ops.wgrad import torch_wgrad
 from megascale.optim.sharded import ShardedOptimizer
@@ -71,8 +71,8 @@ def alone(parameters: list[ParamSpec], rule: str, idle: bool) -> dict[str, Tenso
 @pytest.mark.parametrize("idle", [False, True], ids=["all with tokens", "one without"])
 @pytest.mark.parametrize("rule", OPTIMIZERS.names())
 def test_a_stack_is_its_matrices(rule: str, idle: bool) -> None:
-    stack = alone([expert_param(NAME, STACK, 0.0, 1.0)], rule, idle)
-    separate = alone([matrix_param(name, TensorSpec(name, STACK[-2:])) for name in MATRICES], rule, idle)
+    stack = alone([ParamSpec(NAME, (TensorSpec(NAME, STACK, {"ep": 0}),), reduce_axes=("edp",))], rule, idle)
+    separate = alone([ParamSpec(name, (TensorSpec(name, STACK[-2:]),)) for name in MATRICES], rule, idle)
     assert all(values.double().isfinite().all() for values in stack.values())
     assert {name.partition(".")[0] for name in stack} == {name.partition(".")[0] for name in separate}
     for name, values in stack.items():

@@ -23,7 +23,7 @@ DECAY = 0.1
 
 
 def without_decay(parameters: list[ParamSpec]) -> list[ParamSpec]:
-    return [replace(parameter, weight_decay=False) for parameter in parameters]
+    return [replace(parameter, decays=False) for parameter in parameters]
 
 
 def weights(run: Any) -> dict[str, np.ndarray]:

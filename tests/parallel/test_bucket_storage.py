@@ -26,7 +26,7 @@ ROUNDS = 2
 
 def parameter(name: str, sharding: dict[str, int], reduce_axes: tuple[str, ...]) -> ParamSpec:
     part = TensorSpec(name, (8, 64), sharding)
-    return ParamSpec(name, (part,), is_matrix=True, weight_decay=True, fp8=False, reduce_axes=reduce_axes)
+    return ParamSpec(name, (part,), reduce_axes=reduce_axes)
 
 
 DENSE = parameter("layers.0.mlp.up.weight", {"tp": 0}, DATA_AXES)

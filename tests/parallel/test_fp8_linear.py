@@ -26,7 +26,8 @@ from megascale.ops.fp8 import Fp8Kernels, scaled_matmul, scaled_wgrad
 from megascale.ops.quantized import Quantized
 from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
 from megascale.parallel.fp8_state import Fp8State
-from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
+from megascale.parallel.segments import finish
+from megascale.parallel.tensor import column_parallel_linear, row_parallel_steps
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from megascale.plan.account.state_bytes import state_bytes
 from tests.fused import serve_on_cpus
@@ -558,7 +559,7 @@ def two_layers(rank: Rank, config: RunConfig, mesh: Mesh, axis: TensorParallel) 
     scaling, results = state_of(config, mesh), dict[str, Array]()
     for name, linear, cuts, n in (
         ("attention.qkv", column_parallel_linear, (0, 0, 2), 256),
-        ("attention.out", row_parallel_linear, (2, 1, 0), 128),
+        ("attention.out", lambda x, layer, tp: finish(row_parallel_steps([x], [layer], tp)), (2, 1, 0), 128),
     ):
         x, weight, grad = operands(name)
         full = x, weight[:n], grad[..., :n]

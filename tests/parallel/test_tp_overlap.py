@@ -291,7 +291,8 @@ def rows_of_gemms(rank: Rank, group: Group, sequence: bool, tokens: int) -> list
 
     from megascale.parallel import tp_overlap
     from megascale.parallel.linear_gemms import LinearGemms
-    from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
+    from megascale.parallel.segments import finish
+    from megascale.parallel.tensor import column_parallel_linear, row_parallel_steps
 
     tp_overlap.MIN_PIECE_BYTES = 512
     measured: list[Any] = []
@@ -316,7 +317,7 @@ def rows_of_gemms(rank: Rank, group: Group, sequence: bool, tokens: int) -> list
         layer = tp_overlap.LinearParams(torch.eye(8, dtype=torch.float64), None, Counting())
         first = column_parallel_linear(part, layer, axis)
         count = len(rows)
-        second = row_parallel_linear(full, layer, axis)
+        second = finish(row_parallel_steps([full], [layer], axis))
         measured.append(([rows[:count], rows[count:]], [first.numpy(), second.numpy()]))
     return measured
 

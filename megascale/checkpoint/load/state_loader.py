@@ -74,7 +74,7 @@ class StateLoader:
             part.end_load()
 
     def check_same_model(self, path: Location | str, saved: Mapping[str, Any]) -> None:
-        """Compare `MODEL_KEYS` of a saved `[model]` section with this run's.
+        """Compare a saved `[model]` section with this run's.
 
         Raises: CheckpointError with the keys that differ
         """

@@ -78,18 +78,12 @@ def import_arguments(
         if unset and setting.theirs is not None and (not setting.only_with or plain(setting.only_with) in context):
             made.settings[setting.key] = setting.theirs
             made.defaults.add(setting.key)
-    if made.settings.get("parallel.zero") == 3:
-        _shard_what_can_be(made)
-    return made
-
-
-def _shard_what_can_be(made: Imported) -> None:
-    """Shard gradients and state alone where sharded weights are not supported: the bits are the same."""
     without = "fp8" if made.settings.get("train.precision") == "fp8" else "MTP layers"
-    if without == "fp8" or made.settings.get("model.mtp_layers"):
-        made.settings["parallel.zero"] = 2
+    if made.settings.get("parallel.zero") == 3 and (without == "fp8" or made.settings.get("model.mtp_layers")):
+        made.settings["parallel.zero"] = 2  # sharded gradients and state give the same bits
         made.settings.pop("parallel.reshard", None)
         made.notes["parallel.zero"] = f"sharded weights: parallel.zero = 2, as 3 does not support {without}"
+    return made
 
 
 def _translation(name: str, values: Values, context: Context, system: str, changed: Mapping[str, str]) -> Translation:

@@ -3,29 +3,10 @@
 Read at commit d98e8a64 of 2026-08-22; flags that this commit has no more are those of core_r0.12 and before.
 """
 
+from megascale.config.foreign import megatron_values as convert
 from megascale.config.foreign.megatron_experts import EXPERTS
 from megascale.config.foreign.megatron_others import MUON, OTHERS
-from megascale.config.foreign.megatron_values import (
-    activation_func,
-    batch_schedule,
-    decoupled,
-    documents,
-    fp8,
-    history,
-    latent_scaling,
-    norm,
-    positions,
-    query_groups,
-    schedule,
-    steps_of,
-    steps_of_run,
-    steps_of_share,
-    swiglu,
-    value_of,
-    window,
-    with_quick_geglu,
-    zero,
-)
+from megascale.config.foreign.megatron_values import value_of
 from megascale.config.foreign.setting import (
     MANY,
     NO_FP16,
@@ -69,22 +50,24 @@ MODEL = (
         "--init-method-std": "model.init_std", "--mup-base-hidden-size": "model.mup_base_width",
         "--mtp-num-layers": "model.mtp_layers", "--mtp-loss-scaling-factor": "train.mtp_loss_weight",
     }),
-    computed("--group-query-attention", "model.num_kv_heads", query_groups, "1, or --num-query-groups", takes=0),
-    computed("--num-query-groups", "model.num_kv_heads", query_groups),
+    computed("--group-query-attention", "model.num_kv_heads", convert.query_groups, "1, or --num-query-groups",
+             takes=0),
+    computed("--num-query-groups", "model.num_kv_heads", convert.query_groups),
     same("--ffn-hidden-size", "model.ffn_size", "for a gated activation the width of one of the two matrices"),
     same("--vocab-size", "model.vocab_size", "the true size; it is padded to a multiple of 64 x tp"),
     needless("--make-vocab-size-divisible-by", "nothing to write: padded to a multiple of 64 x tp, theirs of 128 x tp"),
-    computed("--max-position-embeddings", "model.seq_length", positions,
+    computed("--max-position-embeddings", "model.seq_length", convert.positions,
              "nothing to write beside --seq-length; with learned positions of a longer model: model.positions"),
-    computed("--normalization", "model.norm", norm),
-    computed("--apply-layernorm-1p", "model.norm", norm, "for RMSNorm; LayerNorm has gain 1 from the start", takes=0),
-    computed("--swiglu", "model.activation", swiglu, theirs="gelu_tanh", takes=0),
+    computed("--normalization", "model.norm", convert.norm),
+    computed("--apply-layernorm-1p", "model.norm", convert.norm, "for RMSNorm; LayerNorm has gain 1 from the start",
+             takes=0),
+    computed("--swiglu", "model.activation", convert.swiglu, theirs="gelu_tanh", takes=0),
     switch("--openai-gelu", "model.activation", "gelu_tanh"),
     absent("--squared-relu", "not supported: one of the choices of model.activation", 0),
     computed("--quick-geglu", "model.activation", lambda _, context: "clamped_swiglu" if {
              "activation_func_clamp_value", "glu_linear_offset"} <= set(context) else Advice(_QUICK), _QUICK, takes=0),
-    computed("--activation-func-clamp-value", "model.activation", with_quick_geglu(7), _CLAMP),
-    computed("--glu-linear-offset", "model.activation", with_quick_geglu(1), _CLAMP),
+    computed("--activation-func-clamp-value", "model.activation", convert.with_quick_geglu(7), _CLAMP),
+    computed("--glu-linear-offset", "model.activation", convert.with_quick_geglu(1), _CLAMP),
     words("--softmax-type", "model.attention_sinks", {"vanilla": False, "learnable": True},
           "off-by-one: not supported"),
     words("--position-embedding-type", "model.position", {"learned_absolute": "learned", "rope": "rope"}),
@@ -106,7 +89,7 @@ MODEL = (
     switch("share_embeddings_and_output_weights", "model.tie_embeddings", True),
     computed("gated_linear_unit", "model.activation", lambda values, context: {"silu": "swiglu", "gelu": "geglu"}[
              str(value_of(context, "activation_func")).rpartition(".")[2]] if values[0] else Needless("not gated")),
-    computed("activation_func", "model.activation", activation_func, "as gated_linear_unit says, or GELU"),
+    computed("activation_func", "model.activation", convert.activation_func, "as gated_linear_unit says, or GELU"),
     computed("--hidden-dropout, --attention-dropout", "model.dropout", lambda values, context: values[0] if all(
              context.get(name, [0.1] if "num_layers" in context else values)[0] == values[0]
              for name in ("hidden_dropout", "attention_dropout")) else
@@ -114,7 +97,7 @@ MODEL = (
     absent("--init-method-xavier-uniform", "not supported: write model.init_std", 0),
     needless("--use-cpu-initialization", "nothing to write: train.seed gives the same weights in every layout", 0),
     needless("--use-mup", "nothing to write: model.mup_base_width says it", 0),
-    computed("--window-size", "model.window", window, "their number of keys before the query, plus 1"),
+    computed("--window-size", "model.window", convert.window, "their number of keys before the query, plus 1"),
     needless("--window-attn-skip-freq", "written by --window-size: a list, with 0 for layers without a window"),
     needless("--apply-query-key-layer-scaling", "nothing to write: scores are the same", 0),
     absent("--fp32-residual-connection", "not supported", 0),
@@ -125,7 +108,8 @@ MODEL = (
     same("--qk-head-dim", "model.head_dim", "with kv_lora_rank: without what is rotated", 128, _LATENT),
     same("--qk-pos-emb-head-dim", "model.rope_head_dim", "", 64, _LATENT),
     same("--v-head-dim", "model.value_head_dim", "", 128, _LATENT),
-    computed("--rotary-scaling-factor", "model.rope_scaling", latent_scaling, 'of type "yarn"', only_with=_LATENT),
+    computed("--rotary-scaling-factor", "model.rope_scaling", convert.latent_scaling, 'of type "yarn"',
+             only_with=_LATENT),
     needless("--mscale, --mscale-all-dim, --yarn-original-max-position-embeddings",
              'written by --rotary-scaling-factor: model.rope_scaling, a table of type "yarn"'),
     absent("--yarn-beta-fast", "not supported with latent attention but 32", harmless={"32": "nothing to write: 32"}),
@@ -159,11 +143,11 @@ PARALLEL = (
     computed("--hierarchical-context-parallel-sizes", "parallel.cp_a2a_size", lambda values, _: values[0],
              "with cp_mode = usp", takes=MANY),
     switch("--hybrid-context-parallel", "parallel.hybrid_dp", True),
-    computed("--use-distributed-optimizer", "parallel.zero", zero, theirs=0, takes=0),
+    computed("--use-distributed-optimizer", "parallel.zero", convert.zero, theirs=0, takes=0),
     needless("--DDP-impl", "nothing to write: parallel.zero says it"),
-    computed("--data-parallel-sharding-strategy", "parallel.zero", zero,
+    computed("--data-parallel-sharding-strategy", "parallel.zero", convert.zero,
              "no_shard is 0, optim 1, optim_grads 2, optim_grads_params 3"),
-    computed("--use-torch-fsdp2, --use-megatron-fsdp", "parallel.zero", zero, takes=0),
+    computed("--use-torch-fsdp2, --use-megatron-fsdp", "parallel.zero", convert.zero, takes=0),
     switch("--overlap-grad-reduce, --overlap-param-gather", "overlap.dp", True, "one switch for both", False),
     switch("--tp-comm-overlap", "overlap.tp", True, theirs=False),
     switch("--no-async-tensor-model-parallel-allreduce", "overlap.tp", False),
@@ -171,7 +155,7 @@ PARALLEL = (
     computed("--ddp-bucket-size", "overlap.bucket_bytes", lambda values, _: 4.0 * values[0],
              "bytes of fp32 gradients, theirs are elements"),
     computed("--rampup-batch-size", "batch.rampup", every, takes=MANY),
-    computed("--step-batch-size-schedule", "batch.rampup", batch_schedule,
+    computed("--step-batch-size-schedule", "batch.rampup", convert.batch_schedule,
              "[start, increment, samples], and batch.global: equal increments at equal distances of samples",
              takes=MANY),
     computed("--distributed-timeout-minutes", "comm.timeout_s", lambda values, _: float(values[0]) * 60
@@ -187,7 +171,8 @@ PARALLEL = (
 
 TRAIN = (
     same("--train-iters", "train.steps"),
-    computed("--train-samples", "train.steps", steps_of_run, "steps: samples / batch.global; more with a ramp-up"),
+    computed("--train-samples", "train.steps", convert.steps_of_run,
+             "steps: samples / batch.global; more with a ramp-up"),
     same("--seed", "train.seed"),
     needless("dataset.random_seed", "nothing to write: train.seed is of the data's order, too"),
     computed("--bf16", "train.precision", lambda _, context: "fp8" if "fp8_format" in context else "bf16", takes=0),
@@ -196,11 +181,11 @@ TRAIN = (
     words("mixed_precision", "train.precision", {"bf16_mixed": "bf16", "bf16": "bf16", "fp8": "fp8"},
           "other recipes are not supported: write train.precision and fp8.recipe"),
     needless("--loss-scale, --initial-loss-scale, --min-loss-scale, --loss-scale-window, --hysteresis", NO_FP16),
-    computed("--fp8-format", "train.precision", fp8,
+    computed("--fp8-format", "train.precision", convert.fp8,
              "the format follows fp8.recipe: tensorwise, delayed and static are hybrid, rowwise and blockwise e4m3"),
     words("--fp8-recipe", "fp8.recipe", {"tensorwise": "tensorwise", "delayed": "delayed", "blockwise": "blockwise"},
           "mxfp8 is not supported", "delayed", only_with="fp8_format"),
-    computed("--fp8-amax-history-len", "fp8.history", history, 'with fp8.recipe = "delayed", their default', 1,
+    computed("--fp8-amax-history-len", "fp8.history", convert.history, 'with fp8.recipe = "delayed", their default', 1,
              only_with="fp8_format"),
     needless("--fp8-amax-compute-algo", 'nothing to write: the maximum of the history, with fp8.recipe = "delayed"'),
     needless("--fp8-interval", "nothing to write: 1"),
@@ -265,21 +250,22 @@ OPTIMIZER = (
     computed("--min-lr", "optimizer.min_lr", lambda values, context: Needless("nothing to write: a constant rate")
              if value_of(context, "lr_decay_style") == "constant" else values[0]),
     computed("--lr-warmup-iters, --lr-warmup-samples", "optimizer.warmup_steps",
-             lambda _, context: steps_of("lr_warmup", context) + 1, _WARMUP, 1),
-    computed("--lr-warmup-fraction", "optimizer.warmup_steps", steps_of_share, "share x --lr-decay-iters, + 1"),
+             lambda _, context: convert.steps_of("lr_warmup", context) + 1, _WARMUP, 1),
+    computed("--lr-warmup-fraction", "optimizer.warmup_steps", convert.steps_of_share, "share x --lr-decay-iters, + 1"),
     words("--lr-decay-style", "optimizer.decay",
           {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}, theirs="linear"),
-    computed("--lr-decay-iters, --lr-decay-samples", "optimizer.schedule_steps", schedule, "steps of batch.global"),
+    computed("--lr-decay-iters, --lr-decay-samples", "optimizer.schedule_steps", convert.schedule,
+             "steps of batch.global"),
     computed("--lr-wsd-decay-iters, --lr-wsd-decay-samples", "optimizer.decay_steps", lambda values, context: Advice(
              _WSD) if value_of(context, "lr_wsd_decay_style") != "linear" and "num_layers" in context
-             else steps_of("lr_wsd_decay", context) - 1, _WSD),  # theirs begins and ends a step later
+             else convert.steps_of("lr_wsd_decay", context) - 1, _WSD),  # theirs begins and ends a step later
     computed("--lr-wsd-decay-style", "", lambda values, context: Needless("nothing to write: linear, or not wsd")
              if values[0] == "linear" or str(value_of(context, "lr_decay_style")).lower() != "wsd"
              else Advice("not supported: linear alone"), "linear alone"),
     absent("--lr-warmup-init", "not supported: the warm-up begins at 0", harmless={"0": "nothing to write: 0"}),
     needless("--override-opt-param-scheduler, --use-checkpoint-opt-param-scheduler",
            "nothing to write: [optimizer] counts, and a resume lists what differs", 0),
-    computed("--decoupled-lr", "optimizer.groups", decoupled, 'kinds = ["embedding", "head"] and lr_mult'),
+    computed("--decoupled-lr", "optimizer.groups", convert.decoupled, 'kinds = ["embedding", "head"] and lr_mult'),
     needless("--decoupled-min-lr", "nothing to write: the least rate of [[optimizer.groups]] is min_lr x lr_mult"),
     computed("--weight-decay", "optimizer.weight_decay", lambda values, context: context.get(
              "end_weight_decay", values)[0], "not of norms and biases", 0.01),
@@ -312,8 +298,8 @@ DATA = (
     same("--data-cache-path", "data.cache"),
     switch("--mock-data", "data.mock", True),
     computed("--reset-attention-mask, --reset-position-ids, --dataloader-inter-document-masking",
-             "data.attention_mask", documents, "mask and positions together", takes=0),
-    computed("--eod-mask-loss", "data.eod_mask_loss", lambda values, context: documents(values, context)
+             "data.attention_mask", convert.documents, "mask and positions together", takes=0),
+    computed("--eod-mask-loss", "data.eod_mask_loss", lambda values, context: convert.documents(values, context)
              if "num_layers" in context else True, 'with data.attention_mask = "document"', takes=0),
     needless("--no-create-attention-mask-in-dataloader, --no-mmap-bin-files", _ALWAYS, 0),
     needless("--num-workers", "write data.reader = host: a process of each host reads data.prefetch steps ahead"),

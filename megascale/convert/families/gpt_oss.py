@@ -8,15 +8,12 @@ from functools import partial
 
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import ConfigKeys, Family, Key, Stacked
-from megascale.convert.families.llama import KEYS, LAYER, OUTER, kv_heads, read_head_dim, write_head_dim
+from megascale.convert.families.llama import KEYS, LAYER, LLAMA, OUTER, kv_heads, read_head_dim, write_head_dim
 from megascale.convert.families.mixtures import write_expert_size
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_windows, write_layer_types
 
-FIXED = {
-    "block": "serial", "norm": "rmsnorm", "position": "rope", "activation": "clamped_swiglu", "bias": True,
-    "attention_sinks": True, "router_bias": True,
-}  # fmt: skip
+FIXED = LLAMA | {"activation": "clamped_swiglu", "bias": True, "attention_sinks": True, "router_bias": True}
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,

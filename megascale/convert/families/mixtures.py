@@ -10,9 +10,9 @@ from functools import partial
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import ConfigKeys, Key, Layer
 from megascale.convert.families.llama import FAMILY, KEYS, check_heads, kv_heads, read_head_dim, write_head_dim
-from megascale.convert.families.qwen import QWEN_KEYS, write_windows
+from megascale.convert.families.qwen import QWEN_KEYS, read_switched_windows, write_windows
 from megascale.convert.families.rotary_keys import read_rope, write_rope
-from megascale.convert.families.window_keys import FULL, SLIDING, read_one_window, read_windows, write_one_window
+from megascale.convert.families.window_keys import read_one_window, write_one_window
 
 PREDICTION_LAYER: Layer = {
     "enorm": "embedding_norm", "hnorm": "hidden_norm", "eh_proj": "merge", "shared_head.norm": "final_norm",
@@ -88,14 +88,6 @@ def _write_window(model: ModelConfig) -> ConfigKeys:
     return keys | {"use_sliding_window": keys["sliding_window"] is not None}
 
 
-def _read_alternating_windows(config: ConfigKeys) -> ConfigKeys:
-    """Every second layer before `max_window_layers` has the window, if `use_sliding_window` is true."""
-    used, last = config.get("use_sliding_window", False), config.get("max_window_layers", 28)
-    layers = range(config["num_hidden_layers"])
-    types = [SLIDING if used and index % 2 == 0 and index < last else FULL for index in layers]
-    return read_windows(config if used else config | {"sliding_window": None}, types, 4096)
-
-
 MIXTRAL = replace(
     FAMILY, name="mixtral", architecture="MixtralForCausalLM", fixed=FAMILY.fixed | {"bias": False},
     keys=KEYS | {
@@ -133,7 +125,8 @@ QWEN2_MOE = replace(
     },
     layer=BASE.layer | shared_layer("mlp.shared_expert") | {"mlp.shared_expert_gate": "shared_gate"},
     required=BASE.required | {"decoder_sparse_step": (1,)},
-    read=(read_rope, check_heads, _read_alternating_windows, _read_dense_layers),
+    read=(read_rope, check_heads, _read_dense_layers,
+          partial(read_switched_windows, has_window=lambda index, bound: index % 2 == 0 and index < bound)),
     write=(write_rope, write_windows, _write_dense_layers),
 )  # fmt: skip
 

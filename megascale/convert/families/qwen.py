@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,13 +16,14 @@ from megascale.convert.families.window_keys import FULL, SLIDING, read_windows, 
 QWEN_KEYS = KEYS | {"num_kv_heads": kv_heads(32), "seq_length": Key("max_position_embeddings", 32_768, size=True)}
 
 
-def _read_windows(config: ConfigKeys) -> ConfigKeys:
-    """Layers from `max_window_layers` on have the window, if `use_sliding_window` is true."""
-    layers, full = config["num_hidden_layers"], config.get("max_window_layers", 28)
-    types = [FULL if index < full else SLIDING for index in range(layers)]
-    if not config.get("use_sliding_window", False):
-        config = config | {"sliding_window": None}
-    return read_windows(config, types, 4096)
+def read_switched_windows(config: ConfigKeys, has_window: Callable[[int, int], bool] = operator.ge) -> ConfigKeys:
+    """The windows of layers, if `use_sliding_window` is true: of those for whose numbers beside `max_window_layers`
+    `has_window` is true; by default from there on.
+    """
+    bound, layers = config.get("max_window_layers", 28), range(config["num_hidden_layers"])
+    types = [SLIDING if has_window(index, bound) else FULL for index in layers]
+    given = config if config.get("use_sliding_window", False) else config | {"sliding_window": None}
+    return read_windows(given, types, 4096)
 
 
 def write_windows(model: ModelConfig) -> ConfigKeys:
@@ -34,12 +37,12 @@ def write_windows(model: ModelConfig) -> ConfigKeys:
 QWEN2 = replace(
     FAMILY, name="qwen2", architecture="Qwen2ForCausalLM", keys=QWEN_KEYS,
     fixed=FAMILY.fixed | {"bias": False, "qkv_bias": True},
-    read=(read_rope, check_heads, _read_windows), write=(write_rope, write_windows),
+    read=(read_rope, check_heads, read_switched_windows), write=(write_rope, write_windows),
 )  # fmt: skip
 QWEN3 = replace(
     FAMILY, name="qwen3", architecture="Qwen3ForCausalLM", keys=QWEN_KEYS,
     fixed=FAMILY.fixed | {"bias": False, "qk_norm": "head"},
     required=FAMILY.required | {"attention_bias": (False,)},
-    read=(read_rope, partial(read_head_dim, default=128), _read_windows),
+    read=(read_rope, partial(read_head_dim, default=128), read_switched_windows),
     write=(write_rope, write_head_dim, write_windows),
 )  # fmt: skip

@@ -50,15 +50,9 @@ def _shortest(pattern: list[Any]) -> list[Any]:
     return pattern
 
 
-def given_windows(model: ModelConfig) -> list[int]:
-    """The window of each layer as configured, also if longer than the sequence; 0 for none."""
-    pattern = model.window if isinstance(model.window, list) else [model.window or 0]
-    return [pattern[index % len(pattern)] for index in range(model.num_layers)]
-
-
 def write_layer_types(model: ModelConfig) -> ConfigKeys:
     """`layer_types`, and the window that all layers with one share; the first if they differ."""
-    windows = given_windows(model)
+    windows = [model.given_window(layer) for layer in range(model.num_layers)]
     return {
         "layer_types": [SLIDING if window else FULL for window in windows],
         "sliding_window": next(filter(None, windows), None),
@@ -67,4 +61,4 @@ def write_layer_types(model: ModelConfig) -> ConfigKeys:
 
 def write_one_window(model: ModelConfig) -> ConfigKeys:
     """`sliding_window` of a family with one window for all layers; the first layer's if they differ."""
-    return {"sliding_window": given_windows(model)[0] or None}
+    return {"sliding_window": model.given_window(0) or None}

@@ -44,8 +44,8 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
 def _convert(path: Path, output: Path, config: RunConfig | None) -> list[str]:
     source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
     args = vars(source.common["args"]) if "args" in source.common else {}
-    tensors = _Tensors(source, model := _model(args, path, config), args)
-    progress, notes = _progress(source, args, model, config)
+    tensors = _Tensors(source, model := _model(args, path, config.model if config else None), args)
+    progress, notes = _progress(source, args, model, config.batch.total if config else 0)
     states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
     states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
     schedule = source.common.get("opt_param_scheduler") or {}  # of the optimizer that wrote the moments
@@ -61,13 +61,12 @@ def _convert(path: Path, output: Path, config: RunConfig | None) -> list[str]:
     return notes + tensors.notes
 
 
-def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> ModelConfig:
-    """The model of Megatron-LM's arguments, or of `config`. Raises: CheckpointError if they differ, or both lack"""
-    if config is None:
+def _model(args: Mapping[str, Any], path: Path, here: ModelConfig | None) -> ModelConfig:
+    """The model of Megatron-LM's arguments, or the one `here`. Raises: CheckpointError if they differ, or both lack"""
+    if here is None:
         if not args:
             raise CheckpointError(f"{path} has no args, which would tell its model", hint=CONFIG_HINT)
         return model_of(args, f"{path}: args")
-    here = config.model
     there = model_of({**args, "vocab_size": here.vocab_size}, f"{path}: args") if args else here
     if different := model_differences(there.model_dump(by_alias=True), here):
         raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
@@ -82,9 +81,12 @@ def _model(args: Mapping[str, Any], path: Path, config: RunConfig | None) -> Mod
 
 
 def _progress(
-    source: TorchDist | LegacyFolder, args: Mapping[str, Any], model: ModelConfig, config: RunConfig | None
+    source: TorchDist | LegacyFolder, args: Mapping[str, Any], model: ModelConfig, batch: int
 ) -> tuple[Progress, list[str]]:
-    """The progress of a run that goes on, and what differs. Raises: CheckpointError if the state is not Adam's"""
+    """The progress of a run that goes on, and what differs. `batch`: samples of a step, 0 if unknown.
+
+    Raises: CheckpointError if the state is not Adam's
+    """
     step = int(source.common.get("iteration", 0))
     if source.step is None or step < 1:
         what = "no optimizer state is read: a run begins at step 0 with the weights alone"
@@ -92,7 +94,7 @@ def _progress(
     if missing := sorted(set(MOMENTS) - source.states):
         what = f"{source.path}: the optimizer has no {' and no '.join(missing)}"
         raise CheckpointError(what, hint="the state of --optimizer adam, or weights saved with --no-save-optim")
-    samples = int(args.get("consumed_train_samples") or step * (config.batch.total if config else 0))
+    samples = int(args.get("consumed_train_samples") or step * batch)
     if samples <= 0:
         raise CheckpointError(f"{source.path} does not say how many samples were consumed", hint=CONFIG_HINT)
     notes = [f"{samples} samples count as read: Megatron-LM's, in its first epoch and if data and train.seed are equal"]

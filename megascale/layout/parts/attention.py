@@ -9,10 +9,10 @@ from typing import ClassVar
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import gain_init
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
-from megascale.layout.parts.part import AttentionCore, Part, Scores, Surroundings, TokenFlops
+from megascale.layout.parts.part import Part, Scores, Surroundings, TokenFlops
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy
-from megascale.layout.tensors import ParamSpec, TensorSpec, vector_param
+from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.windows import QUERY_BLOCK, count_scores
 
 
@@ -32,10 +32,7 @@ class AttentionSpec(Part):
     sinks: bool = False
 
     feeds_rows: ClassVar[bool] = True
-
-    @property
-    def core(self) -> AttentionCore:
-        return AttentionCore(self.heads, self.head_dim, self.window, self.softcap)
+    attends: ClassVar[bool] = True
 
     @property
     def qk_norms(self) -> tuple[tuple[str, int], ...]:
@@ -59,8 +56,8 @@ class AttentionSpec(Part):
         gains = [(f"{block}.{norm}.weight", width) for norm, width in self.qk_norms]
         sharding = {"tp": 0} if full else {}
         sinks = TensorSpec(f"{block}.attention.sinks", (self.heads,), {"tp": 0}, std=model.init_std)
-        return ([vector_param(sinks.name, sinks, kind="bias")] if self.sinks else []) + [
-            vector_param(gain, TensorSpec(gain, (width,), sharding, init=init), tp_partial=not full)
+        return ([ParamSpec(sinks.name, (sinks,), "bias")] if self.sinks else []) + [
+            ParamSpec(gain, (TensorSpec(gain, (width,), sharding, init=init),), "norm", tp_partial=not full)
             for gain, width in gains
         ]
 

@@ -11,7 +11,7 @@ from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy
-from megascale.layout.tensors import Init, ParamSpec, TensorSpec, vector_param
+from megascale.layout.tensors import Init, ParamSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class ResidualAdd(Part):
 def norm_params(name: str, model: ModelConfig) -> list[ParamSpec]:
     """The parameters of a norm over the hidden size."""
     shape = (model.hidden_size,)
-    params = [vector_param(f"{name}.weight", TensorSpec(f"{name}.weight", shape, init=gain_init(model)))]
+    tensors = [TensorSpec(f"{name}.weight", shape, init=gain_init(model))]
     if NORMS[model.norm].facts["bias"]:
-        params.append(vector_param(f"{name}.bias", TensorSpec(f"{name}.bias", shape, init="zeros")))
-    return params
+        tensors.append(TensorSpec(f"{name}.bias", shape, init="zeros"))
+    return [ParamSpec(tensor.name, (tensor,), "norm") for tensor in tensors]
 
 
 def gain_init(model: ModelConfig) -> Init:

@@ -18,7 +18,7 @@ from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gr
 from megascale.layout.parts.microbatch_sizes import FP32, CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec, expert_bias, expert_param
+from megascale.layout.tensors import ParamSpec, TensorSpec
 
 INDEX = 8  # bytes of the number of an expert or a row, and of a count of rows
 
@@ -73,14 +73,18 @@ class ExpertLayer(Part):
             "router", "router", self.hidden, (("router", self.experts),), fp8=False, bias=self.router_bias
         )
         inner = (self.experts, *([2] if model.gated else []), self.width, self.hidden)
-        params = [
-            *linear_params(f"{block}.router", model, router),
-            expert_param(f"{block}.experts.{up}.weight", inner, first, ratio),
-            expert_param(f"{block}.experts.down.weight", (self.experts, self.hidden, self.width), last, ratio),
+        stacks = (up, inner, first), ("down", (self.experts, self.hidden, self.width), last)
+        weights = [
+            TensorSpec(f"{block}.experts.{name}.weight", shape, {"ep": 0}, std=std, width_ratio=ratio)
+            for name, shape, std in stacks
         ]
-        if self.bias:
-            params.append(expert_bias(f"{block}.experts.{up}.bias", inner[:-1]))
-            params.append(expert_bias(f"{block}.experts.down.bias", (self.experts, self.hidden)))
+        biases = [
+            TensorSpec(f"{block}.experts.{name}.bias", shape[:-1], {"ep": 0}, init="zeros", vectors=True)
+            for name, shape, _ in stacks if self.bias
+        ]  # fmt: skip
+        params = linear_params(f"{block}.router", model, router)
+        params += [ParamSpec(tensor.name, (tensor,), reduce_axes=("edp",)) for tensor in weights]
+        params += [ParamSpec(tensor.name, (tensor,), "bias", reduce_axes=("edp",)) for tensor in biases]
         params += chain.from_iterable(part.params(block, model) for part in self.parts)
         if self.shared_gate:
             gate = LinearSpec("shared_gate", "shared gate", self.hidden, (("shared_gate", 1),), fp8=False)

@@ -20,7 +20,7 @@ from megascale.layout.parts.linear import ColumnParallel, linear_params
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Scores, Surroundings, TokenFlops
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec, TensorSpec, vector_param
+from megascale.layout.tensors import ParamSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LatentProjections(Part):
         queries = self.queries.params(block, fixed if len(self.ranks) > 1 else model)
         return [
             *linear_params(f"{block}.{self.down.name}", model, self.down),
-            *(vector_param(gain, TensorSpec(gain, (width,), init="ones")) for gain, width in gains),
+            *(ParamSpec(gain, (TensorSpec(gain, (width,), init="ones"),), "norm") for gain, width in gains),
             *map(self._by_head, [*queries, *self.keys.params(block, fixed)]),
         ]
 

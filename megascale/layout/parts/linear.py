@@ -20,7 +20,7 @@ from megascale.config.model import ModelConfig
 from megascale.layout.parts.microbatch_sizes import CAST, FP32, SCALE_BLOCK, CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param, vector_param
+from megascale.layout.tensors import ParamSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ def linear_params(name: str, model: ModelConfig, linear: LinearSpec, dimension: 
         )
         for part, rows in parts
     ]
-    params = [matrix_param(f"{name}.weight", *weights, fp8=linear.fp8)]
+    params = [ParamSpec(f"{name}.weight", tuple(weights), fp8=linear.fp8)]
     if linear.bias:
         sharding = sharding if dimension == 0 else {}
-        biases = [TensorSpec(f"{part}.bias", (rows,), sharding, init="zeros") for part, rows in parts]
-        params.append(vector_param(f"{name}.bias", *biases, kind="bias"))
+        biases = tuple(TensorSpec(f"{part}.bias", (rows,), sharding, init="zeros") for part, rows in parts)
+        params.append(ParamSpec(f"{name}.bias", biases, "bias"))
     return params

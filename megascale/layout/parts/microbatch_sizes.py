@@ -57,8 +57,8 @@ class MicroBatchSizes:
     `compute` dtype, `wide` accumulation dtype. `cp_heads`, `cp_keys`: ranks that exchange heads, and keys, by an
     all-gather if `gathers`; `key_parts`: times that a rank attends to some of the keys. `documents`: their expected
     lengths in a row with a document mask. `granularity` of FP8 scales, from the tensor itself if `current`; `fp8`: the
-    linear layers run FP8 GEMMs. `ep`: ranks that exchange tokens, by the `dispatcher` and in `token_blocks`;
-    `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
+    linear layers run FP8 GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
+    all-gather; `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
     """
 
     model: ModelConfig
@@ -80,14 +80,9 @@ class MicroBatchSizes:
     recompute: RecomputePolicy = NO_RECOMPUTE
     ep: int = 1
     imbalance: float = 1.0
-    dispatcher: str = "all_to_all"
+    gathers_tokens: bool = False
     token_blocks: int = 1
     split: bool = False
-
-    @property
-    def gathers_tokens(self) -> bool:
-        """Ranks along ep all-gather tokens."""
-        return self.ep > 1 and self.dispatcher == "all_gather"
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
-from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
+from megascale.layout.parts.times import FieldSums, OperationTimes, PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import ParamSpec
 
@@ -22,7 +22,7 @@ Scores = Mapping[int | None, tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class TokenFlops:
+class TokenFlops(FieldSums):
     """FLOPs per token. `linear`: GEMMs with weights, including the head; `full_attention`, `causal_attention`: the two
     GEMMs of attention, Q K^T and P V.
     """
@@ -40,12 +40,6 @@ class TokenFlops:
     def causal(self) -> float:
         """FLOPs with the unmasked scores only."""
         return self.linear + self.causal_attention
-
-    def __add__(self, other: TokenFlops) -> TokenFlops:
-        return TokenFlops(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
-
-    def __mul__(self, factor: float) -> TokenFlops:
-        return TokenFlops(*(factor * flops for flops in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -77,17 +71,6 @@ class LinearSpec:
         return self.outputs * self.inputs
 
 
-class AttentionCore(NamedTuple):
-    """The scores of attention: `heads` of `width`. `window`: keys visible to a query; None for all earlier
-    positions. `softcap`: the scores have a soft cap.
-    """
-
-    heads: int
-    width: int
-    window: int | None
-    softcap: bool
-
-
 class Surroundings(NamedTuple):
     """A part's place in a block: the parts `before` and `after`, and the `sources` of the next row-parallel layers'
     inputs. `adds_gradient`: a part of the block adds its input's gradient to that of column-parallel layers.
@@ -103,12 +86,14 @@ class Part(ABC):
     """A part without parameters, GEMMs and communication; subclasses answer for what they have.
 
     `normalizes`: a norm, whose output the next part may recompute. `enters`: a part that does so, at the
-    beginning of a branch. `feeds_rows`: the output is an input of the next row-parallel layers.
+    beginning of a branch. `feeds_rows`: the output is an input of the next row-parallel layers. `attends`: the core of
+    attention.
     """
 
     normalizes: ClassVar[bool] = False
     enters: ClassVar[bool] = False
     feeds_rows: ClassVar[bool] = False
+    attends: ClassVar[bool] = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -144,10 +129,6 @@ class Part(ABC):
     def whole_numel(self) -> int:
         """Elements of the matrices that every rank of tp has whole."""
         return 0
-
-    @property
-    def core(self) -> AttentionCore | None:
-        return None
 
     @property
     def adds_gradient(self) -> bool:

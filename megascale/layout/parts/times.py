@@ -10,8 +10,8 @@ from typing import Protocol, Self
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
 
 
-class _Sum:
-    """Field-wise addition and scaling."""
+class FieldSums:
+    """Values that are added and scaled field by field."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(add, vars(self).values(), vars(other).values()))
@@ -21,7 +21,7 @@ class _Sum:
 
 
 @dataclass(frozen=True)
-class Seconds(_Sum):
+class Seconds(FieldSums):
     """Seconds of a rank by cause. `host`: waits for launches; `tp`, `cp`, `ep`, `dp`: exposed communication, for dp
     of ZeRO-3; `offload`: exposed copies of block inputs to and from host memory.
     """
@@ -48,7 +48,7 @@ class Seconds(_Sum):
 
 
 @dataclass(frozen=True)
-class PassTimes(_Sum):
+class PassTimes(FieldSums):
     """A forward and a backward. `weights`: the part of the backward that a split one does in W."""
 
     forward: Seconds = Seconds()

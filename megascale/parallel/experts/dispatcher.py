@@ -139,16 +139,12 @@ class InFlight(NamedTuple):
         return _Finish.apply(self.scalar, self.exchange)[0]
 
 
-def start_dispatch(x: Tensor, weights: Tensor, dispatcher: Dispatcher, label: Label) -> InFlight:
-    """Start to send tokens x [t, h] and their slots' `weights` [t, k] to the experts."""
-    exchange = Exchange(dispatcher, label, x.shape[1], to_experts=True)
-    return InFlight(_Start.apply(x, weights, exchange), exchange)
-
-
-def start_combine(rows: Tensor, dispatcher: Dispatcher, label: Label) -> InFlight:
-    """Start to send the experts' results [r, h] back."""
-    exchange = Exchange(dispatcher, label, rows.shape[1], to_experts=False)
-    return InFlight(_Start.apply(rows, None, exchange), exchange)
+def start_exchange(sent: Tensor, weights: Tensor | None, dispatcher: Dispatcher, label: Label) -> InFlight:
+    """Start to send tokens [t, h] with their slots' `weights` [t, k] to the experts; without weights, the experts'
+    results [r, h] back.
+    """
+    exchange = Exchange(dispatcher, label, sent.shape[1], to_experts=weights is not None)
+    return InFlight(_Start.apply(sent, weights, exchange), exchange)
 
 
 class _Start(torch.autograd.Function):

@@ -98,12 +98,8 @@ class RouterLosses:
         ranks of the group.
         """
         assert choice.experts is not None, "a choice has experts until its release"
-        size, k, micro, (ranks, index) = (
-            self.model.experts,
-            self.model.experts_per_token,
-            self.tokens.micro,
-            self._of_dp,
-        )
+        size, k, micro = self.model.experts, self.model.experts_per_token, self.tokens.micro
+        ranks, index = self._of_dp
         plain = not self.model.balance_bias and self.model.router_groups == 1
         choices = choice.experts if plain else largest(scores, k)
         choices = choices if choice.padding is None else choices.masked_fill(choice.padding, size)

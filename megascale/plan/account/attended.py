@@ -10,15 +10,13 @@ from collections.abc import Iterable
 
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
-from megascale.layout.blocks import distinct_blocks
 from megascale.layout.packs import equal_documents
 from megascale.layout.parts.part import Scores
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:
     """The distinct windows of a model's layers."""
-    cores = (part.core for block in distinct_blocks(model)[0] for part in block)
-    return list(dict.fromkeys(core.window for core in cores if core))
+    return list(dict.fromkeys(model.windows))
 
 
 def count_scores_in(lengths: Iterable[int], window: int | None) -> tuple[float, float]:

@@ -85,7 +85,7 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
             described = block_spec(config.model, layer)
             cores = described if recompute.full or recompute.attention else ()
             again = TokenFlops(2 * recomputed_weights(described, recompute))
-            total += sum((part.flops(scores) for part in cores if part.core), again) * shares[layer]
+            total += sum((part.flops(scores) for part in cores if part.attends), again) * shares[layer]
     return total + token_flops(config.model, scores) * (config.dropped_share / 3)  # a forward is a third of all
 
 

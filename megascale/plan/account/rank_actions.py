@@ -4,19 +4,19 @@ the inputs of blocks that are kept (`most_inputs`), and the receives that are po
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from megascale.catalog.schedules import SCHEDULES
+from megascale.catalog.schedules import SCHEDULES, largest_group
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.layout.stages import Placement, placement_of
-from megascale.schedule.interleaved import microbatch_groups
+from megascale.schedule.interleaved import group_sizes
 from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, each_action, parts
 from megascale.schedule.lower import CACHED_ORDERS, compute_order, lower, order_of
-from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 4  # groups of micro-batches until the memory of a periodic schedule repeats
 FORWARDS = (Kind.F, Kind.R, Kind.VS)
@@ -40,17 +40,15 @@ def step_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
     """List a rank's actions in a step of m micro-batches, as `rank_order` does."""
     p = parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if chunks > 1:
-        return state_aware_1f1b(p.pp, [chunks] * (m // chunks), keep, stage)
-    if p.vocab_pp or p.skip_ratio:
+    if chunks > 1 or p.vocab_pp or p.skip_ratio:
         placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
-        return compute_order(p.schedule, placement, m)[stage]
+        return compute_order(p.schedule, placement, m, parts=chunks, keep=keep)[stage]
     return order_of(p.schedule, p.pp, p.vpp, m, stage)
 
 
 def representative_microbatches(p: int, m: int) -> int:
     """Count the micro-batches with the same peak memory as m micro-batches, in groups, on p stages."""
-    return sum(min(groups.num_groups, GROUPS) * groups.size for groups in microbatch_groups(p, m))
+    return sum(min(count, GROUPS) * size for size, count in Counter(group_sizes(p, m)).items())
 
 
 class ChunkBytes(NamedTuple):
@@ -138,7 +136,7 @@ def posted_receives(schedule: str, p: int, v: int, m: int, stage: int) -> int:
     p, and with split backwards, which return sooner, up to p.
     """
     facts = SCHEDULES[schedule].facts
-    last, waiting = stage == p - 1, max(groups.size for groups in microbatch_groups(p, m) if groups.num_groups) - p
+    last, waiting = stage == p - 1, largest_group(p, m) - p
     paired = 1 if facts["pairs"] else 0
     if v == 1:
         return min((1 if last else 2) + paired, m)

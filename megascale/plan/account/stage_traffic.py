@@ -29,7 +29,7 @@ def block_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: Recompute
     if recompute.full:
         sent += [each for part in parts for each in part.recomputed_traffic(sizes, is_skippable(block, part))]
     elif recompute.attention:
-        sent += [each for part in block if part.core for each in part.traffic(sizes)]
+        sent += [each for part in block if part.attends for each in part.traffic(sizes)]
     return sent + [each for part in reversed(parts) for each in part.traffic(sizes, backward=True)]
 
 

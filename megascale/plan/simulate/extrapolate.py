@@ -23,7 +23,6 @@ from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simu
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.lower import compute_order
 from megascale.schedule.resharding import Reshard
-from megascale.schedule.state_aware import build_state_aware
 
 MAX_ACTIONS = 60_000  # most forwards and backwards of a full simulation
 GROUPS = 2, 3  # fewest micro-batches of the two runs, per stage: interleaved schedules repeat in groups of p
@@ -51,10 +50,7 @@ class Pipeline:
 
     def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
         placement = placement_of(self.schedule, self.p, self.v, self.barriers, self.skip_ratio)
-        if self.parts > 1:
-            compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
-        else:
-            compute = compute_order(self.schedule, placement, self.m, self.joined)
+        compute = compute_order(self.schedule, placement, self.m, self.joined, self.parts, self.keep)
         return simulate(
             compute, placement, times, overlaps, reduce_each=self.reduces_each, reshard=self.reshard, spans=spans
         )

@@ -12,7 +12,7 @@ from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.mask_blocks import mask_blocks, tiles
-from megascale.layout.parts.part import AttentionCore
+from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.sequence_shard import Spans, TokenSpan, sequence_chunk
 from megascale.layout.tensors import padded_vocab
@@ -49,14 +49,14 @@ def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_r
     total += 2 * m.seq_length // p.cp * (3 + recompute.full) * repeated
     total += 2 * config.dropped_chunks * config.row_tokens * weights
     passes = 2 + (4 if m.dropout else 5) + (2 if recompute.full or recompute.attention else 0)
-    for core in (part.core for part in described if part.core):
+    for core in (part for part in described if isinstance(part, AttentionSpec)):
         by_chunk = list(_computed_scores(config, core, cp_rank))
         scores = passes * sum(by_chunk) + 2 * sum(by_chunk[: config.dropped_chunks])
-        total += 2 * core.heads // p.cp_heads * core.width * scores
+        total += 2 * core.heads // p.cp_heads * core.head_dim * scores
     return config.batch.micro * total // config.parallel.tp
 
 
-def _computed_scores(config: RunConfig, core: AttentionCore, cp_rank: int) -> Iterator[int]:
+def _computed_scores(config: RunConfig, core: AttentionSpec, cp_rank: int) -> Iterator[int]:
     """Count the scores per head that a rank computes of a row, or of each of its chunks."""
     m, p, lengths = config.model, config.parallel, expected_documents(config.model, config.data)
     s, starts = m.seq_length, [[0, *itertools.accumulate(lengths[:-1])]]

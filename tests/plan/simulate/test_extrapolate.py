@@ -111,10 +111,10 @@ def test_short_pipelines_are_simulated_in_full(monkeypatch: pytest.MonkeyPatch) 
     times = StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.1, 0.0, {}, {})
     short, long = (Pipeline("interleaved_1f1b", 4, 2, m) for m in (extrapolate.MAX_ACTIONS // 16, 10**6))
     pipeline_time(short, times, ALL)
-    assert played == [("interleaved_1f1b", placement_of("interleaved_1f1b", 4, 2), short.m, ())]
+    assert played == [("interleaved_1f1b", placement_of("interleaved_1f1b", 4, 2), short.m, (), 1, 1)]
     played.clear()
     pipeline_time(long, times, ALL)
-    assert len(played) == 2 and sum(2 * at.count * m for _, at, m, _ in played) <= 2 * extrapolate.MAX_ACTIONS
+    assert len(played) == 2 and sum(2 * at.count * m for _, at, m, *_ in played) <= 2 * extrapolate.MAX_ACTIONS
 
 
 def test_a_smaller_pipeline_has_the_ends_the_slowest_and_the_means() -> None:
