@@ -10,6 +10,7 @@ from megascale.config.exclusions import ONE_EXPERT, REMOVE, SWITCHED_OFF
 from megascale.config.finding import Finding
 from megascale.config.rules import run_rules
 from megascale.config.run import RunConfig
+from megascale.config.site_rules import ONE_SITE
 from megascale.core.errors import DataError
 
 LONG_STEPS = 1000  # steps after which a run with default settings has a checkpoint
@@ -21,7 +22,11 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
     driver restarts the run after a fault.
     """
-    switched_off = (*run_rules((*SWITCHED_OFF, ONE_EXPERT), dict(config)), *_waiting(config), *_experts(config))
+    switched_off = (
+        *run_rules((*SWITCHED_OFF, ONE_SITE, ONE_EXPERT), dict(config)),
+        *_waiting(config),
+        *_experts(config),
+    )
     for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *switched_off):
         yield str(finding)
 
