@@ -103,6 +103,7 @@ class Beats(threading.Thread):
         super().__init__(name="beats of sites", daemon=True)
         self._settings, self._store = settings, store
         self._seen: Mapping[int, tuple[int, float]] = {}
+        self._met: Mapping[int, float] = {}
         self._look()
         self.start()
 
@@ -112,10 +113,14 @@ class Beats(threading.Thread):
                 time.sleep(BEAT_S)
                 self._look()
 
+    def meet(self, sites: Sequence[int]) -> None:
+        """Note that these sites have just met."""
+        self._met = dict.fromkeys(sites, time.monotonic())
+
     def alive(self) -> set[int]:
-        """The sites that have beaten lately."""
-        now = time.monotonic()
-        return {site for site, (_, moved) in self._seen.items() if now - moved < LOST_S}
+        """The sites that have beaten, or met this one, lately."""
+        signs = [*((site, moved) for site, (_, moved) in self._seen.items()), *self._met.items()]
+        return {site for site, moved in signs if time.monotonic() - moved < LOST_S}
 
     def _look(self) -> None:
         own, now, seen = self._settings.index, time.monotonic(), dict(self._seen)
@@ -163,6 +168,8 @@ class SiteMeetings:
                 self.number += 1
                 self.store.compare_set(NEXT, str(number), str(self.number))
                 if arrival in members.arrivals:
+                    if self._beats is not None:
+                        self._beats.meet(members.sites)
                     return members
 
     def is_taken(self, members: Members, *, succeeded: bool) -> bool:

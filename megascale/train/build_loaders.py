@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,13 +31,11 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
 
     Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
     """
-    sites, index = config.sites.count, config.sites.index
-    shapes: dict[SplitName, BatchShape] = {  # of training, the sites are as more data-parallel ranks
-        split: BatchShape(count * config.batch.total, config.batch.micro, count * config.dp)
-        for split, count in (("train", sites), ("valid", 1))
-    }
+    valid_shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
+    sites = config.sites
+    shape = replace(valid_shape, global_batch=sites.count * config.batch.total, site=sites.index, sites=sites.count)
     sizes = config.step_samples if config.batch.rampup else None
-    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shapes["train"], config.samples, sizes=sizes)}
+    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.samples, sizes=sizes)}
     splits: tuple[SplitName, ...] = ("train", "valid") if config.train.eval_every else ("train",)
     specs = {split: mixture_spec(config, split) for split in splits}
     if mesh.rank == 0:  # the headers of all datasets, for all ranks, which open what they read when they read it
@@ -46,15 +45,15 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
     if config.train.eval_every:
         valid_batches = _evaluation_batches(specs["valid"], config.train.eval_steps, config.batch.total, mesh)
     if valid_batches:
-        orders["valid"] = StepOrder(shapes["valid"], valid_batches * config.batch.total, again=True)
+        orders["valid"] = StepOrder(valid_shape, valid_batches * config.batch.total, again=True)
     readers = token_ranks(config.model, config.parallel)
     sources = _open_sources(specs, mesh, orders, readers)
     sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh, device)
     train, *valid = (
         Loader(
             sources.get(split),
-            shapes[split],
-            mesh.coord.dp + (index * config.dp if split == "train" else 0),
+            order.shape,
+            mesh.coord.dp,
             dropout=config.model.dropout if split == "train" else 0.0,
             seed=config.train.seed,
             device=device,
