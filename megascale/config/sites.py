@@ -62,6 +62,11 @@ class SitesConfig(Section):
         return self.top_k < 1 or self.bits < 32
 
     @property
+    def state_tensors(self) -> int:
+        """Tensors of outer state, each of the size of master weights: outer weights, momentum, residual."""
+        return 0 if self.count == 1 else 1 + (self.outer_momentum > 0) + self.is_lossy
+
+    @property
     def place(self) -> tuple[str, int]:
         """Host and port of the meeting point. Raises: ValueError"""
         return split_port(self.address)

@@ -26,7 +26,7 @@ from tests.optim.layouts import SMALL, configuration
 from tests.site_jobs import SECRET, meeting_point, run_sites
 from tests.thread_world import run_threads
 
-PLAIN = {"optimizer__beta1": 0.0, "optimizer__eps": 1e10, "optimizer__lr": 1e9, "optimizer__weight_decay": 0.0,
+PLAIN = {"optimizer__betas": [0.0, 0.95], "optimizer__eps": 1e10, "optimizer__lr": 1e9, "optimizer__weight_decay": 0.0,
          "optimizer__clip_norm": 0.0, "optimizer__warmup_steps": 0, "optimizer__decay": "constant"}  # fmt: skip
 """AdamW whose update is the gradient times 0.1, to 1e-10: plain SGD."""
 
