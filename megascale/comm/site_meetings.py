@@ -67,8 +67,7 @@ class Members:
     @property
     def trained(self) -> list[int]:
         """Places of the sites whose pseudo-gradients count: those that have come as far as any, and do not begin."""
-        ready = [at for at, arrival in enumerate(self.arrivals) if arrival.fragments and arrival.step == self.newest]
-        return ready
+        return [at for at, arrival in enumerate(self.arrivals) if arrival.fragments and arrival.step == self.newest]
 
     @property
     def source(self) -> int:
@@ -133,7 +132,7 @@ class Beats(threading.Thread):
 
 class SiteMeetings:
     """A rank's part in the meetings. `ranks`: of each site. `first`: this is the first rank of its site. `agreement`:
-    what sites have in common, as text by name.
+    what sites have in common, by key.
 
     Raises: ConfigError if the sites differ, or have another secret; MegascaleError if no meeting point answers
     """
@@ -214,12 +213,12 @@ class SiteMeetings:
     def _agree(self, agreement: Mapping[str, str]) -> None:
         """Check that this site is as the first that came. Raises: ConfigError"""
         theirs = json.loads(self.store.compare_set("agreement", "", json.dumps(agreement)))
+        hint = "the same at all sites; after a change at all of them, serve the meeting point anew"
+        where = f"site {self._settings.index}"
         problems = [
-            Problem(
-                f"site {self._settings.index}", name, f"differs from the first site's {theirs.get(name)}", "the same"
-            )
-            for name, value in agreement.items()
-            if theirs.get(name) != value
+            Problem(where, key, f"{value} differs from the first site's {theirs.get(key)}", hint)
+            for key, value in agreement.items()
+            if theirs.get(key) != value
         ]
         if problems:
             raise ConfigError(problems)
@@ -232,9 +231,8 @@ class SiteMeetings:
             raise self._lost(str(error)) from None
 
     def _lost(self, reason: str) -> MegascaleError:
-        hint = "see whether `megascale sites` runs there, and start this job again"
-        return MegascaleError(f"no answer from the meeting point of the sites at {self._settings.address}: {reason}",
-                              hint=hint)  # fmt: skip
+        what = f"no answer from the meeting point of the sites at {self._settings.address}: {reason}"
+        return MegascaleError(what, hint="see whether `megascale sites` runs there, and start this job again")
 
 
 def _arrivals(text: str) -> tuple[Arrival, ...]:

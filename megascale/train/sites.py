@@ -81,12 +81,13 @@ class Sites:
         run.mesh.recorder.log.set_phase(Phase.SITES)
         self.outer.begin()
         dumped = self._config.model_dump(mode="json", by_alias=True)
-        dumped["sites"].pop("index")
+        agreement = {f"{name}.{key}": json.dumps(value) for name in AGREED for key, value in dumped[name].items()}
+        agreement.pop("sites.index")
         secret = job_secret(None, {name: value for name, value in os.environ.items() if name == SECRET_VARIABLE})
         self._meetings = SiteMeetings(
             self._settings, secret, datetime.timedelta(seconds=self._config.launch.start_timeout_s),
             ranks=run.mesh.world.size, first=run.mesh.rank == 0,
-            agreement={name: json.dumps(dumped[name]) for name in AGREED},
+            agreement=agreement,
         )  # fmt: skip
         self._meetings.number = run.mesh.world.control.broadcast(self._meetings.number, "the open meeting of sites")
         self._meet(run, ())

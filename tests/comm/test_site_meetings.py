@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -115,7 +116,7 @@ def test_a_lost_site_is_left_out_at_once(address: str, monkeypatch: pytest.Monke
     sites = begun(address, grace_s=1e6)
     meet(sites, 5, 0)
     monkeypatch.setattr(site_meetings, "LOST_S", 0.5)
-    sites[1]._beats._store.close()
+    sites[1]._beats._look = threading.Event().wait  # it beats no more
     assert sites[0].attend(arrival(0, 6, 0)).sites == (0,)
 
 
@@ -123,7 +124,7 @@ def test_a_member_that_dies_in_an_exchange_fails_it(address: str, monkeypatch: p
     sites = begun(address)
     members = meet(sites, 5, 0)
     monkeypatch.setattr(site_meetings, "LOST_S", 0.5)
-    sites[1]._beats._store.close()
+    sites[1]._beats._look = threading.Event().wait  # it beats no more
     assert not sites[0].is_taken(members, succeeded=True)
 
 
@@ -140,9 +141,9 @@ def test_a_site_that_is_slow_is_left_out_after_the_grace_and_comes_to_the_next_m
 
 
 def test_sites_that_differ_are_told_what(address: str) -> None:
-    site(address, 0, model="{layers: 2}", batch="{}")
-    with pytest.raises(ConfigError, match=r"site 1  model: differs from the first site's \{layers: 2\}"):
-        site(address, 1, model="{layers: 3}", batch="{}")
+    site(address, 0, model="2", batch="4")
+    with pytest.raises(ConfigError, match="site 1  model: 3 differs from the first site's 2"):
+        site(address, 1, model="3", batch="4")
 
 
 def test_another_secret_is_no_site(address: str) -> None:
