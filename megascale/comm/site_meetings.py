@@ -114,7 +114,7 @@ class Beats(threading.Thread):
 
     def meet(self, sites: Sequence[int]) -> None:
         """Note that these sites have just met."""
-        self._met = dict.fromkeys(sites, time.monotonic())
+        self._met = {**self._met, **dict.fromkeys(sites, time.monotonic())}
 
     def alive(self) -> set[int]:
         """The sites that have beaten, or met this one, lately."""
