@@ -28,7 +28,8 @@ class SiteTransport(ProcessGroupTransport):
         self._backend = backend
 
     def all_gather(self, out: Tensor, part: Tensor) -> TransportWork:
-        return self._wrap_work([self._backend._allgather_base(out, part)], None)
+        gather = self._backend._allgather_base  # type: ignore[attr-defined]  # torch's type stubs lack it
+        return self._wrap_work([gather(out, part)], None)
 
 
 def open_site_group(
@@ -40,7 +41,7 @@ def open_site_group(
 
     Raises: RuntimeError if another site does not come
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(host))]
     options._timeout = datetime.timedelta(seconds=open_s)
     prefixed = dist.PrefixStore(f"{members.number}/rank {rank}", store)

@@ -102,10 +102,10 @@ class Sites:
                     self._meet(run, fragments)
         if fragments := self._settings.due(step, last):
             with run.mesh.recorder.activity(Phase.SITES):
-                self._meet(run, fragments)
+                self._meet(run, fragments, 0 if step == last else self._settings.overlap)
 
-    def _meet(self, run: Run, fragments: Sequence[int]) -> None:
-        """Meet until an outer step of `fragments` is taken, or begun in the background."""
+    def _meet(self, run: Run, fragments: Sequence[int], overlap: int = 0) -> None:
+        """Meet until an outer step of `fragments` is taken, or begun in the background of `overlap` steps."""
         assert self._meetings is not None, "a site joins before its first step"
         run.buffers.finish_param_gather()
         for _ in range(TRIES):
@@ -114,18 +114,21 @@ class Sites:
                 Arrival(self._settings.index, progress.step, progress.samples, progress.tokens, tuple(fragments))
             )
             self._note_members(members)
-            if self._begin(run, members):
+            if self._begin(run, members, overlap):
                 return
         raise LostPeerError(f"{TRIES} exchanges between sites have failed, of {members.sites} the last", peers=[])
 
-    def _begin(self, run: Run, members: Members) -> bool:
-        """Begin the exchange of a meeting; without a background complete it. Return False if it failed."""
+    def _begin(self, run: Run, members: Members, overlap: int) -> bool:
+        """Begin the exchange of a meeting; complete it without a background, and if a site returns. Return False if it
+        failed.
+        """
         place = members.sites.index(self._settings.index)
         returning, source = members.returning, members.arrivals[members.source]
         if not members.trained and not returning:
             return True
         own, state = self.outer.pseudo_gradient(source.fragments), None
-        gathered, work = own.payload[None], COMPLETED
+        gathered: Tensor = own.payload[None]
+        work: Work = COMPLETED
         try:
             if len(members.arrivals) > 1:
                 group = self._open(run, members, place)
@@ -136,9 +139,8 @@ class Sites:
                 gathered, work = _gather(group, own.payload, "pseudo-gradients")
         except RuntimeError:
             return self._fails(members)
-        overlap = 0 if returning or run.progress.step == run.config.train.steps else self._settings.overlap
         self._exchange = Exchange(members, own, gathered, work, run.progress.step + overlap)
-        return bool(overlap) or self._complete(run, state)
+        return (overlap > 0 and not returning) or self._complete(run, state)
 
     def _complete(self, run: Run, state: Tensor | None = None) -> bool:
         """Wait for the exchange, and take the outer step if all sites can. Return False if it failed: nothing has

@@ -112,6 +112,27 @@ def test_a_failed_exchange_changes_nothing_and_is_tried_again(
     assert failed.is_set() and all(map(torch.equal, found, expected))
 
 
+def test_an_exchange_that_fails_in_the_background_is_tried_again(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the foreground, when it should have arrived: the next one has not begun."""
+    gather, waited = train_sites._gather, list[int]()
+
+    class Failing:
+        def wait(self) -> None:
+            waited.append(1)
+            raise LostPeerError("the other end closed the connection", peers=[0])
+
+    def fail_once(group: Any, part: Tensor, label: str) -> Any:
+        out, work = gather(group, part, label)
+        return (out, Failing()) if group.index == 1 and not waited else (out, work)
+
+    monkeypatch.setattr(train_sites, "_gather", fail_once)
+    configs = site_configs(tmp_path, address, sites__every=4, sites__fragments=2, sites__overlap=1)
+    first, second = run_sites(configs, lambda run: train(run, 10))
+    assert waited == [1] and torch.equal(first, second)
+
+
 def resumed_state(run: Any) -> dict[str, Tensor]:
     tensors = run.sites.outer.global_tensors()
     return {f"{name}@{shard.offset}": shard.data.clone() for name, t in tensors.items() for shard in t.shards}
