@@ -22,7 +22,7 @@ ONE_SITE = Exclusions("sites.count", only(1), tuple(
      "sites.count above 1, or remove the key")
     for name in SitesConfig.model_fields if name != "count"
 ))  # fmt: skip
-"""Of a switch that an override may have turned off: worth a warning."""
+"""Keys without effect after an override of the command line has left one site: worth a warning."""
 
 NOTHING_LEFT_OVER = Exclusions("sites.is_lossy", only(False), (
     ("sites.error_decay", only(SitesConfig.model_fields["error_decay"].default),

@@ -58,7 +58,7 @@ class SitesConfig(Section):
 
     @property
     def is_lossy(self) -> bool:
-        """True if a site sends less than it has, and keeps the rest for the next outer step."""
+        """True if a site sends a part of its pseudo-gradient, and keeps the rest for the next outer step."""
         return self.top_k < 1 or self.bits < 32
 
     @property
@@ -79,8 +79,8 @@ class SitesConfig(Section):
         return [index for index, phase in enumerate(phases) if step % self.every == phase and step]
 
     def sent_bytes(self, elements: int, value_bytes: int) -> int:
-        """The bytes to another site in the outer steps of `elements` weights, of `value_bytes` each; chunks that end
-        with a parameter take more.
+        """The bytes to another site in an outer step of `elements` weights, of `value_bytes` each, without those of
+        shorter chunks.
         """
         if not self.is_lossy:
             return elements * value_bytes

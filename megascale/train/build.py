@@ -56,9 +56,9 @@ from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.exit_losses import ExitLosses
 from megascale.train.op_context import op_context
+from megascale.train.outer_steps import Sites
 from megascale.train.prediction_steps import PredictionSteps
 from megascale.train.run import Dtypes, Hooks, Run
-from megascale.train.sites import Sites
 from megascale.train.stop import StopRequest
 
 if TYPE_CHECKING:

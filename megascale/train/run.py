@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from megascale.record.metrics import EvaluationMetrics
     from megascale.schedule.ir import RankSchedule
     from megascale.train.noise_scale import NoiseScale
+    from megascale.train.outer_steps import Sites
     from megascale.train.policy_state import PolicyState
-    from megascale.train.sites import Sites
     from megascale.train.step_totals import StepTotals
     from megascale.train.stop import StopRequest
     from megascale.train.weight_average import WeightAverage

@@ -1,4 +1,4 @@
-"""What the sites of a training send to each other."""
+"""Traffic between the sites of a training."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ AGREED = ("model", "parallel", "batch", "train", "optimizer", "sites")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SiteExchange:
     """An exchange between `members`, complete after the step `until`. `gathered` [members, bytes], u8."""
 
     members: Members
@@ -63,7 +63,7 @@ class Sites:
         self.outer = OuterOptimizer(config.sites, shards, config.model.total_layers, mesh)
         self._meetings: SiteMeetings | None = None
         self._group: tuple[Members, Group] | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: SiteExchange | None = None
         self.news: list[str] = []
         self._known: tuple[int, ...] = ()
 
@@ -139,7 +139,7 @@ class Sites:
                 gathered, work = _gather(group, own.payload, "pseudo-gradients")
         except RuntimeError:
             return self._fails(members)
-        self._exchange = Exchange(members, own, gathered, work, run.progress.step + overlap)
+        self._exchange = SiteExchange(members, own, gathered, work, run.progress.step + overlap)
         return (overlap > 0 and not returning) or self._complete(run, state)
 
     def _complete(self, run: Run, state: Tensor | None = None) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megascale.core.errors import Exit, LostPeerError
 from megascale.operate.channel.secret import SECRET_VARIABLE
-from megascale.train import sites as train_sites
+from megascale.train import outer_steps
 from megascale.train.resume import load_initial_state
 from megascale.train.step import train_step
 from tests.jobs import Job, job_config
@@ -95,7 +95,7 @@ def test_a_failed_exchange_changes_nothing_and_is_tried_again(
 ) -> None:
     configs = site_configs(tmp_path, address, sites__every=2)
     expected = run_sites(configs, lambda run: train(run, 4))
-    gather, failed = train_sites._gather, threading.Event()
+    gather, failed = outer_steps._gather, threading.Event()
 
     def fail_once(group: Any, part: Tensor, label: str) -> Any:
         result = gather(group, part, label)
@@ -104,7 +104,7 @@ def test_a_failed_exchange_changes_nothing_and_is_tried_again(
             raise LostPeerError("the other end closed the connection", peers=[0])
         return result
 
-    monkeypatch.setattr(train_sites, "_gather", fail_once)
+    monkeypatch.setattr(outer_steps, "_gather", fail_once)
     with meeting_point() as another:
         retried = [config.model_copy(update={"sites": config.sites.model_copy(update={"address": another})})
                    for config in configs]  # fmt: skip
@@ -116,7 +116,7 @@ def test_an_exchange_that_fails_in_the_background_is_tried_again(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the foreground, when it should have arrived: the next one has not begun."""
-    gather, waited = train_sites._gather, list[int]()
+    gather, waited = outer_steps._gather, list[int]()
 
     class Failing:
         def wait(self) -> None:
@@ -127,7 +127,7 @@ def test_an_exchange_that_fails_in_the_background_is_tried_again(
         out, work = gather(group, part, label)
         return (out, Failing()) if group.index == 1 and not waited else (out, work)
 
-    monkeypatch.setattr(train_sites, "_gather", fail_once)
+    monkeypatch.setattr(outer_steps, "_gather", fail_once)
     configs = site_configs(tmp_path, address, sites__every=4, sites__fragments=2, sites__overlap=1)
     first, second = run_sites(configs, lambda run: train(run, 10))
     assert waited == [1] and torch.equal(first, second)
