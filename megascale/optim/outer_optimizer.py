@@ -34,7 +34,7 @@ OUTER, OUTER_MOMENTUM, OUTER_RESIDUAL = "outer", "outer_momentum", "outer_residu
 
 @dataclass(frozen=True)
 class PseudoGradient:
-    """The pseudo-gradient of `fragments` on a rank: `total` [n], with the residual so far, and the `payload` [bytes], of
+    """The pseudo-gradient of `fragments` on a rank: `total` [n], with the residual so far, and the `payload` [bytes],
     u8, that it sends. `masters`: the weights then.
     """
 
