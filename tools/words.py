@@ -32,6 +32,7 @@ MOST_WORDS = {
     "docs/fault-tolerance.md": 1400,
     "docs/node-checks.md": 800,
     "docs/watch.md": 900,
+    "docs/sites.md": 500,
     "docs/slow-runs.md": 900,
     "docs/event-store.md": 600,
     "docs/metrics.md": 300,

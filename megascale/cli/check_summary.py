@@ -13,6 +13,7 @@ from megascale.layout.parameters import describe_parameters
 from megascale.layout.topology import topology_of
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.site_traffic import describe_sites
 from megascale.train.run_splits import mixture_spec
 
 
@@ -55,6 +56,8 @@ def summary(config: RunConfig) -> str:
     documents = f"{text}\n" if (text := describe_documents(config.data)) else ""
     rank = JobMemory(config).fullest()
     lines = [f"  {kind:<12}{format_bytes(size):>10}" for kind, size in {**vars(rank), "total": rank.total}.items()]
+    if text := describe_sites(config):
+        lines.append(text)
     if size := memory["host_activation_bytes"]:
         lines.append(f"block inputs of a rank in host memory {format_bytes(size)}")
     if size := memory["reader_bytes"]:

@@ -23,7 +23,7 @@ class Command:
 
 GROUPS = {
     "Configure": ("import-config", "check", "plan", "doctor"),
-    "Train": ("quickstart", "train", "launch"),
+    "Train": ("quickstart", "train", "launch", "sites"),
     "Look at a run": ("watch", "diagnose", "trace", "events", "dashboard"),
     "Data and weights": ("data", "ckpt", "sample"),
     "Measure": ("bench",),
@@ -87,6 +87,11 @@ COMMANDS = {
         "train with a driver, agents and spare nodes: a job that survives faults",
         "launch configs/quickstart.toml name=second --nodes 2 --spares 1",
         "docs/launch.md",
+    ),
+    "sites": Command(
+        "serve the meeting point of jobs that train one model across sites",
+        "sites 10.0.0.5:7100",
+        "docs/sites.md",
     ),
     "watch": Command(
         "show the live state of every rank of a run in the terminal, or attach to a job of torchrun or srun",

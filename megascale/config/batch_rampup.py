@@ -53,10 +53,10 @@ class BatchSizes:
         return consumed + left * self.total
 
 
-def batch_sizes(batch: BatchConfig) -> BatchSizes:
-    """The batches of a run, all equal without a ramp-up."""
+def batch_sizes(batch: BatchConfig, sites: int = 1) -> BatchSizes:
+    """The batches of a run at all of its sites together, all equal without a ramp-up."""
     start, increment, samples = batch.rampup or (batch.total, batch.total, 0)
-    return BatchSizes(batch.total, start, increment, samples)
+    return BatchSizes(sites * batch.total, sites * start, sites * increment, sites * samples)
 
 
 def samples_of_run(batch: BatchConfig, train: TrainConfig) -> int:

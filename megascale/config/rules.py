@@ -15,6 +15,7 @@ from megascale.config import (
     file_rules,
     model_rules,
     parallel_rules,
+    site_rules,
     time_rules,
     train_rules,
 )
@@ -75,6 +76,7 @@ RULES: tuple[Rule, ...] = (
     time_rules.nccl_ctas, exclusions.NO_PIPELINE,
     time_rules.timeouts, time_rules.fault_times, fault_rules.rebuilt_stages,
     time_rules.injected_faults, time_rules.layout_ranks,
+    site_rules.meeting, site_rules.outer_steps, site_rules.SEVERAL_SITES, site_rules.NOTHING_LEFT_OVER,
 )  # fmt: skip
 """In the order of their findings. A rule runs if its sections are tables, whatever else is wrong."""
 

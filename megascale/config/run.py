@@ -11,7 +11,7 @@ from pydantic import Field
 
 from megascale.catalog.decays import uses_decay_steps
 from megascale.config.backends import BackendsConfig, Fp8Config
-from megascale.config.batch_rampup import samples_of_run, schedule_steps
+from megascale.config.batch_rampup import BatchSizes, batch_sizes, samples_of_run, schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import divisors
@@ -20,6 +20,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.section import FilePath, Section, absolute_or_url
+from megascale.config.sites import SitesConfig
 from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # valid names of runs, which are folder names
@@ -53,6 +54,7 @@ class RunConfig(RunKeys):
     comm: CommConfig = CommConfig()
     nccl: NcclConfig = NcclConfig()
     fault: FaultConfig = FaultConfig()
+    sites: SitesConfig = SitesConfig()
 
     @property
     def folder(self) -> Path:
@@ -80,7 +82,13 @@ class RunConfig(RunKeys):
 
     @property
     def samples(self) -> int:
-        return samples_of_run(self.batch, self.train)
+        """The samples that all steps consume, at all sites."""
+        return self.sites.count * samples_of_run(self.batch, self.train)
+
+    @property
+    def step_samples(self) -> BatchSizes:
+        """The samples that each step consumes, at all sites."""
+        return batch_sizes(self.batch, self.sites.count)
 
     @property
     def num_microbatches(self) -> int:

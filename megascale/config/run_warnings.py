@@ -13,6 +13,7 @@ from megascale.config.moe import MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.rules import run_rules
 from megascale.config.run import RunConfig
+from megascale.config.site_rules import ONE_SITE
 from megascale.core.errors import DataError
 
 LONG_STEPS = 1000  # steps after which a run with default settings has a checkpoint
@@ -24,7 +25,7 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
     driver restarts the run after a fault.
     """
-    found = run_rules((*SWITCHED_OFF, ONE_EXPERT, waiting_keys, unbalanced_experts), dict(config))
+    found = run_rules((*SWITCHED_OFF, ONE_SITE, ONE_EXPERT, waiting_keys, unbalanced_experts), dict(config))
     for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *found):
         yield str(finding)
 

@@ -75,6 +75,14 @@ def address_for_others(name: str, address: str) -> str:
     return ALL_INTERFACES if is_loopback(address) and not (name == "localhost" or is_loopback(name)) else address
 
 
+def split_port(text: str) -> tuple[str, int]:
+    """Return host and port of host:port. Raises: ValueError"""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(text)
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def join_port(host: str, port: int) -> str:
     """Return host:port, with an address of IPv6 in brackets; "" is all interfaces."""
     return f"[{host}]:{port}" if ":" in host else f"{host or '[::]'}:{port}"

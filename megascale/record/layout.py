@@ -162,6 +162,7 @@ class Phase(StrEnum):
     GC = "gc"
     DONE = "done"
     PROFILE = "profile"
+    SITES = "sites"
 
 
 PHASES = tuple(Phase)  # phases by the number in the file

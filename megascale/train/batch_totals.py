@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megascale.config.batch_rampup import batch_sizes
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.part import Scores
 from megascale.parallel.microbatch import StepBatch
@@ -76,7 +75,7 @@ class LabelCounts(Hook):
         sums = totals.reduce("labels of the step")
         if self._losses is not None:
             self._losses.loss_tokens, self._losses.routed = sums["tokens"], sums["routed"]
-            self._losses.samples = batch_sizes(run.config.batch).at(run.progress.samples)
+            self._losses.samples = run.config.step_samples.at(run.progress.samples) // run.config.sites.count
         for own, name in zip(by_depth.values(), counts, strict=True):
             share = run.config.train.mtp_loss_weight / len(by_depth)
             constant = torch.where(sums[name] > 0, share * sums["tokens"] / sums[name], 0.0)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples
@@ -31,8 +31,10 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
 
     Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
     """
-    shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    sizes = batch_sizes(config.batch) if config.batch.rampup else None
+    valid_shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
+    sites = config.sites
+    shape = replace(valid_shape, global_batch=sites.count * config.batch.total, site=sites.index, sites=sites.count)
+    sizes = config.step_samples if config.batch.rampup else None
     orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.samples, sizes=sizes)}
     splits: tuple[SplitName, ...] = ("train", "valid") if config.train.eval_every else ("train",)
     specs = {split: mixture_spec(config, split) for split in splits}
@@ -43,14 +45,14 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
     if config.train.eval_every:
         valid_batches = _evaluation_batches(specs["valid"], config.train.eval_steps, config.batch.total, mesh)
     if valid_batches:
-        orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
+        orders["valid"] = StepOrder(valid_shape, valid_batches * config.batch.total, again=True)
     readers = token_ranks(config.model, config.parallel)
     sources = _open_sources(specs, mesh, orders, readers)
     sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh, device)
     train, *valid = (
         Loader(
             sources.get(split),
-            shape,
+            order.shape,
             mesh.coord.dp,
             dropout=config.model.dropout if split == "train" else 0.0,
             seed=config.train.seed,

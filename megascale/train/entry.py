@@ -147,6 +147,8 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
         injection.attach(run)
         injection.reach("load")
     resumed = load_initial_state(run, open_weights)
+    if run.sites is not None:
+        run.sites.join(run)
     reporter = _open_reporter(run, peak, resumed)
     try:
         if run.progress.step >= config.train.steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megascale.config.batch_rampup import batch_sizes
 from megascale.core.errors import Exit
 from megascale.record.layout import Phase
 from megascale.record.rank_state import UNORDERED_SIGNAL
@@ -18,7 +17,7 @@ def train(run: Run, reporter: Reporter) -> Exit:
     log = run.mesh.recorder.log
     run.hooks = standard_hooks(run, reporter)
     steps = run.config.train.steps - run.progress.step
-    run.train_loader.begin(run.progress.samples, batch_sizes(run.config.batch).after_steps(run.progress.samples, steps))
+    run.train_loader.begin(run.progress.samples, run.config.step_samples.after_steps(run.progress.samples, steps))
     if run.valid_loader is not None:
         run.valid_loader.begin(0)
     try:

@@ -63,7 +63,7 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     source = str(resumed.path) if resumed.path else "the copies in memory"
     run.origin = InitialState(source, run.progress.step, resumed.rebuilt)
     _check_finite(run, lambda name: f"{source}: {name}")
-    _copy_masters_and_gather(run)
+    copy_masters_and_gather(run)
     if run.optimizer.fresh_state and run.progress.step:  # of this rank's parameters; other stages have the same rules
         names = ", ".join(sorted(run.optimizer.fresh_state))
         lines.append(f"optimizer state that is not in the checkpoint, or is of another rule, begins at zero: {names}")
@@ -105,7 +105,7 @@ def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:
     changes = run.checkpoints.load_weights(str(weights.folder), model, weights.read_tensor)
     run.origin = InitialState(f"the weights of {weights.folder}")
     _check_finite(run, lambda name: weights.place_of(name.removeprefix(WEIGHTS)))
-    _copy_masters_and_gather(run)
+    copy_masters_and_gather(run)
     lines = [f"begins with the weights of {weights.folder}"]
     if left_out:
         lines.append(f"leaves out layers of multi-token prediction ({left_out}), which model.mtp_layers would train")
@@ -128,8 +128,8 @@ def _check_finite(run: Run, place: Callable[[str], str]) -> None:
     on_all_ranks(run.mesh.world, check, "the state that was loaded")
 
 
-def _copy_masters_and_gather(run: Run) -> None:
-    """Cast the loaded master weights to the compute dtype and all-gather the parameters."""
+def copy_masters_and_gather(run: Run) -> None:
+    """Cast master weights from outside of a step to the compute dtype, and all-gather the parameters."""
     run.optimizer.copy_masters_to_weights()
     for bucket in run.buffers.buckets:
         run.buffers.start_param_gather(bucket)

@@ -30,6 +30,10 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
 
         hooks.append(PolicyUpdates(run.policy, reporter))
     hooks += [StepRecords(reporter), SpikeAlert(run.config.fault, reporter), SkippedSteps(reporter)]
+    if run.sites is not None:
+        from megascale.train.outer_steps import SiteSteps
+
+        hooks.append(SiteSteps(run.sites, reporter))
     if run.average is not None:
         hooks.append(WeightAveraging())
     if run.valid_loader is not None:

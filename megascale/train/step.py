@@ -15,7 +15,6 @@ import time
 import torch
 from torch import Tensor
 
-from megascale.config.batch_rampup import batch_sizes
 from megascale.config.train import TrainConfig
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
@@ -64,7 +63,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     tokens = totals["tokens"]
     tokens = tokens if tokens % 1 else int(tokens)  # a sum of weights is no whole number
     run.progress.step = step
-    run.progress.samples += batch_sizes(run.config.batch).at(run.progress.samples)
+    run.progress.samples += run.config.step_samples.at(run.progress.samples)
     run.progress.tokens += tokens
     mean = totals["loss"] / tokens if tokens else math.nan
     result = StepResult(mean, totals["grad_norm"], tokens, lr, totals)
@@ -98,7 +97,7 @@ def _work_before_read(run: Run, until: Mark) -> None:
     if step < run.config.train.steps:
         with recorder.activity(Phase.DATA, until=until):
             samples = run.progress.samples
-            run.train_loader.prefetch(samples + batch_sizes(run.config.batch).at(samples))
+            run.train_loader.prefetch(samples + run.config.step_samples.at(samples))
     while recorder.has_backlog(until):
         run.pipeline.release_sent()
         time.sleep(POLL_INTERVAL_S)

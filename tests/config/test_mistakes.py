@@ -102,7 +102,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("mock = true", "mock = true\n[comm]\ntimeout_s = 0.9", "run.toml:17  comm.timeout_s: 0.9: should be greater than or equal to 1  -> a number from 1, to 1000000; the default is 600.0"),
     ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> a number from 1, to 1000000; the default is 1800.0"),
     ("mock = true", 'mock = true\n[paralel]\ntp = 2', "run.toml:16  paralel: there is no key 'paralel'  -> did you mean 'parallel'?"),
-    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known keys: name, output_dir, model, moe, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, comm, nccl, fault"),
+    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known keys: name, output_dir, model, moe, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, comm, nccl, fault, sites"),
     ('name = "good"', 'name = "a/b"', "run.toml:1  name: 'a/b' cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"', f'name = "{"n" * 200}"', f"run.toml:1  name: '{'n' * 76}... cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"\n', "", 'run.toml  name: missing  -> name = "my-run" at the top of the file'),

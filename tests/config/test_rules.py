@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config import exclusions
+from megascale.config import exclusions, site_rules
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
@@ -27,6 +27,8 @@ from tests.runs import GPT, MLA, config_of, settings, to_toml, write_config
 
 HYBRID = {"parallel__hybrid_dp": True, "data__max_tokens_per_rank": 16, "data__attention_mask": "document"}
 
+SITES = {"sites__count": 2, "sites__address": "10.0.0.5:7100"}
+
 LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != GPT.get(key)}
 
 MOE = {"model__experts": 8, "model__bias": False}
@@ -40,6 +42,32 @@ FP8_MODEL = {
 
 # rule, settings that break the rule, expected findings: key and part of the message
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("meeting", {"sites__count": 2}, {"sites.address": "the sites need a meeting point"}),
+    ("meeting", {"sites__count": 2, "sites__address": "there"}, {"sites.address": "'there' is no host:port"}),
+    ("meeting", SITES | {"sites__index": 2}, {"sites.index": "there is no site 2 of 2"}),
+    (
+        "outer_steps",
+        SITES | {"sites__every": 2, "sites__fragments": 3},
+        {"sites.fragments": "3 fragments need as many steps, and every = 2"},
+    ),
+    (
+        "outer_steps",
+        SITES | {"sites__every": 8, "sites__fragments": 4, "sites__overlap": 2},
+        {"sites.overlap": "2 steps reach the next exchange, 2 steps later"},
+    ),
+    (
+        "outer_steps",
+        SITES | {"sites__top_k": 0.1, "sites__momentum": 0.9},
+        {"sites.momentum": "whose error feedback is the momentum"},
+    ),
+    (
+        "SEVERAL_SITES",
+        SITES | {"optimizer__master_weights": "bf16_compensated", "train__precision": "bf16"},
+        {"optimizer.master_weights": "compensated weights have no outer steps (count = 2)"},
+    ),
+    ("SEVERAL_SITES", SITES | HYBRID, {"parallel.hybrid_dp": "do not divide over sites"}),
+    ("SEVERAL_SITES", SITES | {"fault__shrink": True}, {"fault.shrink": "sites have the same layout"}),
+    ("NOTHING_LEFT_OVER", SITES | {"sites__error_decay": 0.5}, {"sites.error_decay": "everything is sent"}),
     (
         "attention_heads",
         {"model__num_heads": 5, "model__num_kv_heads": 5},
@@ -1141,7 +1169,12 @@ def test_a_mistake_in_groups_or_options_says_what_is_meant(
     assert message in problem.message and hint in problem.hint
 
 
-NAMES = {id(rule): name for name, rule in vars(exclusions).items() if isinstance(rule, Exclusions)}
+NAMES = {
+    id(rule): name
+    for module in (exclusions, site_rules)
+    for name, rule in vars(module).items()
+    if isinstance(rule, Exclusions)
+}
 
 
 def name_of(rule: Rule) -> str:

@@ -152,6 +152,7 @@ SHARED = {
     "driver.py": "cli: the hidden command; operate/driver: the driver of a job",
     "launch.py": "cli: the command; config: the section",
     "plan.py": "cli: the command; plan/search: the plan that it prints",
+    "sites.py": "cli: the command that serves the meeting point; config: the section",
     "run.py": "config: the configuration; train: the objects of a run on a rank",
     "watch.py": "cli: the command; operate/driver: the progress of an attempt",
     "train.py": "cli: the command; config: the section",

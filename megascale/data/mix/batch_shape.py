@@ -20,19 +20,23 @@ from megascale.config.batch_rampup import BatchSizes
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The split of a step's `global_batch` rows over `dp` ranks, in micro-batches of `micro_batch` rows."""
+    """The split of a step's `global_batch` rows over `dp` ranks, in micro-batches of `micro_batch` rows. Of several
+    `sites` each has an equal run of the rows, the first one those of `site` 0.
+    """
 
     global_batch: int
     micro_batch: int
     dp: int
+    site: int = 0
+    sites: int = 1
 
     @property
     def num_microbatches(self) -> int:
-        return self.global_batch // (self.micro_batch * self.dp)
+        return self.global_batch // (self.micro_batch * self.dp * self.sites)
 
     def rows(self, index: int, rank: int) -> range:
         """The rows of micro-batch `index` on data-parallel rank `rank`."""
-        first = (index * self.dp + rank) * self.micro_batch
+        first = self.site * (self.global_batch // self.sites) + (index * self.dp + rank) * self.micro_batch
         return range(first, first + self.micro_batch)
 
     def rows_of(self, ranks: Sequence[int]) -> list[int]:

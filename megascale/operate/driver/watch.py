@@ -80,6 +80,8 @@ class ProgressWatch:
         settings = self._settings
         if status.phase == Phase.EVALUATION:
             return max(settings.hang_s, settings.evaluation_hang_s)
+        if status.phase == Phase.SITES:
+            return math.inf  # it waits for sites that train
         if status.phase in (Phase.CHECKPOINT, Phase.DONE):
             return max(settings.hang_s, settings.checkpoint_hang_s)
         if status.phase in (*_STARTING, Phase.PROFILE) or not status.phase:

@@ -42,6 +42,7 @@ SIGNS = {
         Sign("e", "evaluates", "#4292c6"),
         Sign("g", "gc", "#bcbddc"),
         Sign("p", "profiles", "#9e9ac8"),
+        Sign("o", "meets sites", "#6a51a3"),
         Sign(".", "trains", "#41ab5d"),
         Sign("=", "done", "#238b45"),
     )
@@ -58,7 +59,7 @@ STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOA
 _STATES = {"T": "T", "t": "T", "D": "D", "X": "X", "Z": "X"}
 _PHASES = dict.fromkeys(map(str, STARTING), "s") | {
     str(Phase.DATA): "d", str(Phase.EVALUATION): "e", str(Phase.CHECKPOINT): "c", str(Phase.GC): "g",
-    str(Phase.DONE): "=", str(Phase.STEP): ".", str(Phase.PROFILE): "p",
+    str(Phase.DONE): "=", str(Phase.STEP): ".", str(Phase.PROFILE): "p", str(Phase.SITES): "o",
 }  # fmt: skip
 _SHORT = (Phase.STEP, Phase.DATA, Phase.GC)  # phases that take no longer than a step
 

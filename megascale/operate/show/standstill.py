@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -69,6 +70,7 @@ def standstill_limit_s(phases: Iterable[str], view: RunView, step_s: float) -> f
     """
     settings = _settings(view)
     slow_s = {str(Phase.EVALUATION): settings.evaluation_hang_s, str(Phase.CHECKPOINT): settings.checkpoint_hang_s}
+    slow_s[str(Phase.SITES)] = math.inf  # it waits for sites that train
     slow_s |= dict.fromkeys(map(str, (*STARTING, Phase.PROFILE)), settings.start_hang_s)
     return max([step_s, *(slow_s.get(str(phase), 0.0) for phase in phases)])
 

@@ -70,7 +70,8 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
         "lawa": config.train.weight_average_count,
     }  # tensors, each of the size of master weights
     master = compute if config.optimizer.master_weights == "bf16_compensated" else accumulate
-    master_bytes = (master if facts["master_weights"] else 0) + accumulate * averages[config.train.weight_average]
+    copies = averages[config.train.weight_average] + config.sites.state_tensors
+    master_bytes = (master if facts["master_weights"] else 0) + accumulate * copies
     return StateBytes(
         parameters=compute * held["weight"] + cast_bytes * cast // (ranks if "weight" in sharded else 1),
         gradients=accumulate * held["gradient"],

@@ -14,6 +14,7 @@ from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.layout.parameters import active_parameter_count, describe_parameters, parameter_count
 from megascale.plan.account.attended import describe_documents
+from megascale.plan.account.site_traffic import describe_sites
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import MAX_DOUBLINGS, MEMORY_FRACTION, SearchResult
 from megascale.plan.search.space import DEPENDENT_KEYS, LAYOUT_KEYS, Space, value_of
@@ -58,8 +59,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
         f"{format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world_size:,.0f} a device, "
         f"MFU {e.mfu_full:.1%} full {e.mfu_causal:.1%} causal"
     )
-    if text := describe_documents(config.data):
-        yield text
+    yield from filter(None, (describe_documents(config.data), describe_sites(config)))
     stages, how = len(plan.memory_by_stage), "exact" if plan.exact else "by formulas"
     where = f" on stage {plan.fullest_stage}, the fullest of {stages}" if stages > 1 else ""
     sizes = {**vars(plan.memory), f"total, {'fits' if plan.fits else 'does not fit'}": plan.memory.total}

@@ -61,16 +61,18 @@ class KernelTimes:
         moved = operands * (1 if grain else self.bytes) + result * self.bytes
         return max(flops / rate, moved / self.bandwidth) * self.stack.attained.slowdown
 
-    def grouped_gemm(self, groups: int, m: float, n: int, k: int, grain: str | None = None) -> tuple[float, float]:
-        """Time the GEMMs [m, k] x [k, n] of `groups` experts, in FP8 with a `grain`, and those of a weight's gradient,
-        [n, m] x [m, k]. A processor runs one after the other; a grouped GEMM has whole tiles of rows.
+    def grouped_gemm(
+        self, groups: int, m: float, n: int, k: int, grain: str | None = None, wgrad_grain: str | None = None
+    ) -> tuple[float, float]:
+        """Time the GEMMs [m, k] x [k, n] of `groups` experts, and those of a weight's gradient, [n, m] x [m, k], in FP8
+        with a grain. A processor runs one after the other; a grouped GEMM has whole tiles of rows.
         """
         if self.measured:
             rows = math.ceil(m)
             return groups * self.gemm(rows, n, k, grain=grain), groups * self.gemm(n, k, rows)
         rows = math.ceil(m / GROUP_TILE) * GROUP_TILE
         own = self.gemm(rows, n, k, count=groups, grain=grain)
-        return own, self.gemm(n, k, rows, count=groups)
+        return own, self.gemm(n, k, rows, count=groups, grain=wgrad_grain)
 
     def attention(self, heads: int, keys: int, window: int | None, width: int) -> tuple[float, float]:
         """Time attention of `heads` of `width` on sequences of `keys`: forward and backward."""

@@ -1,0 +1,125 @@
+"""Compression of pseudo-gradients: the largest elements of each chunk, in few bits (SparseLoCo, Sarfi et al. 2025,
+arXiv:2508.15706).
+
+    chunk, 4096 elements  ->  top-k by magnitude  ->  place, 12 bits | sign and level, 2 bits | two levels, fp32
+
+A chunk never crosses the border of a parameter: ranks with the same parameter choose the same elements of it, whatever
+stands beside it. Quantizers, by bits of a value:
+
+    32  the value as it is
+    8   a multiple of 1/127 of the chunk's largest magnitude
+    2   sign, and one of two levels: the mean of the chunk's magnitudes above their mean, and of those below
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megascale.config.sites import CHUNK, INDEX_BITS
+
+Take = Callable[[int], Tensor]
+"""Function (bytes): the next bytes of a payload, u8."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The share `top_k` of a chunk's elements that is sent, at least one, and the `bits` of each."""
+
+    top_k: float = 1.0
+    bits: int = 32
+
+    def compress(self, values: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return the payload [bytes], u8, of `values` [n], which are parameters of `lengths` end to end."""
+        payload: list[Tensor] = []
+        for start, rows, width in _chunks(lengths):
+            chunks = values[start : start + rows * width].view(rows, width)
+            kept = max(1, math.ceil(self.top_k * width))
+            if kept < width:
+                places = chunks.abs().topk(kept, sorted=False).indices.sort().values
+                payload.append(pack_bits(places.view(-1), INDEX_BITS))
+                chunks = chunks.gather(1, places)
+            payload += self._quantize(chunks)
+        return torch.cat(payload) if payload else values.new_empty(0, dtype=torch.uint8)
+
+    def decompress(self, payload: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the values [n] that a payload stands for, zero where none was sent."""
+        values = torch.zeros(sum(lengths), dtype=dtype, device=payload.device)
+        rest = payload
+
+        def take(count: int) -> Tensor:
+            nonlocal rest
+            taken, rest = rest[:count], rest[count:]
+            return taken.clone()  # aligned, to be viewed as numbers
+
+        for start, rows, width in _chunks(lengths):
+            chunks = values[start : start + rows * width].view(rows, width)
+            kept = max(1, math.ceil(self.top_k * width))
+            if kept < width:
+                packed = take(-(-rows * kept * INDEX_BITS // 8))
+                places = unpack_bits(packed, INDEX_BITS, rows * kept).view(rows, kept)
+                chunks.scatter_(1, places, self._restore(take, rows, kept, dtype))
+            else:
+                chunks.copy_(self._restore(take, rows, kept, dtype))
+        return values
+
+    def _quantize(self, kept: Tensor) -> list[Tensor]:
+        """Return the bytes of the sent values [rows, k] of chunks."""
+        magnitude = kept.abs()
+        if self.bits == 32:
+            return [_bytes(kept)]
+        if self.bits == 8:
+            scale = (magnitude.amax(1, keepdim=True) / 127).float()
+            codes = (kept / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
+            return [_bytes(scale), _bytes(codes.to(torch.int8))]
+        above = magnitude > magnitude.mean(1, keepdim=True)
+        high = (magnitude * above).sum(1) / above.sum(1).clamp(min=1)
+        low = (magnitude * ~above).sum(1) / (~above).sum(1).clamp(min=1)
+        codes = (kept < 0).long() + 2 * above
+        return [_bytes(torch.stack([low, high], 1).float()), pack_bits(codes.view(-1), 2)]
+
+    def _restore(self, take: Take, rows: int, kept: int, dtype: torch.dtype) -> Tensor:
+        """Return the values [rows, k] that `_quantize` has made the next bytes of."""
+        if self.bits == 32:
+            return take(rows * kept * dtype.itemsize).view(dtype).view(rows, kept)
+        if self.bits == 8:
+            scale = take(4 * rows).view(torch.float32).view(rows, 1)
+            return take(rows * kept).view(torch.int8).view(rows, kept).to(dtype) * scale.to(dtype)
+        levels = take(8 * rows).view(torch.float32).view(rows, 2).to(dtype)
+        codes = unpack_bits(take(-(-rows * kept // 4)), 2, rows * kept).view(rows, kept)
+        return levels.gather(1, codes >> 1) * (1 - 2 * (codes & 1))
+
+
+def _chunks(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of equal chunks: first element, chunks, elements of each."""
+    start = 0
+    for length in lengths:
+        rows, rest = divmod(length, CHUNK)
+        if rows:
+            yield start, rows, CHUNK
+        if rest:
+            yield start + rows * CHUNK, 1, rest
+        start += length
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Pack whole numbers [n] of `bits` bits each into bytes, u8, lowest bits first."""
+    places = torch.arange(bits, device=codes.device)
+    flat = ((codes[:, None] >> places) & 1).view(-1)
+    flat = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
+    return (flat << torch.arange(8, device=codes.device)).sum(1).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Return the `count` numbers [count], i64, that `pack_bits` has packed."""
+    flat = ((packed[:, None].long() >> torch.arange(8, device=packed.device)) & 1).view(-1)
+    places = torch.arange(bits, device=packed.device)
+    return (flat[: count * bits].view(count, bits) << places).sum(1)
