@@ -16,7 +16,16 @@ from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, StartP
 from megascale.comm.timeout import Timeout
 from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
 from megascale.layout.stages import Placement, looped
-from megascale.layout.topology import AXES, DATA_AXES, EXPERT_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
+from megascale.layout.topology import (
+    AXES,
+    DATA_AXES,
+    EXPERT_AXES,
+    INNER_AXES,
+    MAX_FLAT_REDUCE_RANKS,
+    REPLICATE,
+    Coord,
+    Topology,
+)
 from megascale.record.layout import RECEIVE, SEND
 from megascale.record.recorder import Recorder
 
@@ -91,21 +100,23 @@ class Mesh:
 
     def group(self, *axes: str) -> Group:
         """Return this rank's group along `axes` of the topology; of this rank alone without axes. Along edp it is
-        the group of other axes with the same ranks, where there is one.
+        the group of other axes with the same ranks, where there is one; shards do not share that along ep.
 
         The first call for some axes opens the group. It is a collective of all ranks of the job, which open groups in
         the same order: torch names a group after its ranks and the number of groups that a process has.
         """
-        key = tuple(axis for axis in (*AXES, *EXPERT_AXES) if axis in axes)
+        key = tuple(axis for axis in (*AXES, *EXPERT_AXES, *INNER_AXES.values(), REPLICATE) if axis in axes)
         if key not in self.by_axes:
             ranks = tuple(self.topology.group(self.rank, *key))
-            same = [group for group in self.by_axes.values() if group.ranks == ranks and group.transport is not None]
+            others = [group for axes, group in self.by_axes.items() if axes != ("ep",) or set(key) <= set(AXES)]
+            same = [group for group in others if group.ranks == ranks and group.transport is not None]
             self.by_axes[key] = same[0] if same else self._open_along(key, ranks)
         return self.by_axes[key]
 
     def _open_along(self, key: tuple[str, ...], ranks: tuple[int, ...]) -> Group:
         name = f"{key[-1]}.{'+'.join(key)}" if key else "alone"  # "dp" alone is the name of `dp`
-        group = self.open(GroupSpec(name if set(key) <= set(AXES) else key[0], ranks, SLOT))
+        name = name if set(key) <= set(AXES) else key[-1].replace("_", ".")
+        group = self.open(GroupSpec(name, ranks, SLOT))
         if group.size > 1:
             self.recorder.log.expect(group.name)
         return group

@@ -21,22 +21,21 @@ SIZES = (4, 64 << 20)  # bytes: NCCL takes different algorithms for a few elemen
 
 
 def warm_up(
-    mesh: Mesh, device: Device, links: Iterable[Link], sizes: Sequence[int] | None = None, *, matrices: bool = False,
-    further: Sequence[Group] = (),
+    mesh: Mesh, device: Device, links: Iterable[Link], sizes: Sequence[int] | None = None, *,
+    owners: Sequence[Group] = (), further: Sequence[Group] = (),
 ) -> None:  # fmt: skip
     """Run every operation of every group once. A collective of all ranks, which warm up their groups in the same order
     of kinds and finish a kind before the next, so that they cannot deadlock.
 
     `links`: the pipeline ranks that exchange messages. `sizes`: bytes of the collectives; by default none on CPUs,
-    because gloo connects a group when it opens. `matrices`: dp ranks exchange matrices (`optim.matrix_exchange`).
-    `further`: groups of experts, the first of which does as dp ranks.
+    because gloo connects a group when it opens. `owners`: groups whose ranks exchange matrices
+    (`optim.matrix_exchange`). `further`: more groups, such as those of experts.
     """
     if sizes is None:
         sizes = () if device.is_cpu else SIZES
     for group in (mesh.tp, mesh.cp_keys, mesh.dp, *further, mesh.tied):
         _collectives(group, sizes, device)
     _collectives(mesh.reduction_groups[-1], sizes[:1], device)  # the only group not covered above; it reduces scalars
-    owners = [mesh.dp, *further[:1]] if matrices else []
     for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, *owners, mesh.group("ep")):
         if sizes and group.p2p_transport is not None:
             part = torch.zeros(1, device=device.torch_device)  # every pair: pieces, heads, keys, values, tokens

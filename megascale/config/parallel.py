@@ -70,6 +70,16 @@ class ParallelConfig(Section):
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "
         "2 optimizer state and gradients, 3 also weights",
     )
+    dp_shard: Ranks | None = Field(
+        None,
+        description="hybrid sharding: neighbouring dp ranks that shard what zero says, a divisor of dp; the groups of "
+        "them have copies, and sum gradients at the end of a step; default all of dp",
+    )
+    state_shard: Literal["inner", "all"] = Field(
+        "inner",
+        description="with zero = 3 and dp_shard, who shards optimizer state: inner: the ranks that shard weights; all: "
+        "the copies as well, which gather updated weights from each other",
+    )
     reshard: Annotated[Literal["keep", "microbatch", "forward"] | None, AUTO_AS_NONE] = Field(
         None,
         description="with zero = 3, when gathered weights are released: keep: after a step's last backward; "

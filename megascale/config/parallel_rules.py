@@ -151,6 +151,27 @@ def sharded_weights(
     yield Finding("parallel.reshard", message, hint)
 
 
+def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that groups of dp_shard neighbours fill dp, have something to shard, and hold each expert equally often."""
+    key, inner, dp, zero = "parallel.dp_shard", parallel.dp_shard, parallel.dp, parallel.zero
+    if parallel.state_shard == "all" and (inner is None or zero < 3):
+        message = f"has no effect with parallel.dp_shard = {inner} and parallel.zero = {zero}"
+        yield Finding("parallel.state_shard", message, "dp_shard and zero = 3, or remove the key")
+    if inner is None:
+        return
+    ranks = parallel.tp * parallel.cp * inner
+    if zero == 0:
+        yield Finding(key, "ranks shard nothing (parallel.zero = 0)", "parallel.zero = 1, 2 or 3, or remove the key")
+    elif inner * parallel.cp == 1:
+        yield Finding(key, "a rank alone has no one to shard with", "2 or more, or parallel.zero = 0")
+    elif isinstance(dp, int) and dp % inner:
+        yield Finding(key, f"{inner} does not divide dp = {dp}", f"one of {join_values(divisors(dp))}")
+    elif ranks % parallel.ep:
+        message = f"the {ranks} ranks that shard (tp x cp x dp_shard) do not hold all experts (ep = {parallel.ep})"
+        least = parallel.ep // math.gcd(parallel.ep, parallel.tp * parallel.cp)
+        yield Finding(key, message, f"a multiple of {least}")
+
+
 def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that the keys of context parallelism have an effect, and that usp says how many ranks exchange heads."""
     cp, mode, ranks, key = parallel.cp, parallel.cp_mode, parallel.cp_a2a_size, "parallel.cp_a2a_size"

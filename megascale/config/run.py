@@ -116,13 +116,15 @@ class RunConfig(RunKeys):
 
     @property
     def _least_dp(self) -> int:
-        """The fewest replicas with ranks for all experts, whole groups of samples, room for the longest document."""
-        p, batch, moe = self.parallel, self.batch, self.moe
+        """The fewest replicas with ranks for all experts and shards, whole groups of samples, room for the longest
+        document.
+        """
+        p, batch, moe, inner = self.parallel, self.batch, self.moe, self.parallel.dp_shard or 1
         if p.hybrid_dp and self.data.max_tokens_per_rank:
             least = -(-self.model.seq_length // (self.data.max_tokens_per_rank * p.cp))
-            return next((dp for dp in divisors(batch.total) if dp >= least), least)
+            return next((dp for dp in divisors(batch.total) if dp >= least and dp % inner == 0), least)
         group = moe.balance_group if moe.balance == "group" else 1
-        return math.lcm(p.ep // math.gcd(p.ep, p.tp * p.cp), group // math.gcd(group, batch.micro))
+        return math.lcm(p.ep // math.gcd(p.ep, p.tp * p.cp), group // math.gcd(group, batch.micro), inner)
 
     def resolve(self, world_size: int | None) -> RunConfig:
         """Return a copy with values for all defaults that depend on other keys or on the number of processes.

@@ -9,6 +9,7 @@ from megascale.config.finding import Finding, divisors
 from megascale.config.parallel_rules import (
     balance_group,
     expert_parallel,
+    hybrid_sharding,
     hybrid_tokens,
     skipped_stages,
 )
@@ -48,7 +49,9 @@ def world_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
 
 def layout_findings(config: RunConfig) -> Iterator[Finding]:
     """Check again what depends on dp, for a resolved configuration."""
-    again: tuple[Rule, ...] = (NOT_HYBRID, hybrid_tokens, HYBRID, expert_parallel, balance_group)
+    again: tuple[Rule, ...] = (
+        NOT_HYBRID, hybrid_tokens, HYBRID, expert_parallel, hybrid_sharding, balance_group,
+    )  # fmt: skip
     if not config.batch.total % config.batch.micro:  # else the rule `batch_size` has reported
         again += (batch_size, batch_rampup, skipped_stages)
     yield from run_rules(again, dict(config))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megascale.layout.tensors import ParamSpec, TensorSpec
-from megascale.layout.topology import Topology
+from megascale.layout.topology import REPLICATE, Topology, inner_axes
 
 ALIGNMENT = 64  # elements to which the starts of parameters and shards are aligned: 128 bytes or more in every dtype
 
@@ -30,6 +30,9 @@ SHARDED: dict[int, tuple[str, ...]] = {
 }
 """Tensors that the ranks which reduce a bucket's gradient shard, by stage of ZeRO (Rajbhandari et al. 2020): weights;
 the gradient, in a step also between micro-batches; master weights and optimizer state. Each rank has all of the rest.
+
+With hybrid sharding (HSDP; Zhao et al. 2023) the inner ones of these ranks shard, and outer ones with the same shards
+sum their gradients at the end of a step. State may be sharded over all (HFSDP, `Topology.state_over_all`).
 """
 
 
@@ -118,7 +121,8 @@ class BucketLayout:
 
     `reduce_axes`: the axes of parallelism whose ranks' gradients are summed; `shard_axes`: those whose ranks shard the
     bucket; `num_shards`: ranks along `reduce_axes`. `replicated`: the range of the parameters that tp replicates;
-    `tp_partial`: those whose gradient is always partial.
+    `tp_partial`: those whose gradient is always partial. `copies`: groups of inner ranks that shard the bucket;
+    `state_copies`: and of ranks that shard its state, 1 if all do.
     """
 
     slots: tuple[Slot, ...]
@@ -128,6 +132,8 @@ class BucketLayout:
     num_shards: int
     replicated: tuple[int, int]
     tp_partial: tuple[int, int]
+    copies: int = 1
+    state_copies: int = 1
 
     def summed_over_tp(self, sequence: bool) -> tuple[int, int]:
         """The range of parameters whose replicas hold partial gradients; with `sequence` parallelism all replicas hold
@@ -151,9 +157,38 @@ class BucketLayout:
         return [(slot.stop, end) for slot, end in self._slot_ends if slot.stop < end]
 
     @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks scatter sums of gradients among them, and gather weights; () if none do."""
+        return self.shard_axes.gradient or self.shard_axes.state
+
+    @property
+    def outer_axes(self) -> tuple[str, ...]:
+        """The axes that reduce the bucket besides; () if the inner ones are all."""
+        return (REPLICATE,) if self.copies > 1 else ()
+
+    @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes that reduce the bucket and do not shard its state: their ranks update the same elements."""
-        return tuple(axis for axis in self.reduce_axes if axis not in self.shard_axes.state)
+        if not self.shard_axes.state:
+            return self.reduce_axes
+        return self.outer_axes if self.state_copies > 1 else ()
+
+    @property
+    def state_shards(self) -> int:
+        """The ranks that shard the bucket's state; without ZeRO those that would."""
+        return self.num_shards // self.state_copies
+
+    def state_shard(self, index: int) -> int:
+        """The number of the state's shard of the rank with this index along `shard_axes.state`: inner ranks' weights
+        ascend, and outer ranks have parts of them.
+        """
+        outer, inner = divmod(index, self.num_shards // self.copies)
+        return inner * (self.copies // self.state_copies) + outer
+
+    def state_range(self, index: int) -> tuple[int, int]:
+        """The range of the state of the rank with this index along `shard_axes.state`."""
+        sharded = bool(self.shard_axes.state)
+        return self.shard_range(self.state_shard(index), self.state_shards) if sharded else (0, self.numel)
 
     def shard_range(self, index: int, count: int | None = None) -> tuple[int, int]:
         """The range of shard `index` of `count`, by default of `num_shards`."""
@@ -204,7 +239,7 @@ def split_by_reduce_axes(parameters: Iterable[ParamSpec]) -> list[list[ParamSpec
 def pack(parameters: Sequence[ParamSpec], topology: Topology, zero: int = 0) -> BucketLayout:
     """Lay out parameters with common reduction axes: sharded over tp before replicated, matrices before vectors.
 
-    `zero`: the stage of ZeRO, a row of `SHARDED`; the order and the size do not depend on it.
+    `zero`: the stage of ZeRO, a row of `SHARDED`; the order and the size depend neither on it nor on who shards.
     """
     axes = parameters[0].reduce_axes
     assert all(p.reduce_axes == axes for p in parameters), "the gradients of a bucket have a common reduction group"
@@ -223,8 +258,15 @@ def pack(parameters: Sequence[ParamSpec], topology: Topology, zero: int = 0) -> 
         if parameter.tp_partial or not parameter.is_replicated:
             partial_stop = at
     numel, replicated = _align(at, ALIGNMENT * shards), (replicated_start, at)
-    shard_axes = ShardAxes(**dict.fromkeys(SHARDED[zero], axes))
-    return BucketLayout(tuple(slots), numel, axes, shard_axes, shards, replicated, (replicated_start, partial_stop))
+    copies = shards // topology.size(*inner_axes(axes))
+    shard_axes = ShardAxes(**dict.fromkeys(SHARDED[zero], inner_axes(axes) if copies > 1 else axes))
+    state_copies = 1 if topology.state_over_all and shard_axes.weight else copies
+    if state_copies < copies:
+        shard_axes = shard_axes._replace(state=axes)
+    return BucketLayout(
+        tuple(slots), numel, axes, shard_axes, shards, replicated, (replicated_start, partial_stop), copies,
+        state_copies,
+    )  # fmt: skip
 
 
 def _optimizer_flags(parameter: ParamSpec) -> tuple[bool, bool]:

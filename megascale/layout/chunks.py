@@ -19,7 +19,7 @@ from megascale.layout.buckets import BucketLayout, pack, split_by_reduce_axes
 from megascale.layout.parameters import exit_params, layer_params, pipeline_vocabulary, stage_params
 from megascale.layout.stages import Place, Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, exit_name
-from megascale.layout.topology import DATA_AXES, Topology, topology_of
+from megascale.layout.topology import DATA_AXES, Topology, inner_axes, topology_of
 
 AUTO_BUCKETS = 16  # target number of buckets of a model chunk with `bucket_bytes = "auto"`
 
@@ -130,7 +130,7 @@ def _bounds(parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig
         return 0, 0
     if overlap.bucket_bytes != "auto":
         return 0, overlap.bucket_bytes // element_bytes
-    shards = topology_of(parallel).size(*DATA_AXES)
+    shards = topology_of(parallel).size(*inner_axes(DATA_AXES))
     if shards == 1:
         return 0, MAX_BUCKET_BYTES // element_bytes
     min_numel = shards * MIN_SHARD_BYTES // element_bytes
@@ -158,8 +158,8 @@ class BucketSize(NamedTuple):
     reduce_axes: tuple[str, ...] = DATA_AXES
 
     def shard(self, topology: Topology) -> int:
-        """Count the elements of a shard over all ranks whose gradients are summed."""
-        return self.numel // topology.size(*self.reduce_axes)
+        """Count the elements of a shard over the inner ranks of those whose gradients are summed."""
+        return self.numel // topology.size(*inner_axes(self.reduce_axes))
 
 
 def bucket_sizes(
@@ -191,10 +191,12 @@ def bucket_sizes(
     return [[size for modules in chunk for size in sizes(modules)] for chunk in found]
 
 
-def stage_elements(chunks: Iterable[Iterable[BucketSize]], topology: Topology) -> tuple[int, int]:
-    """Count the elements of chunks' buckets, and of their shards."""
+def stage_elements(chunks: Iterable[Iterable[BucketSize]], topology: Topology) -> tuple[int, int, int]:
+    """Count the elements of chunks' buckets, of their shards, and of the shards of their state."""
     buckets = list(itertools.chain(*chunks))
-    return sum(bucket.numel for bucket in buckets), sum(bucket.shard(topology) for bucket in buckets)
+    shard = sum(bucket.shard(topology) for bucket in buckets)
+    state = shard // topology.dp_replicate if topology.state_over_all else shard
+    return sum(bucket.numel for bucket in buckets), shard, state
 
 
 class _Module(NamedTuple):

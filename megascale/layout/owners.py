@@ -127,5 +127,5 @@ def _owner_ranks(topology: Topology, shard_axes: tuple[str, ...], by_tp: bool) -
 
 def _stored_by_shard(layout: BucketLayout, item: SlotRange) -> list[int]:
     """Count the elements of a range in each shard of the bucket, in the only one if it is not sharded."""
-    shards = range(layout.num_shards) if layout.shard_axes.state else ()
-    return [max(0, item.clipped(*layout.shard_range(shard)).numel) for shard in shards] or [item.numel]
+    shards = range(layout.state_shards if layout.shard_axes.state else 1)
+    return [max(0, item.clipped(*layout.state_range(shard)).numel) for shard in shards]

@@ -27,6 +27,12 @@ EXPERT_AXES = ("ep", "edp")
 DATA_AXES = ("cp", "dp")
 """Axes whose ranks hold the same weights and train on different tokens: gradients are reduced over these axes."""
 
+INNER_AXES = {"dp": "dp_shard", "edp": "edp_shard"}
+"""By axis, that of the neighbours along it that shard among each other."""
+
+REPLICATE = "dp_replicate"
+"""The axis of the ranks that hold the same shards: of dp and of edp, since a stage's inner ranks are consecutive."""
+
 MAX_FLAT_REDUCE_RANKS = 8
 """Maximum ranks of a job with a single all-reduce over the world. Larger jobs reduce axis by axis, and have no
 communicator larger than an axis.
@@ -47,6 +53,9 @@ class Topology:
     """The sizes of the axes. All methods are arithmetic on these sizes, for worlds of any size. `cp_heads`: that many
     neighbours along cp exchange heads of attention; cp / cp_heads ranks exchange keys and values, or with `pooled` all
     cp x dp ranks. `ep` divides the ranks of a stage.
+
+    `dp_replicate`: groups of dp / dp_replicate neighbours that shard among each other (hybrid sharding); `ep` divides a
+    stage's ranks of such a group. `state_over_all`: groups with copies of sharded weights shard their state.
     """
 
     tp: int = 1
@@ -56,10 +65,20 @@ class Topology:
     cp_heads: int = 1
     pooled: bool = False
     ep: int = 1
+    dp_replicate: int = 1
+    state_over_all: bool = False
 
     @property
     def edp(self) -> int:
         return self.size(*STAGE_AXES) // self.ep
+
+    @property
+    def dp_shard(self) -> int:
+        return self.dp // self.dp_replicate
+
+    @property
+    def edp_shard(self) -> int:
+        return self.edp // self.dp_replicate
 
     @property
     def world_size(self) -> int:
@@ -74,17 +93,23 @@ class Topology:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def index_in_group(self, coord: Coord, *axes: str) -> int:
-        """Index of `coord` in its group along `axes`: of AXES, or one of EXPERT_AXES. Ranks of a group ascend; the
-        order of `axes` does not matter.
+        """Index of `coord` in its group along `axes`: of AXES, with a part of dp in its place, or one of experts. Ranks
+        of a group ascend; the order of `axes` does not matter.
         """
-        if axes and axes[0] in EXPERT_AXES:
+        if axes and axes[0] in ("ep", "edp", "edp_shard"):
             edp, ep = divmod(self.index_in_group(coord, *STAGE_AXES), self.ep)
-            return ep if axes == ("ep",) else edp
+            return edp % self.edp_shard if axes == ("edp_shard",) else ep if axes == ("ep",) else edp
         index = 0
-        for axis in reversed(AXES):
+        for axis in ("pp", REPLICATE, "dp", "dp_shard", "cp", "tp"):
             if axis in axes:
-                index = index * getattr(self, axis) + getattr(coord, axis)
+                index = index * getattr(self, axis) + self._place(coord, axis)
         return index
+
+    def _place(self, coord: Coord, axis: str) -> int:
+        if axis == "dp_shard":
+            return coord.dp % self.dp_shard
+        place: int = getattr(coord, axis) if axis != REPLICATE else coord.dp // self.dp_shard
+        return place
 
     def coord(self, rank: int) -> Coord:
         """The coordinates of `rank`.
@@ -100,18 +125,27 @@ class Topology:
         return Coord(*indices)
 
     def rank(self, coord: Coord) -> int:
-        return self.index_in_group(coord, *AXES)
+        return coord.tp + self.tp * (coord.cp + self.cp * (coord.dp + self.dp * coord.pp))
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The group of `rank` along `axes`, of AXES or one of EXPERT_AXES: all ranks with its coordinates on the other
-        axes, in ascending order.
+        """The group of `rank` along `axes`, those of `index_in_group`: all ranks with its coordinates on other axes,
+        in ascending order.
         """
         coord = self.coord(rank)
-        if axes and axes[0] in EXPERT_AXES:
+        if axes and axes[0] in ("ep", "edp", "edp_shard"):
             stage, (edp, ep) = self.group(rank, *STAGE_AXES), divmod(self.index_in_group(coord, *STAGE_AXES), self.ep)
-            return stage[edp * self.ep : (edp + 1) * self.ep] if axes == ("ep",) else stage[ep :: self.ep]
-        ranges = [range(getattr(self, axis)) for axis in axes]
-        members = (coord._replace(**dict(zip(axes, indices, strict=True))) for indices in itertools.product(*ranges))
+            if axes == ("ep",):
+                return stage[edp * self.ep : (edp + 1) * self.ep]
+            along_edp, first = stage[ep :: self.ep], edp - edp % self.edp_shard
+            return along_edp if axes == ("edp",) else along_edp[first : first + self.edp_shard]
+        first = coord.dp - coord.dp % self.dp_shard
+        parts = {
+            "dp_shard": range(first, first + self.dp_shard),
+            REPLICATE: range(coord.dp - first, self.dp, self.dp_shard),
+        }
+        ranges = [parts.get(axis, range(self.size(axis))) for axis in axes]
+        places = ["dp" if axis in parts else axis for axis in axes]
+        members = (coord._replace(**dict(zip(places, indices, strict=True))) for indices in itertools.product(*ranges))
         return sorted(self.rank(member) for member in members)
 
     def cp_groups(self, rank: int) -> tuple[list[int], list[int]]:
@@ -128,6 +162,14 @@ class Topology:
         return [self.group(rank, *axes) for rank in first]
 
 
+def inner_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of the neighbours that shard among each other, of ranks along `axes` that reduce gradients."""
+    return tuple(INNER_AXES.get(axis, axis) for axis in axes)
+
+
 def topology_of(p: ParallelConfig) -> Topology:
     """The topology of a resolved configuration."""
-    return Topology(tp=p.tp, cp=p.cp, dp=p.replicas, pp=p.pp, cp_heads=p.cp_heads, pooled=p.hybrid_dp, ep=p.ep)
+    return Topology(
+        tp=p.tp, cp=p.cp, dp=p.replicas, pp=p.pp, cp_heads=p.cp_heads, pooled=p.hybrid_dp, ep=p.ep,
+        dp_replicate=p.replicas // (p.dp_shard or p.replicas), state_over_all=p.state_shard == "all",
+    )  # fmt: skip

@@ -67,7 +67,7 @@ class MatrixExchange:
 
     def _pieces(self, source: int, owner: int) -> Pieces:
         """List the pieces that dp rank `source` stores of matrices on dp rank `owner`."""
-        shard = self._layout.shard_range(source, self._dp.size)
+        shard = self._layout.state_range(source)
         on_owner = (number for number, place in enumerate(self._places) if place.dp_owner in (None, owner))
         found = ((number, self.stored(number).clipped(*shard)) for number in on_owner)
         return [(number, piece) for number, piece in found if piece.numel > 0]

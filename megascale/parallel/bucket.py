@@ -89,7 +89,7 @@ class Bucket:
         self.bind_weights(whole)
         yield
         self.bind_weights(None)
-        self.weights.copy_(whole[slice(*self.shard)])
+        self.weights.copy_(whole[slice(*self.storage.held)])
 
     def begin_step(self) -> None:
         """Begin a step: its first contributions overwrite the gradients of the last step."""

@@ -10,6 +10,9 @@
 With zero = 3 a rank keeps its shard of the weights as well, which are gathered where they are used, and gradients are
 full for the modules of two buckets (`parallel.sharded_weights`).
 
+With hybrid sharding these are collectives of inner ranks. At the end of a step the outer ones all-reduce the shard of
+the gradient; or, if they shard the state, reduce-scatter it, and all-gather the updated weights of a shard.
+
 Who reduces and who shards are declared by the bucket's layout (`layout.buckets.ShardAxes`). Users acquire what they
 need whole, and release it: a storage decides what that takes. Between `start_gather` and `acquire_weights` weights of
 other ranks' shards are outdated; a full gradient exists from `acquire_gradient` to the end of the reduction that
@@ -36,28 +39,34 @@ class Storage(ABC):
     """The weights and gradients of a bucket on this rank. `label`: of its collectives in the event log.
 
     - `weights` [size, or what this rank keeps], in the compute dtype; `held`: the range of the bucket that they are
-    - `group`: the ranks whose gradients are summed; `shards`: those that shard the bucket, this rank alone if none do;
-      `replicas`: those of `group` that update the same elements
+    - `group`: the ranks whose gradients are summed; `inner`, `outer`: those among whom it is done, first and last, this
+      rank alone if there are none
+    - `shards`: those that shard the bucket's state; `replicas`: those of `group` that update the same elements
     - `shard`: the range that this rank updates
-    - `grad` [size of the shard], in the accumulation dtype: the reduced gradient
+    - `grad` [size of the shard], in the accumulation dtype: the reduced gradient; `inner_grad`: the inner ranks' sum of
+      their part of the bucket, `part`, of which `grad` is a view
     - `full_grad` [size]: the gradient of this rank's micro-batches; None while there is none
     """
 
     full_grad: Tensor | None
-    grad: Tensor
+    inner_grad: Tensor
 
     def __init__(self, layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str) -> None:
         self.layout, self.label = layout, label
         self.group = mesh.group(*layout.reduce_axes)
+        self.inner, self.outer = mesh.group(*layout.inner_axes), mesh.group(*layout.outer_axes)
         self.shards = mesh.group(*layout.shard_axes.state)
         self.replicas = mesh.group(*layout.replica_axes)
-        self.shard = layout.shard_range(self.shards.index, self.shards.size)
-        start, stop = self.held = self.shard if layout.shard_axes.weight else (0, layout.numel)
+        self.part = layout.shard_range(self.inner.index, self.inner.size)
+        self.shard = layout.state_range(self.shards.index)
+        start, stop = self.held = self.part if layout.shard_axes.weight else (0, layout.numel)
         self.weights = torch.zeros(stop - start, dtype=dtypes[0], device=device)
         self._gathering: Work = COMPLETED
         self._reducing: Work = COMPLETED
+        self._summed = False  # over the outer ranks
         self._finite = torch.ones((), dtype=torch.bool, device=device)  # the gradients before their reductions
         self._allocate_grad(dtypes[1])
+        self.grad = self.inner_grad[self.shard[0] - self.part[0] : self.shard[1] - self.part[0]]
 
     @property
     def shard_weights(self) -> Tensor:
@@ -77,6 +86,7 @@ class Storage(ABC):
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
+        self._summed = False
         if self.group.size > 1:
             self._finite.fill_(True)
 
@@ -102,19 +112,30 @@ class Storage(ABC):
         self._reducing.wait()
         self._reducing = COMPLETED
 
+    def start_outer_reduction(self) -> None:
+        """Start to sum over the outer ranks, once a step, after the end of its last reduction."""
+        if self.outer.size == 1 or self._summed:
+            return
+        self._summed = True
+        self.finish_reduction()
+        if self.shard == self.part:
+            self._reducing = all_reduce(self.outer, self.grad, label=self.label, wait=False)
+        else:
+            self._reducing = reduce_scatter(self.outer, self.grad, self.inner_grad, label=self.label, wait=False)
+
     def local_grad_finite(self) -> bool:
         """False if this rank's gradient before the reduction has a non-finite element, or a sum that overflows.
 
         The host waits for the device. True proves nothing where the local gradient was not read: matrices with
         `checks_vectors_only`; with zero = 1 this rank's shard, in which the sum over ranks has replaced the local
         gradient. A non-finite sum in the shard, while no other rank reports a non-finite gradient, is therefore caused
-        by this rank.
+        by this rank, or by one with the same shard.
         """
         return bool(self._finite)
 
     def _allocate_grad(self, dtype: torch.dtype) -> None:
         self.full_grad = torch.zeros(self.layout.numel, dtype=dtype, device=self.weights.device)
-        self.grad = self.full_grad[slice(*self.shard)]
+        self.inner_grad = self.full_grad[slice(*self.part)]
 
     def _full(self) -> Tensor:
         assert self.full_grad is not None, "a backward comes before a reduction"
@@ -145,12 +166,12 @@ class Sharded(Storage):
     """A rank updates its shard of the weights, for which it has the reduced gradient, in place of its own."""
 
     def start_gather(self) -> None:
-        self._gathering = all_gather(self.shards, self.weights, self.shard_weights, label=self.label, wait=False)
+        self._gathering = all_gather(self.inner, self.weights, self.shard_weights, label=self.label, wait=False)
 
     def release_gradient(self) -> None:
         full = self._full()
         self.finish_reduction()
-        self._reducing = reduce_scatter(self.shards, self.grad, full, label=self.label, wait=False)
+        self._reducing = reduce_scatter(self.inner, self.inner_grad, full, label=self.label, wait=False)
 
     def local_grad_finite(self) -> bool:
         low, high = self.shard
@@ -167,9 +188,9 @@ class ShardedEach(Sharded):
     """
 
     arriving: Tensor | None = None
-    """The result of the reduction in flight [size of the shard]."""
+    """The result of the reduction in flight [size of the part]."""
 
-    _has_reduced = False  # `grad` holds a reduction of this step
+    _has_reduced = False  # `inner_grad` holds a reduction of this step
 
     @property
     def checks_vectors_only(self) -> bool:
@@ -183,7 +204,7 @@ class ShardedEach(Sharded):
         if self.full_grad is not None:
             return False
         with self.group.recorder.memory_kind("gradients"):
-            self.full_grad = torch.empty(self.layout.numel, dtype=self.grad.dtype, device=self.grad.device)
+            self.full_grad = self.inner_grad.new_empty(self.layout.numel)
         for low, high in self.layout.padding:
             self.full_grad[low:high].zero_()
         return True
@@ -194,16 +215,16 @@ class ShardedEach(Sharded):
         self.finish_reduction()
         self.full_grad = None  # the caller drops its views: then only the work in flight holds it, and frees it
         with self.group.recorder.memory_kind("gradients"):
-            self.arriving = torch.empty_like(self.grad)
-        self._reducing = reduce_scatter(self.shards, self.arriving, full, label=self.label, wait=False)
+            self.arriving = torch.empty_like(self.inner_grad)
+        self._reducing = reduce_scatter(self.inner, self.arriving, full, label=self.label, wait=False)
 
     def finish_reduction(self) -> None:
         super().finish_reduction()
         shard, self.arriving = self.arriving, None
         if shard is not None and self._has_reduced:
-            self.grad += shard
+            self.inner_grad += shard
         elif shard is not None:
-            self.grad.copy_(shard)
+            self.inner_grad.copy_(shard)
             self._has_reduced = True
 
     def local_grad_finite(self) -> bool:
@@ -211,7 +232,7 @@ class ShardedEach(Sharded):
 
     def _allocate_grad(self, dtype: torch.dtype) -> None:
         self.full_grad = None
-        self.grad = torch.zeros(self.shard[1] - self.shard[0], dtype=dtype, device=self.weights.device)
+        self.inner_grad = torch.zeros(self.part[1] - self.part[0], dtype=dtype, device=self.weights.device)
 
     @property
     def _vectors(self) -> list[tuple[int, int]]:
@@ -224,11 +245,14 @@ class ShardedAll(ShardedEach):
     """As `ShardedEach`, with this rank's shard of the weights alone."""
 
     def start_gather(self) -> None:
-        """Send nothing: updated weights are gathered where they are used."""
+        """Send what outer ranks have updated of this rank's weights; all are gathered where they are used."""
+        if self.shard != self.held:
+            self._gathering = all_gather(self.outer, self.weights, self.shard_weights, label=self.label, wait=False)
 
     def gather_into(self, whole: Tensor) -> Work:
         """Start to gather all weights into `whole` [size]."""
-        return all_gather(self.shards, whole, self.weights, label=self.label, wait=False)
+        self.acquire_weights()
+        return all_gather(self.inner, whole, self.weights, label=self.label, wait=False)
 
 
 def build_storage(layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str) -> Storage:

@@ -1,8 +1,9 @@
 """Parameter and gradient buffers: contiguous buckets, reduced, sharded and all-gathered over the data-parallel group.
 
 A model chunk has one bucket, or several if the chunk is large (MegaScale 3.2). Gradients are reduced once per step,
-after the last micro-batch's backward; with zero = 2 or 3 after every micro-batch's (`parallel.bucket_storage`). With
-zero = 3 weights are gathered, and gradients allocated, for two bucket groups at a time (`parallel.sharded_weights`).
+after the last micro-batch's backward; with zero = 2 or 3 after every micro-batch's (`parallel.bucket_storage`). Copies
+of a shard are summed once a step, each while its successor is reduced. With zero = 3 weights are gathered, and
+gradients allocated, for two bucket groups at a time (`parallel.sharded_weights`).
 
 Calls in a step: caller, call, when. A "last" backward is the last of a chunk before a reduction:
 
@@ -73,6 +74,8 @@ class ParamAndGradBuffers:
         self._sequence = sequence
         self._overlap = overlap
         self._last_backward = False  # the current backward is its chunk's last before a reduction
+        self._final = False  # and before the step's last one
+        self._complete: Bucket | None = None  # the newest bucket whose last reduction of the step has begun
         self._left: WeightGradients | None = None  # in an I: the work for its W
         self._in_reduction: deque[Bucket] = deque()  # buckets with a reduction in flight, the oldest first
         self.chunks = [
@@ -165,11 +168,11 @@ class ParamAndGradBuffers:
         return boundary
 
     @contextmanager
-    def backward(self, chunk: int, *, last: bool) -> Iterator[None]:
+    def backward(self, chunk: int, *, last: bool, final: bool = False) -> Iterator[None]:
         """Have full gradients in a backward of a chunk, and let readers read them before the next micro-batch adds.
-        `last`: the chunk's last backward before a reduction.
+        `last`: the chunk's last backward before a reduction; `final`: before the step's last one.
         """
-        self._last_backward = last
+        self._last_backward, self._final = last, final
         self._acquire_gradients(self.chunks[chunk] if self._sharded is None else self._group(chunk, -1))
         yield
         for bucket in self.chunks[chunk]:
@@ -223,6 +226,10 @@ class ParamAndGradBuffers:
         finished = [bucket for bucket in self.buckets if bucket not in self._in_reduction]  # without overlap: all
         order = sorted([*self._in_reduction, *finished], key=lambda bucket: bucket.tied)
         self._in_reduction.clear()
+        self._complete = None
+        for bucket in order:
+            with bucket.group.recorder.scope(bucket.chunk):
+                bucket.storage.start_outer_reduction()
         for bucket in order:
             bucket.storage.finish_reduction()
             with bucket.group.recorder.scope(bucket.chunk):
@@ -279,6 +286,10 @@ class ParamAndGradBuffers:
             if bucket in self._in_reduction:  # queued by an earlier micro-batch; start_reduction has waited for it
                 self._in_reduction.remove(bucket)
             self._in_reduction.append(bucket)
+            if self._final and bucket.users == 1:  # the bucket before it has had a backward's time
+                if self._complete is not None:
+                    self._complete.storage.start_outer_reduction()
+                self._complete = bucket
         while self._in_reduction and not self._overlap.on:
             self._in_reduction.popleft().storage.finish_reduction()
 

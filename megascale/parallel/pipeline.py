@@ -164,7 +164,9 @@ class _Execution:
 
     def run_actions(self, actions: RankSchedule) -> Tensor:
         # The backwards that a REDUCE follows: a REDUCE has the chunk and micro-batch of its backward.
-        self._last_backwards = {action[1:] for action in each_action(actions) if action.kind is Kind.REDUCE}
+        reductions = [action for action in each_action(actions) if action.kind is Kind.REDUCE]
+        self._last_backwards = {action[1:] for action in reductions}
+        self._final_backwards = {action.chunk: action[1:] for action in reductions}.values()
         self._recomputed = {action[1:] for action in each_action(actions) if action.kind is Kind.R}
         pairs = [entry for entry in actions if isinstance(entry, Overlap)]
         self._in_segments = {action[1:] for action in each_action(pairs)}
@@ -265,7 +267,7 @@ class _Execution:
             left = self._left[key] = WeightGradients()
             yield from self._backward(action._replace(kind=Kind.B), left)
             return
-        with buffers.backward(action.chunk, last=is_last):
+        with buffers.backward(action.chunk, last=is_last, final=key in self._final_backwards):
             if action.kind is Kind.W:
                 self._left.pop(key).run()
             else:

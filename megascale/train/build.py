@@ -30,7 +30,7 @@ from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import joined_chunks, recompute_policy
 from megascale.layout.stages import Stages
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec
-from megascale.layout.topology import topology_of
+from megascale.layout.topology import DATA_AXES, REPLICATE, inner_axes, topology_of
 from megascale.model.initialize import init_parameters
 from megascale.model.layer_ops import LayerOps
 from megascale.model.modules import LayerContext
@@ -93,11 +93,16 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
         nccl=config.nccl,
     )
     recorder.log.start_parts.begin("warm-up")
-    matrices = config.parallel.zero > 0 and ParamGroups(config.optimizer).needs_matrix
-    axes = [("edp",), *sorted(config.moe.shared_axes(config.batch.micro))] if config.model.experts else []
+    data: list[tuple[str, ...]] = [DATA_AXES, ("edp",)] if config.model.experts else [DATA_AXES]
+    inner = [*map(inner_axes, data)] if mesh.topology.dp_replicate > 1 else data
+    axes = [*inner, (REPLICATE,), *data] if mesh.topology.dp_replicate > 1 else [*data]
+    axes += sorted(config.moe.shared_axes(config.batch.micro)) if config.model.experts else []
     axes += VOCABULARY_AXES if config.parallel.vocab_pp else []
-    further = [mesh.group(*each) for each in axes]
-    warm_up(mesh, device, placement.links, matrices=matrices, further=further)
+    further = [group for each in axes if (group := mesh.group(*each)) is not mesh.dp]
+    matrices = config.parallel.zero > 0 and ParamGroups(config.optimizer).needs_matrix
+    sharing = data if mesh.topology.state_over_all else inner
+    owners = [mesh.group(*each) for each in sharing] if matrices else []
+    warm_up(mesh, device, placement.links, owners=owners, further=further)
     return mesh
 
 

@@ -83,7 +83,7 @@ def replicated_values(run: Run) -> Iterator[Copy]:
     """Yield weights, and master weights and optimizer state, of which other ranks have copies.
 
     ZeRO shards master weights and optimizer state over dp, and ZeRO-3 weights; the shards of parameters that tp
-    replicates, and of a tied embedding, have copies all the same.
+    replicates, of a tied embedding, and with hybrid sharding of the inner ranks, have copies all the same.
     """
     for shard in run.optimizer.shards:
         yield from _copies(run.mesh, shard.bucket, "", shard.bucket.storage.held[0], shard.bucket.weights)
@@ -103,7 +103,8 @@ def _copies(mesh: Mesh, bucket: Bucket, suffix: str, first: int, values: Tensor)
     low, high = bucket.layout.replicated
     whole = (first, first + values.numel())
     spans = [(mesh.tp, max(low, whole[0]), min(high, whole[1]))]
-    spans.append((bucket.group if whole == (0, bucket.layout.numel) else bucket.replicas, *whole))
+    holders = bucket.storage.outer if whole == bucket.storage.part else bucket.replicas
+    spans.append((bucket.group if whole == (0, bucket.layout.numel) else holders, *whole))
     if bucket.tied:
         spans.append((mesh.tied, *whole))
     for group, begin, end in spans:

@@ -24,7 +24,8 @@ def run_summary(run: Run, peak: Peak | None) -> str:
     if p.cp > 1 or p.hybrid_dp:
         tensor += f" x cp {p.cp} ({'hybrid_dp' if p.hybrid_dp else p.cp_mode})"
     ep = f", ep {p.ep}" if p.ep > 1 else ""
-    shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero}{ep})"
+    inner = f" over {p.dp_shard}" if p.dp_shard else ""
+    shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero}{inner}{ep})"
     step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.num_microbatches} micro-batches a rank"
     if config.num_chunks > 1:
         step += f", chunks of {config.row_tokens} tokens with K = {config.data.sequence_chunks_saved}"

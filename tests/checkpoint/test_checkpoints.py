@@ -27,6 +27,7 @@ SAVERS: dict[str, dict[str, Any]] = {
     "dp4 zero2 fp32": {"parallel__dp": 4, "parallel__zero": 2, "train__precision": "fp32"},
     "pp2 vocabulary dp2": {"parallel__pp": 2, "parallel__vocab_pp": 1, "parallel__dp": 2},
     "tp2 dp2 zero3": {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 3},
+    "dp4 in twos zero2": {"parallel__dp": 4, "parallel__dp_shard": 2, "parallel__zero": 2},
     "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
 }  # fmt: skip
 """Layouts that save, by default with bf16 weights and fp32 master weights."""
@@ -41,12 +42,25 @@ LOADERS: dict[str, dict[str, Any]] = SAVERS | {
         "parallel__zero": 2,
     },
     "pp2 dp2 zero3": {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 3},
+    "dp4 in twos zero3, state over all": {
+        "parallel__dp": 4,
+        "parallel__dp_shard": 2,
+        "parallel__zero": 3,
+        "parallel__state_shard": "all",
+    },
     "pp4 vocabulary": {"parallel__pp": 4, "parallel__vocab_pp": 2},
     "dp3 zero1": {"parallel__dp": 3, "batch__global": 9},
     "tp2 sp pp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__zero": 0},
 }
 """Layouts that load, each what each of the savers has saved."""
-QUICK_LOADERS = ("pp4 fp32", "pp2 v dp2 zero2", "pp2 dp2 zero3", "dp3 zero1", "tp2 sp pp2 zero0")
+QUICK_LOADERS = (
+    "pp4 fp32",
+    "pp2 v dp2 zero2",
+    "pp2 dp2 zero3",
+    "dp4 in twos zero3, state over all",
+    "dp3 zero1",
+    "tp2 sp pp2 zero0",
+)
 
 
 def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:

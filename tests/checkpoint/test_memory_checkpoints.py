@@ -138,18 +138,23 @@ def test_complete_copies_survive_a_failed_allocation(tmp_path: Path, memory: Pat
     assert [state for state, *_ in after] == before
 
 
-LAYOUTS: list[dict[str, Any]] = [{"parallel__tp": 2}, {"parallel__dp": 2, "parallel__zero": 0}]
+LAYOUTS: list[dict[str, Any]] = [
+    {"parallel__tp": 2},
+    {"parallel__dp": 2, "parallel__zero": 0},
+    {"parallel__dp": 4, "parallel__dp_shard": 2, "parallel__zero": 1},
+    {"parallel__dp": 4, "parallel__dp_shard": 2, "parallel__zero": 3, "parallel__state_shard": "all"},
+]
 WITHOUT = {"checkpoint__in_memory_every": 0}
 
 
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, LAYOUTS[0]), ids=str)
 def test_a_run_resumes_from_the_last_step_in_memory(layout: dict[str, Any], tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), **layout)
-    before = run_world(2, train_and_exit, config, 3, 1)
-    after = run_world(2, resume, config)
-    assert [(step, place, warnings) for _, step, place, warnings in after] == [(3, "memory", [])] * 2
+    before = run_world(config.world_size, train_and_exit, config, 3, 1)
+    after = run_world(config.world_size, resume, config)
+    assert [(step, place, warnings) for _, step, place, warnings in after] == [(3, "memory", [])] * config.world_size
     assert [state for state, *_ in after] == before
-    assert [state for state, *_ in run_world(2, resume, config)] == before, "and again"
+    assert [state for state, *_ in run_world(config.world_size, resume, config)] == before, "and again"
     headers = [json.loads(path.read_text()) for path in memory.rglob("*.json")]
     assert all(header.keys() == {"run", "what", "facts", "sums"} for header in headers), "names on disk stay"
 

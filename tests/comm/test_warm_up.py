@@ -50,7 +50,7 @@ def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
             send_messages(group, backend=transport == "gloo")
         opened = len(dist.distributed_c10d._world.pg_map)
         links = looped(topology.pp, 2 if around else 1).links
-        warm_up(mesh, detect_device(allow_gpu=False), links, SIZES, matrices=matrices)
+        warm_up(mesh, detect_device(allow_gpu=False), links, SIZES, owners=[mesh.dp] if matrices else [])
         told = [(e.group, e.name, e.bytes, e.peer) for e in recorded_events(mesh.recorder)]
         wanted: list[Any] = []
         for group, sizes in (
@@ -110,7 +110,8 @@ def test_on_cpus_channels_alone_are_warmed_up() -> None:
 
 
 def of_experts(mesh: Mesh) -> set[tuple[str, str]]:
-    warm_up(mesh, detect_device(allow_gpu=False), (), SIZES, matrices=True, further=[mesh.group("edp")])
+    experts = [mesh.group("edp")]
+    warm_up(mesh, detect_device(allow_gpu=False), (), SIZES, owners=[mesh.dp, *experts], further=experts)
     return {(event.group, event.name) for event in recorded_events(mesh.recorder)}
 
 

@@ -925,6 +925,18 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         HYBRID | {"data__max_tokens_per_rank": 3, "parallel__dp": 4},
         {"data.max_tokens_per_rank": "4 ranks hold 12 tokens, and a document may have 16"},
     ),
+    *(
+        ("hybrid_sharding", {"parallel__dp": 4, "parallel__dp_shard": 2, **changes}, {f"parallel.{key}": message})
+        for changes, key, message in (
+            ({"parallel__zero": 0}, "dp_shard", "ranks shard nothing (parallel.zero = 0)"),
+            ({"parallel__dp_shard": 1}, "dp_shard", "a rank alone has no one to shard with"),
+            ({"parallel__dp_shard": 3}, "dp_shard", "3 does not divide dp = 4"),
+            ({"parallel__dp_shard": 8}, "dp_shard", "8 does not divide dp = 4"),
+            (MOE | {"parallel__ep": 4}, "dp_shard", "the 2 ranks that shard (tp x cp x dp_shard) do not hold all"),
+            ({"parallel__state_shard": "all"}, "state_shard", "parallel.dp_shard = 2 and parallel.zero = 1"),
+        )
+    ),
+    ("hybrid_sharding", {"parallel__zero": 3, "parallel__state_shard": "all"}, {"parallel.state_shard": "no effect"}),
     ("sharded_weights", {"parallel__reshard": "keep"}, {"parallel.reshard": "never released (parallel.zero = 1)"}),
     (
         "sharded_weights",

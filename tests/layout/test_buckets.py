@@ -14,7 +14,7 @@ from megascale.config.model import ModelConfig
 from megascale.layout.buckets import ALIGNMENT, ShardAxes, pack, split_by_reduce_axes
 from megascale.layout.parameters import all_params, stage_params
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, TensorSpec
-from megascale.layout.topology import Topology
+from megascale.layout.topology import Topology, inner_axes
 from tests.runs import GPT, LLAMA
 
 MODELS = {"gpt": ModelConfig(**GPT), "llama": ModelConfig(**LLAMA)}
@@ -103,3 +103,25 @@ def test_placements_by_stage_of_zero() -> None:
     assert [layout.shard_axes for layout in layouts] == [((), (), ()), ((), (), data), ((), data, data)]
     assert [layout.replica_axes for layout in layouts] == [data, (), ()]
     assert [replace(layout, shard_axes=ShardAxes()) for layout in layouts] == layouts[:1] * 3
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_placements_of_hybrid_sharding(ep: int) -> None:
+    """State of a rank is a part of its weights; state of the groups with copies is equal, or together the bucket."""
+    whole = Topology(tp=2, dp=8, ep=ep)
+    hybrid = replace(whole, dp_replicate=2)
+    for parameters in (all_params(MODELS["gpt"]), [replace(EXPERTS, reduce_axes=("edp",))]):
+        flat = pack(parameters, whole, 3)
+        inner, axes = inner_axes(flat.reduce_axes), flat.reduce_axes
+        for zero, over_all in ((1, False), (2, False), (3, False), (3, True)):
+            layout = pack(parameters, replace(hybrid, state_over_all=over_all), zero)
+            assert (layout.slots, layout.numel) == (flat.slots, flat.numel)
+            assert layout.shard_axes.state == (axes if over_all else inner) and layout.inner_axes == inner
+            assert layout.shard_axes[:2] == ((inner if zero == 3 else ()), (inner if zero > 1 else ()))
+            assert layout.replica_axes == (() if over_all else ("dp_replicate",))
+            ranges = [layout.state_range(index) for index in range(hybrid.size(*layout.shard_axes.state))]
+            assert all(before[1] == after[0] for before, after in pairwise(sorted(ranges)))
+            assert (min(ranges)[0], max(ranges)[1]) == (0, layout.numel)
+            for index, (start, stop) in enumerate(ranges):
+                low, high = layout.shard_range(index % hybrid.size(*inner), hybrid.size(*inner))
+                assert low <= start < stop <= high and (over_all or (start, stop) == (low, high))

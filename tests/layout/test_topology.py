@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config.run import RunConfig
-from megascale.layout.topology import AXES, Coord, Topology, topology_of
+from megascale.layout.topology import AXES, REPLICATE, Coord, Topology, inner_axes, topology_of
 from tests.drawn import jobs
 
 SIZES = st.builds(Topology, *(st.integers(1, 5) for _ in AXES))
@@ -62,3 +64,36 @@ def test_neighbours_exchange_heads_and_the_others_keys() -> None:
         heads, keys = topology.cp_groups(rank)
         assert set(heads) & set(keys) == {rank}
         assert len(heads) * len(keys) == topology.cp
+
+
+def test_inner_ranks_are_neighbours_with_copies_on_the_others() -> None:
+    """Two groups of 2 x 2 x 2 ranks (tp, cp, dp_shard), each with every expert of ep = 4 twice."""
+    topology = Topology(tp=2, cp=2, dp=4, ep=4, dp_replicate=2)
+    assert (topology.dp_shard, topology.edp, topology.edp_shard) == (2, 4, 2)
+    assert topology.group(3, "cp", "dp_shard") == [1, 3, 5, 7] and topology.group(11, "cp", "dp_shard") == [
+        9,
+        11,
+        13,
+        15,
+    ]
+    assert topology.group(3, "edp_shard") == [3, 7] and topology.group(3, "edp") == [3, 7, 11, 15]
+    assert topology.group(3, "dp_replicate") == [3, 11]
+
+
+@settings(max_examples=40)
+@given(SIZES, st.integers(1, 3), st.data())
+def test_inner_and_outer_ranks_are_those_that_reduce(topology: Topology, copies: int, data: st.DataObject) -> None:
+    """Of dense parameters and of experts; weights of inner ranks ascend with them."""
+    inner = topology.size("tp", "cp", "dp")
+    ep = data.draw(st.sampled_from([ep for ep in range(1, inner + 1) if inner % ep == 0]))
+    topology = replace(topology, dp=topology.dp * copies, dp_replicate=copies, ep=ep)
+    for axes in (("cp", "dp"), ("edp",)):
+        shard = inner_axes(axes)
+        for rank in range(topology.size("tp", "cp", "dp")):
+            group = topology.group(rank, *axes)
+            of_inner, of_outer = topology.group(rank, *shard), topology.group(rank, REPLICATE)
+            assert sorted(other for one in of_outer for other in topology.group(one, *shard)) == group
+            assert [topology.index_in_group(topology.coord(one), *shard) for one in of_inner] == [*range(len(of_inner))]
+            assert [topology.index_in_group(topology.coord(one), REPLICATE) for one in of_outer] == [*range(copies)]
+            place = topology.index_in_group(topology.coord(rank), *axes)
+            assert place % len(of_inner) == of_inner.index(rank) and place // len(of_inner) == of_outer.index(rank)

@@ -41,6 +41,13 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+INNER = {"parallel__dp": 4, "parallel__dp_shard": 2}
+HYBRID_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp4 in twos": INNER,
+    "dp4 in twos, state over all": {**INNER, "parallel__zero": 3, "parallel__state_shard": "all"},
+}
+
+
 class Outcome(NamedTuple):
     """Losses and gradient norms of a run by step, and its weights by global name."""
 
@@ -53,7 +60,7 @@ def configuration(
 ) -> RunConfig:
     """Return the configuration of a run with a rule's defaults."""
     keys = {"optimizer__name": rule, "optimizer__lr": 1e-3, "train__precision": precision, "train__steps": STEPS}
-    return config_of(settings(dict(model), folder, batch__micro=2, batch__global=4, **keys, **layout), folder)
+    return config_of(settings(dict(model), folder, **{"batch__micro": 2, "batch__global": 4, **keys, **layout}), folder)
 
 
 def outcome(config: RunConfig, steps: int = STEPS) -> Outcome:
@@ -96,7 +103,7 @@ def worst(
     alone = outcome(configuration(rule, precision, folder, **keys), steps)
     found = [
         difference(outcome(configuration(rule, precision, folder, **given, **keys), steps), alone)
-        for given in map((LAYOUTS | EXPERT_LAYOUTS).__getitem__, layouts)
+        for given in map((LAYOUTS | EXPERT_LAYOUTS | HYBRID_LAYOUTS).__getitem__, layouts)
     ]
     heaviest = max(found, key=lambda one: one.weight)
     return heaviest._replace(loss=max(one.loss for one in found))
@@ -129,6 +136,13 @@ def test_every_rule_at_its_defaults(rule: str, precision: str, tmp_path: Path) -
 @pytest.mark.parametrize("rule", OPTIMIZERS.names())
 def test_every_rule_with_experts(rule: str, tmp_path: Path) -> None:
     found = worst(rule, "fp64", tmp_path, steps=6, layouts=tuple(EXPERT_LAYOUTS), model=EXPERTS)
+    assert found.loss < 1e-10 and found.weight < 1e-10, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", OPTIMIZERS.names())
+def test_every_rule_with_hybrid_sharding(rule: str, tmp_path: Path) -> None:
+    found = worst(rule, "fp64", tmp_path, steps=6, layouts=tuple(HYBRID_LAYOUTS), batch__micro=1)
     assert found.loss < 1e-10 and found.weight < 1e-10, found
 
 

@@ -117,6 +117,28 @@ def test_the_error_names_the_fault_and_nothing_is_updated(layout: dict[str, Any]
         assert any(f"on rank {rank} (" in texts["loss"] for rank in same_tp)
 
 
+def diverge_with_shards(rank: Rank, config: Any) -> list[str]:
+    """Errors of a step with a weight that is not finite in the shard of rank 1, and of one with such a gradient."""
+    texts = []
+    for fault, run in zip(("weight", "gradient"), builds(rank, [config] * 2), strict=True):
+        if rank.rank == 1 and fault == "weight":
+            run.buffers.buckets[1].weights[0] = math.nan
+        elif rank.rank == 1:
+            inject(run, fault)
+        texts.append(third_step(run)[0])
+    return texts
+
+
+def test_weights_that_are_not_gathered_are_no_fault(tmp_path: Path) -> None:
+    """Parameters are NaN after a step with sharded weights; the shards are looked at."""
+    layout = {"parallel__dp": 2, "parallel__zero": 3, "train__precision": "fp32", "batch__global": 4}
+    for of_weight, of_gradient in run_world(
+        2, diverge_with_shards, config_of(settings(LLAMA, tmp_path, **layout), tmp_path)
+    ):
+        assert " has a weight that is not finite on rank 1 (" in of_weight
+        assert "the gradient of layers.2.mlp.down.weight on rank" in of_gradient
+
+
 def test_a_tied_embedding_does_not_hide_the_source_of_a_gradient(tmp_path: Path) -> None:
     """The embedding is first and last in the network, so every fault reaches its gradient."""
     config = config_of(settings(GPT, tmp_path, train__precision="fp32", batch__global=4, parallel__pp=2), tmp_path)

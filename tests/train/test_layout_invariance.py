@@ -104,7 +104,14 @@ LAYOUTS: dict[str, Layout] = {
         "parallel__reshard": "microbatch",
     },
     "pp2 v dp2 zero3 forward": {**V, "parallel__dp": 2, "parallel__zero": 3, "parallel__reshard": "forward"},
+    "dp4 in twos zero2": {"parallel__dp": 4, "parallel__dp_shard": 2, "parallel__zero": 2},
+    "dp4 in twos zero3, state over all": {
+        "parallel__dp": 4, "parallel__dp_shard": 2, "parallel__zero": 3, "parallel__state_shard": "all",
+    },
     # world 8
+    "tp2 sp dp4 in twos zero1": {
+        "parallel__tp": 2, "parallel__sp": True, "parallel__dp": 4, "parallel__dp_shard": 2,
+    },
     "cp2 ring tp2 sp pp2": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2},
     "tp2 sp pp2 vpp2 dp2 zero1": {
         "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,

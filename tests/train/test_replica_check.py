@@ -47,6 +47,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "muon dp4 ep2 zero0": (
         EXPERTS, {"parallel__dp": 4, "parallel__ep": 2, "parallel__zero": 0, "optimizer__name": "muon"},
     ),
+    "dp4 in twos zero3, state over all": (
+        GPT,
+        {
+            "parallel__dp": 4, "parallel__dp_shard": 2, "parallel__zero": 3, "parallel__state_shard": "all",
+            "train__precision": "bf16",
+        },
+    ),
+    "muon dp4 in twos, ep2": (
+        EXPERTS, {"parallel__dp": 4, "parallel__dp_shard": 2, "parallel__ep": 2, "optimizer__name": "muon"},
+    ),
     "muon tp2 sp dp2 ep4": (
         EXPERTS,
         {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__ep": 4, "optimizer__name": "muon"},

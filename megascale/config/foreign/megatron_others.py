@@ -16,11 +16,14 @@ OTHERS = (
              "--no-use-layer-wise-param-layout, --enable-experimental, --check-for-large-grads, "
              "--disable-bf16-reduced-precision-matmul, --fsdp-manual-registration, --init-model-with-meta-device, "
              "--fsdp-double-buffer, --use-nccl-ub, --export-force-local-attention", _FAST, 0),
-    needless("--ddp-num-buckets, --num-distributed-optimizer-instances, --high-priority-stream-groups, "
+    needless("--ddp-num-buckets, --high-priority-stream-groups, "
              "--cuda-graph-modules, --cuda-graph-scope, --cuda-graph-warmup-steps, --tp-comm-overlap-cfg, "
-             "--wgrad-deferral-limit, --offload-modules, --outer-dp-sharding-strategy, "
-             "--megatron-fsdp-grad-comm-dtype, --megatron-fsdp-main-grads-dtype, --megatron-fsdp-main-params-dtype, "
+             "--wgrad-deferral-limit, --offload-modules, --megatron-fsdp-grad-comm-dtype, "
+             "--megatron-fsdp-main-grads-dtype, --megatron-fsdp-main-params-dtype, "
              "--activations-checkpoint-method, --num-dataset-builder-threads", _FAST, MANY),
+    needless("--num-distributed-optimizer-instances",
+             "write parallel.dp_shard = dp / instances, or nothing: for speed or memory alone"),
+    needless("--outer-dp-sharding-strategy", 'write parallel.state_shard = "all" for optim: for memory alone'),
     needless("--async-ckpt-use-cpu-shm, --use-persistent-ckpt-worker, --auto-detect-ckpt-format, "
              "--ckpt-assume-constant-structure, --ckpt-drop-redundant-extra-state, "
              "--ckpt-fully-parallel-load-per-rank-objects, --dist-ckpt-optim-fully-reshardable, "

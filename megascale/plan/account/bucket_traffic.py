@@ -2,7 +2,8 @@
 
 For N elements in buckets, a bytes in the accumulation dtype and c in the compute dtype, data parallelism all-reduces
 a N (zero = 0), or reduce-scatters a N (zero = 2 or 3: every micro-batch) and all-gathers c N (zero = 3: as often as
-`parallel.reshard` says, with "forward" up to twice every micro-batch).
+`parallel.reshard` says, with "forward" up to twice every micro-batch). Copies of a shard of n inner ranks all-reduce
+a N / n besides, once; or if they shard the state, reduce-scatter that and all-gather c N / n.
 """
 
 from __future__ import annotations
@@ -55,16 +56,21 @@ class BucketTraffic:
         topology, shared = topology_of(p), shares_embedding(self.config.model, p)
         placement = stages_of(self.config.model, p).placement
         for chunk, bucket in self._buckets:
-            ranks, group = bucket.num_shards, reducing_group(topology, bucket.reduce_axes)
-            sharded, index = bucket.shard_axes, topology.index_in_group(self.coord, *bucket.reduce_axes)
+            axes, sharded = bucket.inner_axes or bucket.reduce_axes, bucket.shard_axes
+            ranks, group = topology.size(*axes), group_name(topology, axes)
             operation, times = "reduce_scatter" if sharded.state else "all_reduce", 1
             if sharded.gradient and not bucket.shares_vocabulary:  # whose gradients are reduced at the step's end
                 times = placement.visits(self.coord.pp, chunk, m)
-            low, high = bucket.shard_range(index) if sharded.state else (0, bucket.numel)
+            low, high = bucket.state_range(topology.index_in_group(self.coord, *sharded.state))
             if ranks > 1:
                 yield CommOp(group, operation, wide * bucket.numel, "gradients", times=times)
             if ranks > 1 and sharded.state:
                 yield CommOp(group, "all_gather", compute * bucket.numel, "weights", times=self._gathers(bucket))
+            if bucket.copies > bucket.state_copies:
+                yield CommOp("dp.replicate", "reduce_scatter", wide * bucket.numel // ranks, "gradients")
+                yield CommOp("dp.replicate", "all_gather", compute * bucket.numel // ranks, "weights")
+            elif bucket.copies > 1:
+                yield CommOp("dp.replicate", "all_reduce", wide * bucket.numel // ranks, "gradients")
             start, stop = bucket.summed_over_tp(p.sp)
             partial = min(stop, high) - max(start, low)
             if p.tp > 1 and partial > 0:
@@ -101,13 +107,15 @@ class BucketTraffic:
 
     def _parameter_norms(self) -> Iterator[CommOp]:
         """List the all-reduces of squared norms of an optimizer such as LAMB."""
-        p, topology, matrices = self.config.parallel, topology_of(self.config.parallel), Counter[tuple[str, ...]]()
+        p, topology = self.config.parallel, topology_of(self.config.parallel)
+        matrices = Counter[tuple[bool, tuple[str, ...]]]()
         for _, bucket in self._buckets:
             ranges = bucket.matrix_ranges(0, bucket.numel, topology)
-            matrices[bucket.reduce_axes] += sum(item.slot.parameter.is_matrix for item in ranges)
-        for axes, count in matrices.items():
-            shards = reducing_group(topology, axes), topology.size(*axes) if p.zero else 1
-            for group, size in (("tp", p.tp if axes == DATA_AXES else 1), shards):
+            key = bucket.has_experts, bucket.shard_axes.state
+            matrices[key] += sum(item.slot.parameter.is_matrix for item in ranges)
+        for (has_experts, axes), count in matrices.items():
+            shards = group_name(topology, axes) if axes else "", topology.size(*axes)
+            for group, size in (("tp", 1 if has_experts else p.tp), shards):
                 if size > 1:
                     yield CommOp(group, "all_reduce", 2 * FP64 * count, "parameter norms")
         ends = stages_of(self.config.model, p).placement.ends
@@ -122,8 +130,8 @@ class BucketTraffic:
         _, wide = c.train.element_bytes
         stage = stage_places(c.model, c.parallel, c.overlap, c.train, c.optimizer, self.coord.pp)
         for layout, places in zip(stage.layouts, stage.places, strict=True):
-            index = topology.index_in_group(self.coord, *layout.reduce_axes)
-            group = reducing_group(topology, layout.reduce_axes)
+            axes = layout.shard_axes.state or layout.reduce_axes
+            index, group = topology.index_in_group(self.coord, *axes), group_name(topology, axes)
             with_weight = [place for place in places if place.group.facts["weight"]]
             for of_bucket, ways in ((places, 2), (with_weight, 1)):
                 there, back = sent_elements(of_bucket, layout, topology, (self.coord.tp, index))
@@ -134,8 +142,11 @@ class BucketTraffic:
                     yield CommOp(name, "all_to_all", wide * elements, "matrices", calls=ways)
 
 
-def reducing_group(topology: Topology, axes: tuple[str, ...]) -> str:
-    """Name the group along the axes of a bucket: that along edp has the name of a group with the same ranks."""
-    if axes == DATA_AXES or topology.ep == topology.tp:
-        return "dp"
-    return "tp" if topology.ep == topology.size(*DATA_AXES) == 1 else "edp"
+def group_name(topology: Topology, axes: tuple[str, ...]) -> str:
+    """Name the group along the axes of a bucket: those along parts of edp have the name of one with the same ranks."""
+    name = axes[-1].replace("_", ".")
+    if name.startswith("e") and topology.ep == topology.tp:
+        return name[1:]
+    if name == "edp" and topology.edp_shard == 1 and topology.dp_replicate > 1:
+        return "dp.replicate"
+    return "tp" if name == "edp" and topology.ep == topology.size(*DATA_AXES) == 1 else name

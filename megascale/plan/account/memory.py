@@ -24,7 +24,7 @@ from megascale.layout.chunks import (
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.recompute_policy import RecomputePolicy, joined_chunks, recompute_policy
 from megascale.layout.stages import Stages
-from megascale.layout.topology import DATA_AXES, topology_of
+from megascale.layout.topology import DATA_AXES, inner_axes, topology_of
 from megascale.plan.account import activations
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.rank_actions import (
@@ -36,7 +36,7 @@ from megascale.plan.account.rank_actions import (
     rank_order,
     representative_microbatches,
 )
-from megascale.plan.account.sizes import data_ranks, micro_batch_sizes
+from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, state_bytes
 from megascale.schedule.ir import RankSchedule, weights_at_once
 
@@ -268,7 +268,8 @@ class JobMemory:
         chunk, overlap = activations.chunk_bytes(units), self.config.overlap.dp
         if self.config.parallel.zero != 2:
             return ChunkBytes(chunk, chunk.backward)
-        size, counts = self.sizes.wide, (data_ranks(self.config.parallel), topology_of(self.config.parallel).edp)
+        size, topology = self.sizes.wide, topology_of(self.config.parallel)
+        counts = topology.size(*inner_axes(DATA_AXES)), topology.edp_shard
         # with one rank the shard is the gradient itself
         dense, experts = (size / ranks if ranks > 1 or not overlap else 0.0 for ranks in counts)
         unsharded = size * chunk.elements

@@ -18,7 +18,7 @@ from megascale.config.train import OptimizerConfig
 from megascale.layout.chunks import bucket_sizes, stage_elements
 from megascale.layout.owners import OwnedMatrix, update_cost
 from megascale.layout.param_groups import ParamGroup, ParamGroups
-from megascale.layout.topology import STAGE_AXES, Coord, topology_of
+from megascale.layout.topology import STAGE_AXES, Coord, inner_axes, topology_of
 from megascale.plan.account.stage_matrices import StageMatrices, stage_places
 
 Axes = tuple[str, ...]
@@ -51,13 +51,13 @@ class StageOptimizer:
         return found
 
     def _places(self, coord: Coord) -> Iterator[tuple[Axes, int, list[Owner]]]:
-        """Yield the place of a rank of the stage in the buckets of each kind: reduction axes, its index along them, and
-        the owners that it is.
+        """Yield the place of a rank of the stage in the buckets of each kind: reduction axes, the number of its shard
+        of the state, and the owners that it is.
         """
-        for axes in dict.fromkeys(layout.reduce_axes for layout in self._matrices.layouts):
-            index = topology_of(self.config.parallel).index_in_group(coord, *axes)
+        for axes, layout in {layout.reduce_axes: layout for layout in self._matrices.layouts}.items():
+            index = topology_of(self.config.parallel).index_in_group(coord, *(layout.shard_axes.state or axes))
             owners = [(axes, tp, shard) for tp in (None, coord.tp) for shard in (None, index)]
-            yield axes, index, [owner for owner in owners if owner in self._owned]
+            yield axes, layout.state_shard(index), [owner for owner in owners if owner in self._owned]
 
     @property
     def _coords(self) -> Iterator[Coord]:
@@ -71,7 +71,7 @@ class StageOptimizer:
         c, p, (_, wide) = self.config, self.config.parallel, self.config.train.element_bytes
         if not is_mixed(c.optimizer):
             chunks = bucket_sizes(c.model, p, c.overlap, c.train, self.stage)
-            elements, shard = stage_elements(chunks, topology_of(p))
+            elements, _, shard = stage_elements(chunks, topology_of(p))
             return wide * len(ParamGroups(c.optimizer).default.state) * (shard if zero else elements)
         flat = self._flat_elements(bool(zero))
         owned = {
@@ -90,7 +90,7 @@ class StageOptimizer:
         """Count elements of element-wise state by reduction axes and shard; shard 0 is all without ZeRO."""
         found = Counter[tuple[Axes, int]]()
         for layout, ranges in zip(self._matrices.layouts, self._matrices.ranges, strict=True):
-            size = layout.numel // layout.num_shards if sharded else layout.numel
+            size = layout.numel // layout.state_shards if sharded else layout.numel
             for group, item in ranges:
                 tensors = 0 if group.needs_matrix else len(group.state)
                 for shard in range(item.start // size, (item.stop - 1) // size + 1) if tensors else ():
@@ -105,7 +105,8 @@ class StageOptimizer:
         p, (_, wide) = self.config.parallel, self.config.train.element_bytes
         topology, sent, directions, work = topology_of(p), 0.0, 0.0, 0
         for (axes, tp_owner, _), places in self._owned.items():
-            tp, shards = 1 if tp_owner is None else p.tp, topology.size(*axes) if p.zero else 1
+            sharing = axes if topology.state_over_all else inner_axes(axes)
+            tp, shards = 1 if tp_owner is None else p.tp, topology.size(*sharing) if p.zero else 1
             size = sum(math.prod(place.shape) for place in places)
             weights = sum(math.prod(place.shape) for place in places if place.group.facts["weight"])
             sent += (2 * size + weights) / (tp * shards) * (1 - 1 / shards)

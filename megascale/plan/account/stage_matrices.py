@@ -72,7 +72,7 @@ def sent_elements(
     for place in places:
         stored = place.stored(topology, tp)
         if layout.shard_axes.state:
-            here = max(0, stored.clipped(*layout.shard_range(dp)).numel)
+            here = max(0, stored.clipped(*layout.state_range(dp)).numel)
             if place.dp_owner == dp:
                 back["dp"] += stored.numel - here
             else:

@@ -1,6 +1,6 @@
 """State of a rank between steps: parameters, gradients and optimizer state, exactly (`state_bytes`).
 
-For N parameters of c bytes in the compute and a in the accumulation dtype, d data-parallel ranks and ZeRO stage z
+For N parameters of c bytes in the compute and a in the accumulation dtype, d ranks that shard and ZeRO stage z
 (Rajbhandari et al. 2020): parameters c N, plus 2 bytes per FP8 weight; gradients a N, for z = 2 a N / d; optimizer
 (k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights. Parameters of
 experts are divided by the ranks along edp. State of whole matrices is on their owners (`account.optimizer_state`).
@@ -18,9 +18,8 @@ from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, linears
 from megascale.layout.buckets import SHARDED
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
-from megascale.layout.topology import topology_of
+from megascale.layout.topology import DATA_AXES, inner_axes, topology_of
 from megascale.plan.account.optimizer_state import StageOptimizer
-from megascale.plan.account.sizes import data_ranks
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class StateBytes:
 
 def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRAINER) -> StateBytes:
     """Count the state of a rank of a pipeline stage, for a resolved configuration."""
-    facts, ranks = PRECISIONS[config.train.precision].facts, data_ranks(config.parallel)
+    facts, topology = PRECISIONS[config.train.precision].facts, topology_of(config.parallel)
+    ranks = topology.size(*inner_axes(DATA_AXES))
     compute, accumulate = config.train.element_bytes
     zero = config.parallel.zero
     sharded = SHARDED[zero]
@@ -61,8 +61,9 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
         cast += sum(part.expert_numel for block in quantized for part in block) // config.parallel.ep
     cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
     chunks = bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
-    elements, shard = stage_elements(chunks, topology_of(config.parallel))
-    held = {kind: shard if kind in sharded else elements for kind in ("weight", "gradient", "state")}
+    elements, shard, state = stage_elements(chunks, topology)
+    of_shards = {"weight": shard, "gradient": shard, "state": state}
+    held = {kind: numel if kind in sharded else elements for kind, numel in of_shards.items()}
     averages = {
         "none": 0,
         "ema": 1,

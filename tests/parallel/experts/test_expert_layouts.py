@@ -46,6 +46,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4 ep2": {"dp": 4, "ep": 2},
     "dp4 ep4 zero2": {"dp": 4, "ep": 4, "zero": 2},
     "dp4 ep2 zero3": {"dp": 4, "ep": 2, "zero": 3},
+    "dp4 in twos, ep2 zero2": {"dp": 4, "dp_shard": 2, "ep": 2, "zero": 2},
+    "dp4 in twos, zero3, state over all": {"dp": 4, "dp_shard": 2, "zero": 3, "state_shard": "all"},
     "pp2 v dp2 ep2 zero3": {"pp": 2, "vpp": 2, "schedule": "zb_v", "dp": 2, "ep": 2, "zero": 3},
     "tp2 sp dp2 ep4": {"tp": 2, "sp": True, "dp": 2, "ep": 4},
     "tp2 sp dp2 ep1 zero0": {"tp": 2, "sp": True, "dp": 2, "zero": 0},

@@ -131,6 +131,10 @@ SHARDED = {
     "forward, tied, full recomputation": {
         "parallel__dp": 8, "train__recompute": "full", "model__tie_embeddings": True,
     },
+    "inner ranks": {"parallel__dp": 8, "parallel__dp_shard": 4},
+    "inner ranks, state over all": {"parallel__dp": 8, "parallel__dp_shard": 2, "parallel__state_shard": "all"},
+    "inner ranks, gradients and state": {"parallel__dp": 8, "parallel__dp_shard": 4, "parallel__zero": 2},
+    "inner ranks, state": {"parallel__dp": 8, "parallel__dp_shard": 4, "parallel__zero": 1},
     "keep": {"parallel__dp": 4, "parallel__pp": 2, "parallel__reshard": "keep"},
     "microbatch": {"parallel__dp": 4, "parallel__pp": 2, "parallel__vpp": 2, "parallel__reshard": "microbatch"},
     "forward, split": {
@@ -140,12 +144,12 @@ SHARDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", only_quick(list(SHARDED), "forward"))
+@pytest.mark.parametrize("name", only_quick(list(SHARDED), "forward", "inner ranks, state over all"))
 def test_memory_with_sharded_weights(name: str, tmp_path: Path) -> None:
     """Gathered weights, and unsharded gradients of two units."""
     model = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 32000}
     keys = {"parallel__zero": 3, "train__precision": "bf16", "model__num_layers": 8, "model__seq_length": 2048}
-    tree = settings_of(LLAMA | model, tmp_path, batch__global=32, **keys, **SHARDED[name])
+    tree = settings_of(LLAMA | model, tmp_path, batch__global=32, **keys | SHARDED[name])
     config = config_of(tree, tmp_path)
     for rank in ranks_of(config):
         _, error = compare(config, rank)
@@ -219,6 +223,11 @@ OTHERS = ("adafactor", "spam_sparse", "grad_norm_lorp", "poet")
     [
         {"parallel__tp": 2, "parallel__dp": 2},
         pytest.param({"parallel__dp": 4, "overlap__bucket_bytes": 20_000}, marks=pytest.mark.slow),
+        pytest.param({"parallel__dp": 4, "parallel__dp_shard": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"parallel__dp": 4, "parallel__dp_shard": 2, "parallel__zero": 3, "parallel__state_shard": "all"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"parallel__pp": 2, "parallel__tp": 2, "parallel__zero": 0}, marks=pytest.mark.slow),
     ],
     ids=lambda layout: " ".join(f"{key[10:]}{value}" for key, value in layout.items()),
