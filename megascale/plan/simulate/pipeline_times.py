@@ -163,18 +163,21 @@ class PipelineTimes:
         c, p = self.config, self.config.parallel
         between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, c.world_size, together=p.tp)
         receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
-        reduce, gather = cache(self.dp.reduce), cache(self.dp.gather)
-        at_once = {} if self.streams else self.buckets
+        reduce, gather, copies = map(cache, (self.dp.reduce, self.dp.gather, self.dp.sum_copies))
+        at_once, slowdown = {} if self.streams else self.buckets, 1 - self.hardware.attained.overlap
+        reductions = self.config.num_microbatches if self.pipeline.reduces_each else 1  # the last sums copies
+        last = {at: copies(sizes) for at, sizes in self.buckets.items()}
+        hidden = {at: pair.backward.total if self.overlaps.dp else 0.0 for at, pair in self._computed.items()}
         return StageTimes(
             {place: pair.forward.total for place, pair in self.pairs.items()},
             {place: pair.backward.total for place, pair in self.pairs.items()},
             between.message(self.layers.sizes.message),
             receive,
-            {place: exposed.ends for place, exposed in self.streamed.items()}
-            or {place: reduce(sizes) for place, sizes in at_once.items()},
+            {at: each.ends + max(slowdown * last[at], last[at] - hidden[at]) for at, each in self.streamed.items()}
+            or {at: reduce(sizes) + last[at] / reductions for at, sizes in at_once.items()},
             {place: gather(sizes) for place, sizes in at_once.items()},
             {place: len(sizes) for place, sizes in at_once.items()},
-            1 - self.hardware.attained.overlap,
+            slowdown,
             share_link=between.network and self.dp.network,
             weight_gradient={place: pair.weights.total for place, pair in self.pairs.items()},
             hidden=self.hidden,
