@@ -161,13 +161,15 @@ def test_json_where_nothing_fits_has_the_smallest_plan(capsys: pytest.CaptureFix
 
 
 def test_a_key_of_the_command_line_may_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    job = [*LLAMA[:4], "--hardware", "v100", "batch.global=256", "parallel.tp=1", "parallel.pp=1"]
+    job = [*LLAMA[:4], "--hardware", "v100", "batch.global=256", "parallel.zero=2", "parallel.tp=1", "parallel.pp=1"]
     assert main(job) == 2
     err = capsys.readouterr().err
-    assert "no layout on 64 x v100 with parallel.tp, parallel.pp as given fits, the least is " in err
-    assert ": other values of parallel.tp, parallel.pp, " in err and err.rstrip().endswith("or a smaller model")
+    assert "no layout on 64 x v100 with parallel.tp, parallel.pp, parallel.zero as given fits, the least is " in err
+    assert ": other values of parallel.tp, parallel.pp, parallel.zero, " in err and err.rstrip().endswith(
+        "or a smaller model"
+    )
     assert main([*job[:-2], "--search", "parallel.pp=5"]) == 2
-    legal = "no layout on 64 devices with parallel.pp as given is legal: "
+    legal = "no layout on 64 devices with parallel.pp, parallel.zero as given is legal: "
     assert capsys.readouterr().err.startswith(legal)
 
 

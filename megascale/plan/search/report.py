@@ -127,7 +127,9 @@ def _settings(space: Space, plan: Plan, count: str | None) -> str:
     unused |= set() if config.model.experts else {"parallel.ep", "moe.token_blocks"}
     sharding = {"parallel.reshard", "parallel.dp_shard"}
     unused |= {key for key in sharding if value_of(plan.config, key) == value_of(config, key)}
-    keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
+    keys: dict[str, Any] = {
+        key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused
+    }
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}
     if plan.config.parallel.layers_per_chunk not in (None, config.parallel.layers_per_chunk):

@@ -185,7 +185,7 @@ class _Rank:
         for action, (seconds, enters, leaves, backward, completes, after, exchange, joint) in steps:
             _, chunk, microbatch = action
             begin, first = now, stride * microbatch
-            due = gathers and gathers.pop(action, None)
+            due = gathers.pop(action, None) if gathers else None
             gathered[chunk] = self._gather(due, now, seconds) if due else gathered[chunk]
             weights = received = now = max(now, gathered[chunk])
             work, size = times.scales[microbatch] if times.scales else (1.0, 1.0)
