@@ -114,11 +114,16 @@ def test_a_run_is_that_of_one_process(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dp4 zero3", pytest.param("tied v dp4 zero3, state over all", marks=pytest.mark.slow)]
+    ("name", "masters"),
+    [
+        ("dp4 zero3", "full"),
+        pytest.param("dp4 zero3", "bf16_compensated", marks=pytest.mark.slow),
+        pytest.param("tied v dp4 zero3, state over all", "full", marks=pytest.mark.slow),
+    ],
 )
-def test_who_shards_weights_and_state_changes_no_bit(name: str, tmp_path: Path) -> None:
+def test_who_shards_weights_and_state_changes_no_bit(name: str, masters: str, tmp_path: Path) -> None:
     """Without clipping, since the norm sums by shards."""
-    keys = {"train__precision": "bf16", "optimizer__clip_norm": 0.0}
+    keys = {"train__precision": "bf16", "optimizer__clip_norm": 0.0, "optimizer__master_weights": masters}
 
     def state(**changes: Any) -> dict[str, Tensor]:
         return outcome(configuration(name, tmp_path, **keys, **changes))[1]

@@ -87,7 +87,7 @@ def find(rank: Rank, config: Any) -> list[tuple[str, str, list[int], str]]:
     check.check(run)
     copies = list(replicated_values(run))
     kinds = {}
-    for copy in copies:
+    for copy in (copy for copy in copies if copy.parts):  # a shard may have padding alone
         name, _, stop = copy.parts[-1]
         kinds.setdefault((copy.group.name, name.rpartition("(")[2] if "(" in name else ""), (copy, name, stop))
     everyone = sorted(
