@@ -42,6 +42,11 @@ class Layout(NamedTuple):
     reshard: str | None = None
     dp_shard: int | None = None
 
+    def __lt__(self, other: tuple[Any, ...]) -> bool:
+        """Order layouts by their values, of which None is the first."""
+        one, two = ([(value is not None, value) for value in each] for each in (self, other))
+        return one < two
+
 
 SECTIONS = {"micro": "batch", "recompute": "train", "token_blocks": "moe"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
