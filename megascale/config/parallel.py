@@ -75,10 +75,10 @@ class ParallelConfig(Section):
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "
         "2 optimizer state and gradients, 3 also weights",
     )
-    dp_shard: Ranks | None = Field(
+    dp_shard: Annotated[Ranks | None, AUTO_AS_NONE] = Field(
         None,
         description="hybrid sharding: neighbouring dp ranks that shard what zero says, a divisor of dp; the groups of "
-        "them have copies, and sum gradients at the end of a step; default all of dp",
+        "them have copies, and sum gradients at the end of a step; auto: all of dp",
     )
     state_shard: Literal["inner", "all"] = Field(
         "inner",

@@ -23,6 +23,9 @@ MANY = 64
 GOALS = {"A100": "a100", "H100": "h100"}
 """Accelerators with a goal for the error, and the prefix of their profiles' names."""
 
+NODE = 8
+"""Devices of a node that shard, of a row with HSDP."""
+
 FLAGS = {"0": False, "1": True, "": False}
 
 SPLIT = {"zb-1p": "zb_h1", "zb-v": "zb_v"}
@@ -151,6 +154,7 @@ def _tree(text: dict[str, str], schedule: str) -> dict[str, Any]:
             "vpp": number("vpp"),
             "dp": number("dp"),
             "zero": number("zero"),
+            "dp_shard": NODE // number("tp") if "HSDP" in text["note"] else None,
             "schedule": schedule,
         },
         "batch": {"micro": number("micro"), "global": number("batch")},

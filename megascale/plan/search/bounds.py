@@ -171,6 +171,7 @@ class Bounds:
         """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
         schedule = SPLIT if SCHEDULES[layout.schedule].facts["split"] else "1f1b"
-        block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1, reshard=None, far_axis="pp")
+        block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1, reshard=None, dp_shard=None)
+        block = block._replace(far_axis="pp")
         flat = layout._replace(sp=False, cp_mode="ring", cp_a2a_size=1, vpp=vpp, schedule="1f1b", micro=1)
         return block, flat._replace(recompute="none", token_blocks=1)

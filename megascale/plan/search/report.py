@@ -126,8 +126,8 @@ def _settings(space: Space, plan: Plan, count: str | None) -> str:
     implied = set() if count == "parallel.dp" else {"parallel.dp"}
     unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
     unused |= set() if config.model.experts else {"parallel.ep", "moe.token_blocks"}
-    unused |= {"parallel.far_axis"} if plan.layout.far_axis == config.parallel.far_axis else set()
-    unused |= {"parallel.reshard"} if plan.layout.reshard == config.parallel.reshard else set()
+    rare = {"parallel.reshard", "parallel.dp_shard", "parallel.far_axis"}
+    unused |= {key for key in rare if value_of(plan.config, key) == value_of(config, key)}
     keys: dict[str, Any] = {
         key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused
     }
@@ -153,6 +153,7 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
         keys, e = plan.layout, plan.estimate
         schedule = keys.schedule if keys.pp > 1 else ""
         zero = f"{keys.zero} {keys.reshard}" if keys.reshard else str(keys.zero)
+        zero += f" in {keys.dp_shard}" if keys.dp_shard else ""
         cells = [schedule, str(keys.micro), zero, keys.recompute, format_bytes(plan.memory.total)]
         cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
         rows.append([format_layout(plan.config), *cells])

@@ -56,7 +56,8 @@ def search(
     `config` is resolved; only its keys in `fixed`, such as `parallel.tp`, constrain the layouts. Groups of tp stay
     inside a node if any such layout fits.
     """
-    space = Space(config, devices, frozenset(fixed), hardware.islands.devices if hardware.islands else 0)
+    island = hardware.islands.devices if hardware.islands else 0
+    space = Space(config, devices, frozenset(fixed), hardware.node.devices, island)
     counts = Counter[str]()
     solver = _BranchAndBound(space, hardware, stack, memory_fraction)
     for tps in (solver.tps_in_node, solver.tps_across_nodes):
@@ -74,7 +75,8 @@ def row(layout: Layout) -> Layout:
     """Reduce a layout to its table row: vpp, schedule, recomputation and zero trade memory for little time, and so does
     what ranks exchange along cp.
     """
-    return layout._replace(cp_mode="", cp_a2a_size=1, vpp=1, schedule="", recompute="", zero=0, reshard=None)
+    plain = layout._replace(cp_mode="", cp_a2a_size=1, vpp=1, schedule="", recompute="", zero=0)
+    return plain._replace(reshard=None, dp_shard=None)
 
 
 class _BranchAndBound:

@@ -40,7 +40,13 @@ class Layout(NamedTuple):
     ep: int = 1
     token_blocks: int = 1
     reshard: str | None = None
+    dp_shard: int | None = None
     far_axis: str = "pp"
+
+    def __lt__(self, other: tuple[Any, ...]) -> bool:
+        """Order layouts by their values, of which None is the first."""
+        one, two = ([(value is not None, value) for value in each] for each in (self, other))
+        return one < two
 
 
 SECTIONS = {"micro": "batch", "recompute": "train", "token_blocks": "moe"}
@@ -59,13 +65,15 @@ MIN_SHARED_TOKENS = 4096  # fewest tokens of a sequence on a rank for cp: fewer 
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a resolved `config` on `devices`. Keys in `fixed` keep their values, as do keys without effect: sp
-    without tp, the mode without cp, zero without dp. `island`: devices of an island, 0 for a single one.
+    """The layouts of a resolved `config` on `devices`, `node` of them in a node and `island` in an island, 0 for one
+    island. Keys in `fixed` keep their values, as do keys without effect: sp without tp, the mode without cp, zero
+    without dp.
     """
 
     config: RunConfig
     devices: int
     fixed: frozenset[str] = frozenset()
+    node: int = 1
     island: int = 0
 
     def layouts(self, tps: Collection[int], *, lean: bool = False) -> Iterator[Layout]:
@@ -88,9 +96,8 @@ class Space:
                 zero = self.config.parallel.zero
                 own = [each for each in shardings if cp * dp > 1 or each[0] == zero] or shardings[:1]
                 for (zero, reshard), ep, far in itertools.product(own, eps, self._far(pp, dp)):
-                    yield Layout(
-                        *tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep, self._blocks, reshard, far
-                    )
+                    every = Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero, ep, self._blocks, reshard)
+                    yield from (every._replace(dp_shard=inner, far_axis=far) for inner in self._inner(every))
 
     def token_blocks(self, layout: Layout) -> list[int]:
         """List the legal blocks of a layout's tokens, whatever its own: one where no GEMMs of other blocks can hide the
@@ -213,6 +220,13 @@ class Space:
             for recompute in self._values("train.recompute", RECOMPUTE)
             if self.is_legal(self._in_one(most, pp=pp, vpp=vpp, schedule=schedule, recompute=recompute))
         ]
+
+    def _inner(self, layout: Layout) -> list[int | None]:
+        """List the legal dp_shard of a layout: all ranks, and with sharded weights those in a node."""
+        ranks = layout.tp * layout.cp
+        fills = self.node % ranks == 0 and ranks < self.node < ranks * layout.dp
+        given = self._values("parallel.dp_shard", [None, self.node // ranks] if layout.zero == 3 and fills else [None])
+        return [n for n in given if not n or (layout.zero and layout.dp % n == ranks * n % layout.ep == 0)]
 
     def _shardings(self, pp: int, vpp: int, schedule: str, recompute: str) -> list[tuple[int, str | None]]:
         """List the legal (zero, reshard), from the most memory to the least. Unless weights are to be sharded, of the

@@ -23,7 +23,7 @@ from typing import Literal
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.pieces import MAX_PIECES
-from megascale.layout.topology import DATA_AXES, topology_of
+from megascale.layout.topology import DATA_AXES, inner_axes, topology_of
 from megascale.plan.simulate.profiles import Hardware
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -148,11 +148,12 @@ Buckets = tuple[tuple[tuple[str, ...], int], ...]
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Data-parallel collectives. `groups`: link and ranks by axes; `sharded`: ZeRO stage 1 or higher; `gradient`,
-    `weight`: bytes of an element.
+    """Data-parallel collectives. `groups`: link and ranks by the axes of a reduction, of those that shard; `copies`: of
+    those with the same shards; `sharded`: ZeRO stage 1 or higher; `gradient`, `weight`: bytes of an element.
     """
 
     groups: Mapping[tuple[str, ...], tuple[Route, int]]
+    copies: tuple[Route, int]
     sharded: bool
     gradient: int
     weight: int
@@ -162,17 +163,18 @@ class DataParallel:
         """Build from a layout; `sizes`: bytes of an element of gradients and of weights."""
         topology = topology_of(p)
         strides = {DATA_AXES: topology.tp, ("edp",): topology.ep}
-        groups = {
-            axes: (group_route(hardware, topology.size(*axes), stride, topology.world_size, together=topology.tp),
-                   topology.size(*axes))
-            for axes, stride in strides.items()
-        }  # fmt: skip
-        return cls(groups, sharded, *sizes)
+
+        def group(ranks: int, stride: int) -> tuple[Route, int]:
+            return group_route(hardware, ranks, stride, topology.world_size, together=topology.tp), ranks
+
+        groups = {axes: group(topology.size(*inner_axes(axes)), stride) for axes, stride in strides.items()}
+        inner = topology.tp * topology.size(*inner_axes(DATA_AXES))
+        return cls(groups, group(topology.dp_replicate, inner), sharded, *sizes)
 
     @property
     def network(self) -> bool:
         """A collective goes between nodes."""
-        return any(route.network for route, _ in self.groups.values())
+        return any(route.network for route, _ in [*self.groups.values(), self.copies])
 
     def shard(self, buckets: Buckets) -> float:
         """Count the elements of this rank's shards of buckets."""
@@ -181,6 +183,12 @@ class DataParallel:
     def reduce(self, buckets: Buckets) -> float:
         """Time the gradient reduction of buckets."""
         return self._seconds("reduce_scatter" if self.sharded else "all_reduce", self.gradient, buckets)
+
+    def sum_copies(self, buckets: Buckets) -> float:
+        """Time the sum of buckets' shards over their copies, at a step's end."""
+        route, ranks = self.copies
+        shards = (self.gradient * numel / self.groups[axes][1] for axes, numel in buckets)
+        return sum(route.collective("all_reduce", nbytes, ranks) for nbytes in shards)
 
     def gather(self, buckets: Buckets) -> float:
         """Time the weight all-gather of buckets, 0 without sharding."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Self
@@ -186,25 +185,41 @@ class PipelineTimes:
         return max(sum(len(layout.layers(stage)) for stage in own) for own in layout.placement.stages)
 
     @cached_property
+    def reductions(self) -> dict[Place, float]:
+        """Seconds of the reduction of every chunk's gradients on this hardware, with a share of the sum over copies; of
+        weights that stream what is exposed once a step.
+        """
+        copies, reduce = cache(self.dp.sum_copies), cache(self.dp.reduce)
+        last = {at: copies(sizes) for at, sizes in self.buckets.items()}
+        if not self.streams:
+            count = self.config.num_microbatches if self.pipeline.reduces_each else 1  # the last sums copies
+            return {at: reduce(sizes) + last[at] / count for at, sizes in self.buckets.items()}
+        slowdown = 1 - self.hardware.attained.overlap
+        hidden = {at: pair.backward.total if self.overlaps.dp else 0.0 for at, pair in self._computed.items()}
+        return {at: each.ends + max(slowdown * last[at], last[at] - hidden[at]) for at, each in self.streamed.items()}
+
+    @cached_property
+    def gathers(self) -> dict[Place, float]:
+        """Seconds of the gather of every chunk's weights on this hardware, none if they stream."""
+        gather = cache(self.dp.gather)
+        return {} if self.streams else {at: gather(sizes) for at, sizes in self.buckets.items()}
+
+    @cached_property
     def times(self) -> StageTimes:
         c, p = self.config, self.config.parallel
         world, size = c.world_size, self.layers.sizes.message
         between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, world, together=p.tp)
         receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
-        buckets = {} if self.streams else self.buckets
-        reduce, gather = (
-            {place: max(on.costs[index](sizes) for on in self.machines[place[0]]) for place, sizes in buckets.items()}
-            for index in range(2)
-        )
-        ends = {place: max(on.streamed[place].ends for on in self.machines[place[0]]) for place in self.streamed}
+        reduce = {at: max(on.reductions[at] for on in self.machines[at[0]]) for at in self.reductions}
+        gather = {at: max(on.gathers[at] for on in self.machines[at[0]]) for at in self.gathers}
         return StageTimes(
             {place: pair.forward.total for place, pair in self.pairs.items()},
             {place: pair.backward.total for place, pair in self.pairs.items()},
             between.message(size),
             receive,
-            ends or reduce,
+            reduce,
             gather,
-            {place: len(sizes) for place, sizes in buckets.items()},
+            {at: len(self.buckets[at]) for at in gather},
             1 - self.hardware.attained.overlap,
             share_link=between.network and self.dp.network,
             weight_gradient={place: pair.weights.total for place, pair in self.pairs.items()},
@@ -213,8 +228,3 @@ class PipelineTimes:
             far=far_message(self.hardware, between, p, world, size),
             islands=stage_islands(self.hardware, p, world) if self.hardware.islands else (),
         )
-
-    @cached_property
-    def costs(self) -> tuple[Callable[[Buckets], float], Callable[[Buckets], float]]:
-        """Seconds of the gradient reduction and of the weight all-gather of buckets on this hardware."""
-        return cache(self.dp.reduce), cache(self.dp.gather)

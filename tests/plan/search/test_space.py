@@ -222,6 +222,18 @@ def test_sharded_weights_can_be_fixed(keys: dict[str, Any]) -> None:
     assert {(layout.zero, layout.reshard) for layout in free} == {(0, None), (1, None), (2, None), (3, "forward")}
 
 
+def test_weights_may_be_sharded_in_nodes() -> None:
+    """With 4 devices in a node; a dp_shard that is given divides dp."""
+    free = all_of(Space(config_of(), DEVICES, node=4))
+    assert {(layout.tp, layout.zero, layout.dp_shard) for layout in free if layout.dp_shard} == {(1, 3, 4)}
+    for layout in [layout for layout in free if layout.dp_shard][::20]:
+        assert legal(Space(config_of(), DEVICES), layout), layout
+    given = Space(config_of(parallel={"dp_shard": 3}), DEVICES, frozenset(["parallel.dp_shard"]), 4)
+    layouts = all_of(given)
+    assert {layout.dp_shard for layout in layouts} == {3} and {layout.zero for layout in layouts} == {1, 2, 3}
+    assert {layout.dp for layout in layouts} == {3, 6, 12}
+
+
 def test_layers_per_chunk_can_be_fixed() -> None:
     config = config_of(parallel={"pp": 3, "layers_per_chunk": [2, 2, 1]})
     free, fixed = (Space(config, DEVICES, frozenset(keys)) for keys in ((), ("parallel.layers_per_chunk",)))

@@ -251,6 +251,22 @@ def test_weights_that_are_gathered_more_often_take_longer(pipelined: bool, stack
         assert sum(step.causes.values()) == pytest.approx(step.step_s) and min(step.causes.values()) >= 0
 
 
+def test_shards_in_a_node_are_gathered_over_its_links() -> None:
+    """The network carries the sum over copies, an eighth of the gradients of each of 8 ranks, once a step."""
+    keys = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.zero=3"]
+    keys += ["model.num_layers=8", "batch.micro=1", "batch.global=512"]
+    load = [load_config(CONFIG, [*keys, *more], world_size=128) for more in ([], ["parallel.dp_shard=8"])]
+    whole, hybrid = (StepParts(config, HARDWARE, STACK) for config in load)
+    assert whole.dp.network and hybrid.dp.network and not hybrid.dp.groups["cp", "dp"][0].network
+    buckets = hybrid.buckets[0, 0]
+    assert hybrid.dp.gather(buckets) < whole.dp.gather(buckets) and whole.dp.sum_copies(buckets) == 0
+    route, copies = hybrid.dp.copies
+    assert copies == 16 and route.bandwidth == pytest.approx(whole.dp.groups["cp", "dp"][0].bandwidth / 8)
+    moved = 2 * 15 / 16 * 4 * sum(numel for _, numel in buckets) / 8 / route.bandwidth
+    assert hybrid.dp.sum_copies(buckets) == pytest.approx(moved, rel=0.1)
+    assert hybrid.step_s < whole.step_s
+
+
 def test_gathers_hide_from_a_number_of_tokens_on() -> None:
     """Attained FLOP/s over bytes/s, for 6 FLOPs a token and 8 bytes a weight: two gathers of 2, a reduction of 4."""
     keys = [*FLAT, "train.recompute=none", "parallel.zero=3"]
