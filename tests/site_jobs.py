@@ -13,6 +13,7 @@ from megascale.config.run import RunConfig
 from megascale.core.network import LOOPBACK, listen
 from megascale.operate.channel.secret import SECRET_VARIABLE, job_secret
 from megascale.operate.channel.store_server import StoreServer
+from megascale.train.outer_steps import Sites
 from tests.thread_world import run_threads
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ def run_sites(configs: Sequence[RunConfig], function: Callable[[Any], T]) -> lis
     """Run `function(run)` at all sites at once, each of one rank, after they have joined. Return the results."""
 
     def body(run: Any) -> T:
+        run.sites = Sites(run.config, run.outer)
         run.sites.join(run)
         return function(run)
 

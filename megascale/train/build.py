@@ -39,6 +39,7 @@ from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
 from megascale.optim.lr import learning_rate
+from megascale.optim.outer_optimizer import build_outer
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
 from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
@@ -55,7 +56,6 @@ from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.exit_losses import ExitLosses
 from megascale.train.op_context import op_context
-from megascale.train.outer_steps import Sites
 from megascale.train.prediction_steps import PredictionSteps
 from megascale.train.run import Dtypes, Hooks, Run
 from megascale.train.stop import StopRequest
@@ -137,19 +137,19 @@ def build_rank_run(
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
     mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config.train, mesh, buffers, on, sequence=p.sp)
-    average, sites = build_average(config.train, optimizer, mesh), Sites.build(config, optimizer.shards, mesh)
+    average = build_average(config.train, optimizer, mesh)
+    outer = build_outer(config.sites, optimizer.shards, config.model.total_layers, mesh)
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, placement, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), layout.placement, config.overlap.pp
     pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
     pipeline.passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
     policy = build_policy(config.data, config.batch, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
-    outer = sites.outer if sites else None
     parts = (optimizer, fp8_state, guard, noise_scale, average, policy, expert_state, outer)
     mesh.recorder.log.start_parts.begin("build")
     return Run(
         config=config, device=device, mesh=mesh, dtypes=dtypes, stages=stages, buffers=buffers, fp8_state=fp8_state,
-        noise_scale=noise_scale, policy=policy, average=average, sites=sites, optimizer=optimizer, pipeline=pipeline,
+        noise_scale=noise_scale, policy=policy, average=average, outer=outer, optimizer=optimizer, pipeline=pipeline,
         order_of=lru_cache(KEPT_ORDERS)(partial(build_order, config, mesh.coord.pp)),
         train_loader=train, valid_loader=valid, valid_batches=valid_batches,
         lr=learning_rate(config.optimizer, config.train.steps, sizes),

@@ -147,8 +147,12 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
         injection.attach(run)
         injection.reach("load")
     resumed = load_initial_state(run, open_weights)
-    if run.sites is not None:
-        run.sites.join(run)
+    sites = None
+    if run.outer is not None:
+        from megascale.train.outer_steps import Sites
+
+        sites = Sites(config, run.outer)
+        sites.join(run)
     reporter = _open_reporter(run, peak, resumed)
     try:
         if run.progress.step >= config.train.steps:
@@ -158,7 +162,7 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
             from megascale.train.stored_attempt import begin_stored_attempt
 
             begin_stored_attempt(run, peak)
-        return train(run, reporter)
+        return train(run, reporter, sites)
     finally:
         reporter.close()
 

@@ -23,14 +23,12 @@ from torch import Tensor
 from megascale.checkpoint.format.state import Progress
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group
-from megascale.comm.mesh import Mesh
 from megascale.comm.site_group import open_site_group
 from megascale.comm.site_meetings import Arrival, Members, SiteMeetings
 from megascale.comm.work import COMPLETED, Work
 from megascale.config.run import RunConfig
 from megascale.core.errors import LostPeerError
 from megascale.operate.channel.secret import SECRET_VARIABLE, job_secret
-from megascale.optim.optimizer_shard import OptimizerShard
 from megascale.optim.outer_optimizer import OuterOptimizer, PseudoGradient
 from megascale.record.layout import Phase
 from megascale.record.recorder import Recorder
@@ -58,19 +56,13 @@ class SiteExchange:
 class Sites:
     """This rank's part in the outer steps of its site."""
 
-    def __init__(self, config: RunConfig, shards: Sequence[OptimizerShard], mesh: Mesh) -> None:
-        self._config, self._settings = config, config.sites
-        self.outer = OuterOptimizer(config.sites, shards, config.model.total_layers, mesh)
+    def __init__(self, config: RunConfig, outer: OuterOptimizer) -> None:
+        self._config, self._settings, self._outer = config, config.sites, outer
         self._meetings: SiteMeetings | None = None
         self._group: tuple[Members, Group] | None = None
         self._exchange: SiteExchange | None = None
         self.news: list[str] = []
         self._known: tuple[int, ...] = ()
-
-    @classmethod
-    def build(cls, config: RunConfig, shards: Sequence[OptimizerShard], mesh: Mesh) -> Sites | None:
-        """Build the part of one of several sites, which optimizer `shards` belong to; None if there is one site."""
-        return cls(config, shards, mesh) if config.sites.count > 1 else None
 
     def join(self, run: Run) -> None:
         """Meet the other sites before the first step, and take over the state of those that train. A collective of all
@@ -79,7 +71,7 @@ class Sites:
         Raises: ConfigError if the sites differ, or without the secret; MegascaleError without a meeting point
         """
         run.mesh.recorder.log.set_phase(Phase.SITES)
-        self.outer.begin()
+        self._outer.begin()
         dumped = self._config.model_dump(mode="json", by_alias=True)
         agreement = {f"{name}.{key}": json.dumps(value) for name in AGREED for key, value in dumped[name].items()}
         agreement.pop("sites.index")
@@ -126,14 +118,14 @@ class Sites:
         returning, source = members.returning, members.arrivals[members.source]
         if not members.trained and not returning:
             return True
-        own, state = self.outer.pseudo_gradient(source.fragments), None
+        own, state = self._outer.pseudo_gradient(source.fragments), None
         gathered: Tensor = own.payload[None]
         work: Work = COMPLETED
         try:
             if len(members.arrivals) > 1:
                 group = self._open(run, members, place)
                 if returning:
-                    states, done = _gather(group, self.outer.taken_over(), "state")
+                    states, done = _gather(group, self._outer.taken_over(), "state")
                     done.wait()
                     state = states[members.source] if place in returning else None
                 gathered, work = _gather(group, own.payload, "pseudo-gradients")
@@ -158,12 +150,12 @@ class Sites:
         if state is not None:
             source = members.arrivals[members.source]
             run.progress = Progress(source.step, source.samples, source.tokens)
-            self.outer.take_over(state.to(own.payload.device))
-            own = self.outer.pseudo_gradient(source.fragments)
+            self._outer.take_over(state.to(own.payload.device))
+            own = self._outer.pseudo_gradient(source.fragments)
         if members.trained:
             payloads = [exchange.gathered[at].to(own.payload.device) for at in members.trained]
             place = members.sites.index(self._settings.index)
-            self.outer.step(own, payloads, contributed=place in members.trained)
+            self._outer.step(own, payloads, contributed=place in members.trained)
         if run.fp8_state is not None:
             run.fp8_state.invalidate_weights()
         copy_masters_and_gather(run)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megascale.data.mix.loader import Loader
     from megascale.device import Device
     from megascale.model.transformer import Stage
+    from megascale.optim.outer_optimizer import OuterOptimizer
     from megascale.optim.sharded import ShardedOptimizer
     from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.microbatch import StepBatch
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from megascale.record.metrics import EvaluationMetrics
     from megascale.schedule.ir import RankSchedule
     from megascale.train.noise_scale import NoiseScale
-    from megascale.train.outer_steps import Sites
     from megascale.train.policy_state import PolicyState
     from megascale.train.step_totals import StepTotals
     from megascale.train.stop import StopRequest
@@ -177,7 +177,7 @@ class Run:
 
     `order_of`: the actions for a number of micro-batches, in training or not. `step_hooks`: features of the step
     itself; `hooks`: those of plug-ins before training, all other hooks in training. None if there is none: `fp8_state`,
-    `noise_scale`, `policy` (the data policy's state), `average`, `sites`.
+    `noise_scale`, `policy` (the data policy's state), `average`, `outer`.
     """
 
     config: RunConfig
@@ -200,7 +200,7 @@ class Run:
     checkpoints: Checkpoints
     progress: Progress
     stop: StopRequest
-    sites: Sites | None = None
+    outer: OuterOptimizer | None = None
     origin: InitialState = InitialState()
     step_hooks: Hooks = field(default_factory=Hooks)
     hooks: Hooks = field(default_factory=Hooks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megascale.train.exit_losses import exit_metrics
 from megascale.train.prediction_steps import prediction_metrics
 from megascale.train.reporter import Reporter
@@ -13,9 +15,14 @@ from megascale.train.spike import SpikeAlert
 from megascale.train.start_report import StartReport
 from megascale.train.step import is_logged_step
 
+if TYPE_CHECKING:
+    from megascale.train.outer_steps import Sites
 
-def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
-    """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step."""
+
+def standard_hooks(run: Run, reporter: Reporter, sites: Sites | None) -> Hooks:
+    """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step.
+    `sites`: which have met.
+    """
     hooks: list[Hook] = [StartReport(reporter)]
     if run.config.observe.profile_step or not run.progress.step:  # a run that begins removes an earlier one's profiles
         from megascale.train.kernel_shares import KernelShares
@@ -30,10 +37,10 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
 
         hooks.append(PolicyUpdates(run.policy, reporter))
     hooks += [StepRecords(reporter), SpikeAlert(run.config.fault, reporter), SkippedSteps(reporter)]
-    if run.sites is not None:
+    if sites is not None:
         from megascale.train.outer_steps import SiteSteps
 
-        hooks.append(SiteSteps(run.sites, reporter))
+        hooks.append(SiteSteps(sites, reporter))
     if run.average is not None:
         hooks.append(WeightAveraging())
     if run.valid_loader is not None:

@@ -46,7 +46,7 @@ def shards_of(stateful: Any) -> dict[str, Any]:
 
 def two_outer_steps(run: Any) -> dict[str, Any]:
     """Train with two outer steps of this site's own pseudo-gradient, and return the weights and the outer state."""
-    outer = run.sites.outer
+    outer = run.outer
     outer.begin()
     for _ in range(2):
         trained(run)

@@ -21,6 +21,7 @@ from torch import Tensor
 from megascale.core.errors import Exit, LostPeerError
 from megascale.operate.channel.secret import SECRET_VARIABLE
 from megascale.train import outer_steps
+from megascale.train.outer_steps import Sites
 from megascale.train.resume import load_initial_state
 from megascale.train.step import train_step
 from tests.jobs import Job, job_config
@@ -54,7 +55,7 @@ def train(run: Any, until: int) -> Tensor:
     """Train with outer steps; return the master weights."""
     while run.progress.step < until:
         train_step(run, run.train_loader.batch(run.progress.samples))
-        if run.sites is not None:
+        if run.outer is not None:
             run.sites.after_step(run)
     run.buffers.finish_param_gather()
     return torch.cat([shard.master for shard in run.optimizer.shards]).clone()
@@ -134,7 +135,7 @@ def test_an_exchange_that_fails_in_the_background_is_tried_again(
 
 
 def resumed_state(run: Any) -> dict[str, Tensor]:
-    tensors = run.sites.outer.global_tensors()
+    tensors = run.outer.global_tensors()
     return {f"{name}@{shard.offset}": shard.data.clone() for name, t in tensors.items() for shard in t.shards}
 
 
@@ -153,7 +154,7 @@ def test_the_outer_state_is_in_checkpoints(address: str, tmp_path: Path) -> None
 
         def load(run: Any) -> dict[str, Tensor]:
             load_initial_state(run, lambda folder: pytest.fail(str(folder)))
-            run.sites.outer.begin()
+            run.outer.begin()
             return resumed_state(run)
 
         (found,) = run_threads(config, load)
@@ -167,6 +168,7 @@ def test_a_site_that_returns_has_the_weights_of_the_others(address: str, tmp_pat
     trains_alone = threading.Event()
 
     def join(run: Any) -> None:
+        run.sites = Sites(run.config, run.outer)
         run.sites.join(run)
         run.sites._meetings._settings = run.config.sites.model_copy(update={"grace_s": 600.0})  # patient from here on
 

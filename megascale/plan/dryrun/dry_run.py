@@ -89,7 +89,7 @@ def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:
         counter_mode.set_kind(bucket.grad, "gradients")
         for tensor in (shard.master, *shard.state.values()):
             counter_mode.set_kind(tensor, "optimizer")
-    for part in (run.average, run.sites.outer if run.sites is not None else None):
+    for part in (run.average, run.outer):
         for tensor in part.flat_tensors() if part is not None else ():
             counter_mode.set_kind(tensor, "optimizer")
     for _, _, _, values in run.optimizer.matrix_state():

@@ -20,7 +20,7 @@ def test_outer_state_is_counted_as_optimizer_state(sites: dict[str, Any], tmp_pa
     config = config_of(settings(LLAMA, tmp_path, parallel__dp=2, parallel__pp=2, **sites), tmp_path)
 
     def held(run: Any) -> int:
-        return sum(values.nbytes for part in (run.optimizer, run.sites.outer) for values in part.flat_tensors())
+        return sum(values.nbytes for part in (run.optimizer, run.outer) for values in part.flat_tensors())
 
     weights = [sum(s.master.nbytes for s in run) for run in run_threads(config, lambda run: run.optimizer.shards)]
     for rank, (size, own) in enumerate(zip(run_threads(config, held), weights, strict=True)):
