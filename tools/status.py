@@ -30,7 +30,7 @@ class Feature:
 
 
 FEATURES = (
-    Feature("tp, sp, pp, vpp, dp, ZeRO 0 to 3, mixed", ("parallel", "schedule", "layout"), ("layouts", "pipeline")),
+    Feature("tp, sp, pp, vpp, dp, ZeRO 0 to 3, hybrid sharding, mixed", ("parallel", "schedule", "layout"), ("layouts", "pipeline")),
     Feature(
         "schedules with split backwards, on a V, in pairs, partial",
         (
@@ -63,6 +63,7 @@ FEATURES = (
     Feature("mistakes with GPUs are refused", ("cli", "config"), ("refusals",)),
     Feature("speed of a step", ("bench",), ("speed",)),
     Feature("`launch`: driver, agents, spares, Slurm", ("operate/driver", "operate/node", "operate/channel")),
+    Feature("several sites, rebuilt stages", ("train/test_outer_steps.py", "checkpoint/test_lost_stages.py")),
     Feature("node checks", ("operate/health",)),
     Feature("event store, findings, metrics", ("operate/store", "operate/diagnose")),
     Feature("`watch`, `dashboard`, `trace`", ("operate/show",)),
