@@ -67,7 +67,7 @@ def row(recipe: Recipe) -> list[str]:
     return [
         f"`{recipe.name}.toml`",
         f"{gpus:,} x {recipe.hardware}",
-        format_layout(plan.config),
+        format_layout(plan),
         f"{plan.config.batch.total:,}",
         f"{estimate.step_s:.2f}",
         f"{estimate.tokens_per_s / gpus:,.0f}",

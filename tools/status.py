@@ -30,7 +30,11 @@ class Feature:
 
 
 FEATURES = (
-    Feature("tp, sp, pp, vpp, dp, ZeRO 0 to 3, hybrid sharding, mixed", ("parallel", "schedule", "layout"), ("layouts", "pipeline")),
+    Feature(
+        "tp, sp, pp, vpp, dp, ZeRO 0 to 3, hybrid sharding, mixed",
+        ("parallel", "schedule", "layout"),
+        ("layouts", "pipeline"),
+    ),
     Feature(
         "schedules with split backwards, on a V, in pairs, partial",
         (

@@ -51,7 +51,7 @@ def summary(config: RunConfig) -> str:
     vpp = f" (vpp {p.vpp})" if p.vpp > 1 else ""
     ep = f" (ep {p.ep})" if p.ep > 1 else ""
     layout = f"tp {p.tp}{' sp' if p.sp else ''}{cp} x pp {p.pp}{vpp} x dp {config.dp}{ep}"
-    tokens, whole = config.batch.total * m.seq_length, config.samples * m.seq_length
+    tokens, whole = config.sites.count * config.batch.total * m.seq_length, config.samples * m.seq_length
     rampup = " after the ramp-up" if config.batch.rampup else ""
     documents = f"{text}\n" if (text := describe_documents(config.data)) else ""
     rank = JobMemory(config).fullest()

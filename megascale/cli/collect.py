@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit
 from megascale.core.files import SHARED_MEMORY, lock_to_build
-from megascale.core.process import module_command
+from megascale.core.process import module_command, process_exists
 from megascale.operate.print_line import print_line
 from megascale.record.log_files import folder_key
 
@@ -123,7 +123,7 @@ async def _drive(end: DriverEnd, welcome: Welcome, first: int) -> None:
     pids, has_ended = set[int](), False
     async for _, message in end:
         if isinstance(message, Heartbeat):
-            pids = {status.pid for status in message.ranks}
+            pids = {status.pid for status in message.ranks if process_exists(status.pid)}  # `first` may be gone
         has_ended = has_ended or isinstance(message, Disconnected) or os.getppid() != first
         if has_ended and pids <= {first}:
             end.send(node, Leave(""))

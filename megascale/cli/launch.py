@@ -19,6 +19,7 @@ from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
 from megascale.core.run_folder import read_token
+from megascale.operate.channel.secret import sites_secret
 from megascale.operate.node import environment
 
 
@@ -51,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(found)
     if options.output:
         return _write_manifest(options, config)
+    if config.sites.count > 1:
+        sites_secret()
     environment.set_defaults(config.folder if config.world_size > 1 else None)
     raise_limits(config, config.world_size if options.scheduler == "local" else config.world_size // options.nodes)
     warn(run_warnings(config, restarts=True))

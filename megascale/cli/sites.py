@@ -11,7 +11,7 @@ from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.limits import raise_soft_limits
 from megascale.core.network import is_loopback, join_port, listen, listen_as, split_port
 from megascale.core.process import interrupt_on_stop_signals
-from megascale.operate.channel.secret import SECRET_VARIABLE, job_secret
+from megascale.operate.channel.secret import sites_secret
 from megascale.operate.channel.store_server import StoreServer
 
 
@@ -24,7 +24,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve the meetings until Ctrl-C or SIGTERM. The secret is in the environment."""
     raise_soft_limits()
-    secret = job_secret(None, {name: value for name, value in os.environ.items() if name == SECRET_VARIABLE})
+    secret = sites_secret()
     host, port = options.address
     try:
         listener = (listen if is_loopback(host) else listen_as)(host, port)

@@ -19,6 +19,7 @@ from megascale.cli.torch_import import torch_import_problem
 from megascale.config.run_warnings import run_warnings
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import STORE_VARIABLE, Rank, die_with_torchrun, local_world_size, rank_from_environment
+from megascale.operate.channel.secret import sites_secret
 from megascale.operate.node import environment
 from megascale.operate.node.failure import write_end, write_error
 from megascale.operate.store.settings import StoreSettings
@@ -39,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         try:
             config = load_rank_config(options, rank)
+            if config.sites.count > 1:
+                sites_secret()  # before ranks start
             environment.set_defaults(config.folder if config.world_size > 1 else None)
             raise_limits(config, local_world_size(1) if rank else config.world_size)
             # otherwise the launcher holds the lock

@@ -155,8 +155,15 @@ def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that groups of dp_shard neighbours fill dp, have something to shard, and hold each expert equally often."""
     key, inner, dp, zero = "parallel.dp_shard", parallel.dp_shard, parallel.dp, parallel.zero
     if parallel.state_shard == "all" and (inner is None or zero < 3):
-        message = f"has no effect with parallel.dp_shard = {inner} and parallel.zero = {zero}"
+        shown = "unset" if inner is None else f"= {inner}"
+        message = f"has no effect with parallel.dp_shard {shown} and parallel.zero = {zero}"
         yield Finding("parallel.state_shard", message, "dp_shard and zero = 3, or remove the key")
+    elif parallel.state_shard == "all" and inner == dp:
+        yield Finding(
+            "parallel.state_shard",
+            f"has no effect: dp_shard = {inner} leaves no copies",
+            "a smaller dp_shard, or remove the key",
+        )
     if inner is None:
         return
     ranks = parallel.tp * parallel.cp * inner

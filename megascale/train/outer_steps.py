@@ -11,9 +11,10 @@ momentum of another at the next meeting, with an inner optimizer from its own ch
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from megascale.comm.site_meetings import Arrival, Members, SiteMeetings
 from megascale.comm.work import COMPLETED, Work
 from megascale.config.run import RunConfig
 from megascale.core.errors import LostPeerError
-from megascale.operate.channel.secret import SECRET_VARIABLE, job_secret
+from megascale.operate.channel.secret import sites_secret
 from megascale.optim.outer_optimizer import OuterOptimizer, PseudoGradient
 from megascale.record.layout import Phase
 from megascale.record.recorder import Recorder
@@ -75,10 +76,14 @@ class Sites:
         dumped = self._config.model_dump(mode="json", by_alias=True)
         agreement = {f"{name}.{key}": json.dumps(value) for name in AGREED for key, value in dumped[name].items()}
         agreement.pop("sites.index")
-        secret = job_secret(None, {name: value for name, value in os.environ.items() if name == SECRET_VARIABLE})
+        first = run.mesh.rank == 0
+        if first:
+            text = f"site {self._settings.index} meets the others at {self._settings.address} (`megascale sites`)"
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
         self._meetings = SiteMeetings(
-            self._settings, secret, datetime.timedelta(seconds=self._config.launch.start_timeout_s),
-            ranks=run.mesh.world.size, first=run.mesh.rank == 0,
+            self._settings, sites_secret(), datetime.timedelta(seconds=self._config.launch.start_timeout_s),
+            ranks=run.mesh.world.size, first=first,
             agreement=agreement,
         )  # fmt: skip
         self._meetings.number = run.mesh.world.control.broadcast(self._meetings.number, "the open meeting of sites")

@@ -60,6 +60,10 @@ QUICK = [
 )
 def test_split_backward_is_the_same_run(model: str, layout: str, precision: str, tmp_path: Path) -> None:
     keys = {f"parallel__{key}": value for key, value in LAYOUTS[layout].items()} | {"train__precision": precision}
+    if layout.endswith(
+        " v"
+    ):  # a norm adds stages up by rank: its last bit is that of the placement, clipping would use it
+        keys["optimizer__clip_norm"] = 0.0
     tree = settings(MODELS[model], tmp_path, **keys)
     schedule = "zb_v" if layout.endswith(" v") else "interleaved_zb"
     configs = [config_of(tree, tmp_path), config_of(tree, tmp_path, [f"parallel.schedule={schedule}"])]
@@ -74,6 +78,9 @@ def test_split_backward_is_the_same_run(model: str, layout: str, precision: str,
             assert np.allclose(split, whole, rtol=later, atol=0)
         elif layout.endswith(" v") and model == "gpt":  # gradients of head and embedding are added on one rank
             assert np.allclose(split, whole, rtol=1e-10 if precision == "fp64" else 1e-2, atol=0)
+        elif layout.endswith(" v"):
+            assert [loss for loss, _ in split] == [loss for loss, _ in whole]
+            assert np.allclose(split, whole, rtol=1e-15, atol=0)
         else:
             assert split == whole
 

@@ -85,6 +85,11 @@ def job_secret(folder: Path | None, env: Mapping[str, str] = os.environ) -> byte
     return hashlib.sha256(text).digest()
 
 
+def sites_secret() -> bytes:
+    """Return the key of the secret in the environment, which jobs at several sites share. Raises: ConfigError"""
+    return job_secret(None, {name: value for name, value in os.environ.items() if name == SECRET_VARIABLE})
+
+
 def _read_descriptor(env: Mapping[str, str]) -> bytes:
     hint = "unset the variable: megascale train sets it for its ranks"
     descriptor = whole_number(env, DESCRIPTOR_VARIABLE, hint=hint)

@@ -40,7 +40,7 @@ def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
         panels[2].plot(devices, [rates[0] * count / devices[0] for count in devices], linestyle="--", label="linear")
         panels[2].set(xlabel="devices", ylabel="tokens/s", title="scaling", xscale="log", yscale="log")
         panels[2].legend()
-    figure.suptitle(f"{plan.config.name}: {format_layout(plan.config)} on {plan.hardware.name} with {plan.stack.name}")
+    figure.suptitle(f"{plan.config.name}: {format_layout(plan)} on {plan.hardware.name} with {plan.stack.name}")
     with atomic_file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=120)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.layout.parameters import active_parameter_count, describe_parameters, parameter_count
 from megascale.plan.account.attended import describe_documents
@@ -49,7 +48,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
     """Report a plan: summary, memory by kind, time by cause, notes, dry runs, the job, and the sweep."""
     config, e, error = plan.config, plan.estimate, plan.expected_error
     yield (
-        f"{config.name}: {describe_parameters(config.model)}, {format_layout(config)} = "
+        f"{config.name}: {describe_parameters(config.model)}, {format_layout(plan)} = "
         f"{config.world_size} x {plan.hardware.name}, "
         f"{config.num_microbatches} micro-batch{'es' * (config.num_microbatches != 1)} of {config.batch.micro}, "
         f"with {plan.stack.name}"
@@ -77,14 +76,14 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
         yield _sweep_table(sweep)
 
 
-def format_layout(config: RunConfig) -> str:
+def format_layout(plan: Plan) -> str:
     """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16 (ep 8 in 4 blocks)'."""
-    p, blocks = config.parallel, config.moe.token_blocks
+    p, blocks = plan.config.parallel, plan.config.moe.token_blocks
     sp, vpp = " sp" if p.sp and p.tp > 1 else "", f" (vpp {p.vpp})" if p.vpp > 1 else ""
     heads = f" {p.cp_a2a_size} x {p.cp_keys}" if p.cp_mode == "usp" else ""
     cp = f" x cp {p.cp} {p.cp_mode}{heads}" if p.cp > 1 else ""
     ep = f" (ep {p.ep}{f' in {blocks} blocks' if blocks > 1 else ''})" if max(p.ep, blocks) > 1 else ""
-    far = " across islands" if p.far_axis == "dp" else ""
+    far = " across islands" if p.far_axis == "dp" and plan.hardware.islands else ""
     return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}{far}{ep}"
 
 
@@ -156,12 +155,12 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
         zero += f" in {keys.dp_shard}" if keys.dp_shard else ""
         cells = [schedule, str(keys.micro), zero, keys.recompute, format_bytes(plan.memory.total)]
         cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
-        rows.append([format_layout(plan.config), *cells])
+        rows.append([format_layout(plan), *cells])
     headings = ("layout", "schedule", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by")
     yield plain_table(headings, rows)
-    for config in (plan.config for plan in result.best):
-        if sizes := config.parallel.layers_per_chunk:
-            yield f"{format_layout(config)}: parallel.layers_per_chunk={sizes}"
+    for plan in result.best:
+        if sizes := plan.config.parallel.layers_per_chunk:
+            yield f"{format_layout(plan)}: parallel.layers_per_chunk={sizes}"
     error = first.expected_error or 0.0
     near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in result.best)
     if error and near > 1:
@@ -197,17 +196,19 @@ def _sweep_table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         e, size = plan.estimate, format_bytes(plan.memory.total) + ("" if plan.fits else ": does not fit")
         speed = f"{e.step_s:.4g}", format_count(e.tokens_per_s), f"{e.mfu_full:.1%}"
-        rows.append((str(plan.config.world_size), format_layout(plan.config), *speed, size))
+        rows.append((str(plan.config.world_size), format_layout(plan), *speed, size))
     return plain_table(("devices", "layout", "step s", "tokens/s", "MFU full", "memory"), rows)
 
 
 def _job_line(plan: Plan, tokens: float, cost: FailureCost) -> str:
-    seconds = tokens / plan.estimate.tokens_per_s
-    hours = format_count(seconds * plan.config.world_size / 3600)
+    seconds = tokens / plan.estimate.tokens_per_s / plan.config.sites.count
+    hours = format_count(tokens / plan.estimate.tokens_per_s * plan.config.world_size / 3600)
+    at_sites = f" at {plan.config.sites.count} sites" if plan.config.sites.count > 1 else ""
     longer = f"and a checkpoint every {format_duration(cost.every_s)} {format_duration(cost.with_failures(seconds))}"
     return (
-        f"{format_count(tokens)} tokens: {format_duration(seconds)}, {hours} device hours; with a failure every "
-        f"{format_duration(cost.mean_s)} {'it never ends' if cost.lost_share == 1 else longer}"
+        f"{format_count(tokens)} tokens{at_sites}: {format_duration(seconds)}, {hours} device hours; "
+        f"with a failure every {format_duration(cost.mean_s)} "
+        f"{'it never ends' if cost.lost_share == 1 else longer}"
     )
 
 
@@ -245,11 +246,11 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Fai
     }
     if tokens:
         tree["job"] = {"tokens": tokens}
-        seconds = tokens / e.tokens_per_s
+        seconds = tokens / e.tokens_per_s / config.sites.count
         for name, duration in (("", seconds), ("_with_failures", cost.with_failures(seconds))):
             ends = duration < math.inf
             tree["job"][f"days{name}"] = duration / 86400 if ends else None
-            tree["job"][f"gpu_hours{name}"] = duration * config.world_size / 3600 if ends else None
+            tree["job"][f"gpu_hours{name}"] = duration * config.world_size * config.sites.count / 3600 if ends else None
     if plan.exact:
         tree["exact"] = {key: plan.exact[key] for key in ("exact_stages", "ranks")}
     if sweep:
