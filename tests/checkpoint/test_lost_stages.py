@@ -85,7 +85,7 @@ def assemble(by_rank: list[list[Any]]) -> Whole:
 
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "pp3 dp2 zero0", "pp3 tp2 bf16", "pp3 vpp2 dp2 zero2"))
 def test_a_lost_stage_is_the_mean_of_its_neighbours(layout: str, tmp_path: Path) -> None:
-    keys = {"model__num_layers": 6, "batch__global": 12, "optimizer__zclip": True, "parallel__zero": 1}
+    keys = {"model__num_layers": 6, "batch__global": 6, "optimizer__zclip": True, "parallel__zero": 1}
     tree = settings(FAMILIES["llama"], tmp_path, **keys | LAYOUTS[layout])
     config = config_of(tree, tmp_path)
     p, layers = config.parallel, config.model.num_layers // (config.parallel.pp * config.parallel.vpp)

@@ -5,10 +5,7 @@ torch.compile compiles takes its time; with one in the slow tests.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +37,15 @@ def verdicts(report: dict[str, Any], precision: str, operation: str) -> dict[str
     return {verdict["backend"]: verdict for verdict in examination["verdicts"]}
 
 
-def test_the_default_is_one_screen(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megascale", "doctor"],
-        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120, env=os.environ | {"COLUMNS": "80"},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+def test_the_default_is_one_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    status = main(["doctor"])
+    out, err = capfd.readouterr()
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
     assert len(lines) <= 45
     assert max(map(len, lines)) < 120
     for operation, registry in BACKENDS.items():
@@ -57,9 +56,9 @@ def test_the_default_is_one_screen(tmp_path: Path) -> None:
         rows = [line[18:].split() for line in lines[first : first + len(registry.names())]]
         assert [row[0] for row in rows] == registry.names()
         assert sum("used" in row for row in rows) == 1
-    assert re.search(r"^norm +te +- +- +needs a GPU$", done.stdout, re.MULTILINE)
-    assert re.search(r"^ +torch +used \d\.\de-0\d +used \d\.\de-0\d$", done.stdout, re.MULTILINE)
-    assert "torch.compile cannot compile: no C++ compiler: there is no no-such-compiler" in done.stdout
+    assert re.search(r"^norm +te +- +- +needs a GPU$", out, re.MULTILINE)
+    assert re.search(r"^ +torch +used \d\.\de-0\d +used \d\.\de-0\d$", out, re.MULTILINE)
+    assert "torch.compile cannot compile: no C++ compiler: there is no no-such-compiler" in out
     assert list(tmp_path.iterdir()) == []
 
 

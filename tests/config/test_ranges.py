@@ -37,11 +37,23 @@ def load(*overrides: str, **more: Any) -> RunConfig:
     return load_config_tree(settings(GPT, Path("runs"), **more), "test", overrides)
 
 
-@pytest.mark.parametrize("numbers", ["corners", pytest.param("between", marks=pytest.mark.slow)])
+LISTS = {
+    f"{table}.{field.alias or name}"
+    for table, section in sections().items()
+    for name, field in section.model_fields.items()
+    if "list" in str(field.annotation)
+} | {"data.split"}
+"""Keys that take lists; the others refuse one whatever it holds, and a list of 1 alone is quick."""
+
+
+@pytest.mark.parametrize("numbers", only_quick(["corners", "lists of corners", "between"], "corners"))
 @pytest.mark.parametrize("key", KEYS)
 def test_every_number_is_refused_or_checked(key: str, numbers: str) -> None:
-    for number in (CORNERS if numbers == "corners" else BETWEEN).split():
-        for text in (number, f"[{number}]", f"[{number}, {number}]"):
+    for number in (BETWEEN if numbers == "between" else CORNERS).split():
+        lists = (
+            [f"[{number}]", f"[{number}, {number}]"] if numbers != "corners" or number == "1" or key in LISTS else []
+        )
+        for text in [number, *lists] if numbers != "lists of corners" else lists:
             try:
                 config = load(f"{key}={text}")
             except ConfigError as error:

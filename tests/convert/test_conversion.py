@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tokenizers.models import WordLevel
 from megascale.checkpoint import folders, offline
 from megascale.checkpoint.companions import DATA_TOKENIZER
 from megascale.checkpoint.format import manifest
+from megascale.cli.main import main
 from megascale.config.model import ModelConfig, model_differences
 from megascale.convert import huggingface
 from megascale.convert.config_file import CONFIG_FILE
@@ -328,14 +330,22 @@ def test_weights_are_cast_to_another_dtype(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").dtype == torch.float16
 
 
-def test_a_full_disk_is_a_one_line_error(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pretrained(GPT | {"activation": "gelu"}, tmp_path / "theirs")
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
-    # -B: Python would write compiled modules up to the limit, and all later processes would fail to load them.
-    command = f"ulimit -f 20; {sys.executable} -B -m megascale ckpt convert {tmp_path}/ours {tmp_path}/again"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
-    assert f"cannot convert into {tmp_path}/again: " in done.stderr and not (tmp_path / "again").exists()
+    # Python would write compiled modules up to the limit, and all later processes would fail to load them.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 10, limits[1]))
+    try:
+        status = main(["ckpt", "convert", f"{tmp_path}/ours", f"{tmp_path}/again"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    err = capsys.readouterr().err
+    assert status == 4 and "Traceback" not in err, err
+    assert f"cannot convert into {tmp_path}/again: " in err and not (tmp_path / "again").exists()
 
 
 def changed(folder: Path, **keys: Any) -> None:

@@ -6,7 +6,6 @@ import itertools
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from megascale.cli.main import main, parse
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError, MegascaleError
 from megascale.core.rank import Rank
+from megascale.data.prepare.python_corpus import make_corpus
 from megascale.record.log_files import log_of_rank
 from tests.marks import only_quick
 
@@ -128,7 +128,7 @@ def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     (folder / "configs").symlink_to(ROOT / "configs")
     data = folder / "data" / "quickstart"
-    subprocess.run([sys.executable, ROOT / "tools/corpus.py", "--output", data], check=True, capture_output=True)
+    make_corpus(ROOT / "megascale/cli", data, 400)  # a small corpus: tests/data/prepare makes that of the library
     for split in ("train", "valid"):
         source, prefix = data / f"{split}.jsonl", str(data / split)
         source.write_text("".join(source.read_text(encoding="utf-8").splitlines(keepends=True)[:100]), encoding="utf-8")

@@ -82,16 +82,21 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
     return model, tp
 
 
-@settings_of_examples(max_examples=40)
-@given(models(), st.sampled_from([1, 50, 333, 1 << 20]))
-def test_every_tp_holds_the_same_tensors(drawn: tuple[ModelConfig, int], block: int) -> None:
+@pytest.mark.parametrize("count", only_quick([12, 40], 12))
+def test_every_tp_holds_the_same_tensors(count: int) -> None:
     """A shard may start and end inside a block."""
-    model, tp = drawn
-    with patch.object(initialize, "BLOCK", block):
-        for parameter in all_params(model):
-            shapes = {tensor.name: tensor.shape for tensor in parameter.parts}
-            expected, results = join(shapes, pieces(parameter, 1)), join(shapes, pieces(parameter, tp))
-            assert all((results[name] == expected[name]).all() for name in shapes)
+
+    @settings_of_examples(max_examples=count)
+    @given(models(), st.sampled_from([1, 50, 333, 1 << 20]))
+    def check(drawn: tuple[ModelConfig, int], block: int) -> None:
+        model, tp = drawn
+        with patch.object(initialize, "BLOCK", block):
+            for parameter in all_params(model):
+                shapes = {tensor.name: tensor.shape for tensor in parameter.parts}
+                expected, results = join(shapes, pieces(parameter, 1)), join(shapes, pieces(parameter, tp))
+                assert all((results[name] == expected[name]).all() for name in shapes)
+
+    check()
 
 
 def test_a_tensor_of_many_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,6 +21,7 @@ from megascale.ops import compiled
 from megascale.ops import cross_entropy as module
 from megascale.ops.cross_entropy import CrossEntropy, Targets
 from megascale.ops.select import OpContext, build_op, select_backend
+from tests.marks import only_quick_rows
 from tests.model.test_vocabulary import SPLITS, VOCABULARY, B, S, axis_of, columns, drawn, range_of
 from tests.runs import GPT
 from tests.worlds import run_world
@@ -108,10 +110,10 @@ def ranks_of(tp: int, backend: str = "torch", block_bytes: int = 1 << 20) -> lis
     return run_world(tp, losses, tp, backend, block_bytes)
 
 
-BACKENDS = [
-    *((tp, backend) for tp in SPLITS for backend in ("torch", "fused")),
-    pytest.param(2, "compile", marks=pytest.mark.slow),
-]
+BACKENDS = only_quick_rows(
+    [*itertools.product(SPLITS, ("torch", "fused")), (2, "compile")],
+    *((tp, "torch") for tp in SPLITS), (4, "fused"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("tp", "backend"), BACKENDS)

@@ -381,11 +381,15 @@ def resume(run: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), pytest.param("bf16", 1e-2, marks=pytest.mark.slow)])
-def test_resumes_bit_equal_and_in_another_layout(precision: str, close: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "close", "tp"),
+    only_quick_rows([("fp32", 1e-5, 1), ("fp32", 1e-5, 2), ("bf16", 1e-2, 2)], ("fp32", 1e-5, 1)),
+)
+def test_resumes_bit_equal_and_in_another_layout(precision: str, close: float, tp: int, tmp_path: Path) -> None:
+    """With shards of the state, and then on two stages, without shards if there are two ranks."""
     more = {"train__precision": precision, "checkpoint__every": 1}
-    config = configuration(tmp_path, "gpt", parallel__tp=2, parallel__dp=2, **more, **SMALL)
-    other = configuration(tmp_path, "gpt", parallel__pp=2, parallel__dp=2, parallel__zero=2, **more)
-    for same, curve, elsewhere in run_world(4, resumed, config, other):
+    config = configuration(tmp_path, "gpt", parallel__tp=tp, parallel__dp=2, **more, **SMALL)
+    other = configuration(tmp_path, "gpt", parallel__pp=2, parallel__dp=tp, parallel__zero=2 * (tp - 1), **more)
+    for same, curve, elsewhere in run_world(2 * tp, resumed, config, other):
         assert same
         assert sum(elsewhere, ()) == pytest.approx(sum(curve, ()), rel=close)

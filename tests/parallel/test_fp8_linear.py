@@ -213,8 +213,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None:
     """As close as bf16 sums permit: an element rounded differently may quantize to the next FP8 value."""
     config = configured(tmp_path, recipe, WIDE, **LAYOUTS[layout])
-    curve = run_world(config.world_size, train_curve, config)[0]
-    alone = run_world(1, train_curve, configured(tmp_path, recipe, WIDE))[0]
+    curve = run_world(config.world_size, train_curve, config, 3)[0]
+    alone = run_world(1, train_curve, configured(tmp_path, recipe, WIDE), 3)[0]
     for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
         assert loss == pytest.approx(expected, rel=2e-3)
         assert norm == pytest.approx(expected_norm, rel=5e-2)

@@ -80,7 +80,7 @@ def configuration(name: str, folder: Path, *, alone: bool = False, **changes: An
 
 def trained(run: Any) -> tuple[list[tuple[float, float]], dict[str, Any]]:
     """Train; return losses and gradient norms, and this rank's shards of weights and state by global name."""
-    curve = curve_of(run, 3)
+    curve = curve_of(run, 2)
     tensors = run.optimizer.global_tensors()
     return curve, {
         name: [(tensor.shape, shard.offset, shard.data) for shard in tensor.shards] for name, tensor in tensors.items()

@@ -195,7 +195,7 @@ def train(rank: Rank, configs: list[Any], number: int) -> list[Any]:
         run = build_run(rank, config, mesh)
         mesh = run.mesh
         forget_events(mesh.recorder)
-        measured.append((curve_of(run, 3), traffic_of(run, step=2)))
+        measured.append((curve_of(run, 2), traffic_of(run, step=2)))
     return measured
 
 

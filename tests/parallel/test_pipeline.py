@@ -21,6 +21,7 @@ from megascale.parallel.pipeline import PipelineExecutor
 from megascale.record.label import Label
 from megascale.record.recorder import Recorder
 from megascale.schedule.ir import build_schedule
+from tests.marks import only_quick
 from tests.runs import (
     GPT,
     build_run,
@@ -50,6 +51,7 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {  # ranks, layout
     "pp4": (4, {"parallel__pp": 4}),
     "pp4 interleaved": (4, {"parallel__pp": 4, "parallel__schedule": "interleaved_1f1b"}),
 }
+QUICK = ("pp2 gpipe", "pp2 vpp2", "pp2 vpp2 zero2 no overlap", "pp4")
 COUNTS = (1, 3, 5)
 """Numbers of micro-batches: 1, and numbers that the number of stages does not divide."""
 
@@ -125,7 +127,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(1, executed, configurations(tmp_path_factory.mktemp("alone"), {}))[0]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=only_quick(LAYOUTS, *QUICK))
 def ranks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RunConfig], list[Any]]:
     """Run a step per number of micro-batches in one layout: configurations, and the results by rank."""
     world, layout = LAYOUTS[request.param]

@@ -77,11 +77,13 @@ QUICK_CASES = [CASES[1], next(case for case in CASES if case["model"] == GEMMA2)
 FP8_MODEL = LLAMA | {"hidden_size": 256, "ffn_size": 512, "seq_length": 128, "num_layers": 3}
 
 
-def configurations(cases: Sequence[dict[str, Any]], folder: Path, **layout: Any) -> list[RunConfig]:
-    """Run cases with every setting."""
+def configurations(
+    cases: Sequence[dict[str, Any]], names: Sequence[str], folder: Path, **layout: Any
+) -> list[RunConfig]:
+    """Run cases with each of these settings."""
     results = []
     for case in cases:
-        for setting in SETTINGS.values():
+        for setting in (SETTINGS[name] for name in names):
             more = {name: value for name, value in case.items() if name != "model"} | layout
             more |= {f"train__{key}": value for key, value in setting.items()}
             layers = 4 if "parallel__vpp" in layout else 2
@@ -103,18 +105,22 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     return results
 
 
-def check_settings(cases: Sequence[dict[str, Any]], layout: str, folder: Path) -> None:
-    configs = configurations(cases, folder, **LAYOUTS[layout])
+def check_settings(
+    cases: Sequence[dict[str, Any]], layout: str, folder: Path, names: Sequence[str] = (*SETTINGS,)
+) -> None:
+    configs = configurations(cases, names, folder, **LAYOUTS[layout])
     for outcomes in run_world(configs[0].world_size, trained, configs):
-        for index in range(0, len(configs), len(SETTINGS)):
+        for index in range(0, len(configs), len(names)):
             curve, weights = outcomes[index]
-            for name, (other, theirs) in zip(SETTINGS, outcomes[index:], strict=False):
-                assert other == curve, (cases[index // len(SETTINGS)], name)
+            for name, (other, theirs) in zip(names, outcomes[index:], strict=False):
+                assert other == curve, (cases[index // len(names)], name)
                 assert np.array_equal(theirs, weights)
 
 
 def test_settings_are_bit_equal(tmp_path: Path) -> None:
-    check_settings(QUICK_CASES, "tp2 sp", tmp_path)
+    parallel, sandwich = QUICK_CASES
+    check_settings([parallel], "tp2 sp", tmp_path)
+    check_settings([sandwich], "tp2 sp", tmp_path, ["none", "full", "all"])
 
 
 @pytest.mark.slow

@@ -84,12 +84,15 @@ CASES = [
     ("tied", "pp2 v", 2),
     ("untied", "pp2 v, full recomputation", 1),
 ]
-"""A model, a layout and the barriers of the quick test; slow tests have the other number."""
+"""A model, a layout and the barriers of the quick test; slow tests have the other number, and tp without chunks."""
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "barriers"),
-    only_quick_rows([*CASES, *((model, layout, 3 - barriers) for model, layout, barriers in CASES)], *CASES),
+    only_quick_rows(
+        [*CASES, *((model, layout, 3 - barriers) for model, layout, barriers in CASES)],
+        *(case for case in CASES if case[1] != "tp2 sp pp2"),
+    ),
 )
 def test_a_run_is_that_of_one_process(
     model: str, layout: str, barriers: int, alone: Callable[[str], list[float]], tmp_path: Path

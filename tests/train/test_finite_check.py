@@ -89,12 +89,13 @@ LAYOUTS = [
     {"parallel__pp": 2, "parallel__dp": 2},
     {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
     {"optimizer__name": "lamb", "parallel__tp": 2, "parallel__dp": 2},
+    {"parallel__dp": 2},
 ]
 
 
 @pytest.mark.parametrize(
     "layout",
-    only_quick(LAYOUTS, LAYOUTS[1], LAYOUTS[-2]),
+    only_quick(LAYOUTS, LAYOUTS[5], LAYOUTS[-1]),
     ids=lambda layout: " ".join(f"{k[10:]}{v}" for k, v in layout.items()),
 )
 def test_the_error_names_the_fault_and_nothing_is_updated(layout: dict[str, Any], tmp_path: Path) -> None:

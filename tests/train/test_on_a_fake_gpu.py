@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama post norm block": {"model__block": "post_norm"},
     "llama sandwich block": {
         "model__block": "sandwich", "model__norm": "rmsnorm_1p", "model__activation": "geglu",
-        "model__embedding_scale": 6.0, "model__logit_softcap": 30.0,
+        "model__embedding_scale": 6.0, "model__logit_softcap": 30.0, "train__recompute": "full", "model__dropout": 0.1,
     },
     "llama window": {"model__window": 4},
     "gpt recompute selective": {"train__recompute": "selective", "model__dropout": 0.1},
@@ -53,10 +53,14 @@ CASES: dict[str, dict[str, Any]] = {
     "llama pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2},
     "gpt tp2 pp2 dp2 zero2": {"parallel__tp": 2, "parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 2},
     "gpt tp2 sp pp2 dp2 noise scale": {
-        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__dp": 2, "train__noise_scale_every": 1,
+        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 2,
+        "train__noise_scale_every": 1,
     },
     "gpt lamb": {"optimizer__name": "lamb"},
-    "llama pp2 dp2 lamb": {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 1, "optimizer__name": "lamb"},
+    "llama pp2 dp2 fp32 lamb": {
+        "parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 1, "train__precision": "fp32",
+        "optimizer__name": "lamb",
+    },
     "gpt tp2 dp2 zero0 no overlap": {
         "parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0, "overlap__tp": False, "overlap__pp": False,
         "overlap__dp": False,
@@ -145,8 +149,8 @@ def run_cases(_: Rank, configs: dict[str, Any]) -> dict[str, str]:
 
 
 QUICK = (
-    "llama fp32", "llama sandwich block", "gpt recompute full", "gpt tp2 pp2 dp2 zero2", "llama pp2 dp2 lamb",
-    "llama fp8 delayed", "gpt tp2 sp pp2 dp2 noise scale", "llama experts", "llama experts gathered in blocks",
+    "llama sandwich block", "llama pp2 dp2 fp32 lamb", "llama fp8 delayed",
+    "gpt tp2 sp pp2 dp2 noise scale", "llama experts", "llama experts gathered in blocks",
 )  # fmt: skip
 
 

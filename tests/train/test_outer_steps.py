@@ -25,6 +25,7 @@ from megascale.train.outer_steps import Sites
 from megascale.train.resume import load_initial_state
 from megascale.train.step import train_step
 from tests.jobs import Job, job_config
+from tests.marks import only_quick
 from tests.optim.layouts import SMALL, configuration
 from tests.site_jobs import SECRET, meeting_point, run_sites
 from tests.thread_world import run_threads
@@ -61,7 +62,7 @@ def train(run: Any, until: int) -> Tensor:
     return torch.cat([shard.master for shard in run.optimizer.shards]).clone()
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", only_quick([2, 3], 3))
 def test_an_outer_step_after_every_step_is_data_parallelism(count: int, address: str, tmp_path: Path) -> None:
     """With a plain inner rule, and an outer one of lr 1 without momentum: to the rounding of sums in fp64."""
     outer = {"sites__every": 1, "sites__lr": 1.0, "sites__momentum": 0.0}
@@ -73,15 +74,19 @@ def test_an_outer_step_after_every_step_is_data_parallelism(count: int, address:
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10)
 
 
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"sites__top_k": 0.05, "sites__bits": 2},
+    {"sites__fragments": 2},
+    {"sites__fragments": 2, "sites__top_k": 0.05, "sites__bits": 2},
+    {"sites__fragments": 2, "sites__overlap": 1, "sites__bits": 8},
+]
+
+
 @pytest.mark.parametrize(
     "keys",
-    [
-        {},
-        {"sites__top_k": 0.05, "sites__bits": 2},
-        {"sites__fragments": 2},
-        {"sites__fragments": 2, "sites__overlap": 1, "sites__bits": 8},
-    ],
-    ids=["diloco", "sparse", "fragments", "overlap"],
+    only_quick(WAYS, *WAYS[-2:]),
+    ids=["diloco", "sparse", "fragments", "sparse fragments", "overlap"],
 )
 def test_sites_end_as_one_model(keys: dict[str, Any], address: str, tmp_path: Path) -> None:
     """They train on different samples, and take the same outer steps; an outer step follows the last step."""
@@ -225,6 +230,7 @@ def test_two_jobs_train_one_model(meeting: str, tmp_path: Path) -> None:
     assert len(losses[0]) == len(losses[1]) == 12 and losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_a_site_is_killed_and_comes_back(meeting: str, tmp_path: Path) -> None:
     """The other goes on without it, and the one that returns goes on from the other's step, not from its checkpoint."""
     stays, dies = (start_site(tmp_path, meeting, index, steps=10**6) for index in range(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,22 @@ def configure(data: Path, folder: Path, **keys: Any) -> RunConfig:
     return config_of(settings(model, folder, **(given | keys)), folder)
 
 
-@pytest.fixture
-def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of datasets, with the policy of the documentation installed for all processes from now on."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(DATA_POLICIES.__dict__, "cards", dict(DATA_POLICIES.cards))
-    install("data_policy", tmp_path)
-    folder = tmp_path / str(os.getpid())  # where it wrote the module
-    package = folder / "my_policy-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: my_policy\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[megascale.data_policies]\nby_loss = my_policy:CARD\n")
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    write_datasets(tmp_path)
-    return tmp_path
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of datasets, with the policy of the documentation installed for all processes of these tests."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        data = tmp_path_factory.mktemp("data")
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setitem(DATA_POLICIES.__dict__, "cards", dict(DATA_POLICIES.cards))
+        install("data_policy", data)
+        folder = data / str(os.getpid())  # where it wrote the module
+        package = folder / "my_policy-1.0.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: my_policy\nVersion: 1.0\n")
+        (package / "entry_points.txt").write_text("[megascale.data_policies]\nby_loss = my_policy:CARD\n")
+        monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        write_datasets(data)
+        yield data
 
 
 Trained = tuple[list[tuple[int, float, float]], list[list[list[int]]]]
@@ -109,8 +112,8 @@ def weights_of(update: dict[str, Any]) -> list[float]:
     return [numbers["weight"] for numbers in update["mixture"].values()]
 
 
-def test_weights_follow_the_losses_and_samples_the_weights(policies: Path) -> None:
-    config = configure(policies, policies / "runs")
+def test_weights_follow_the_losses_and_samples_the_weights(policies: Path, tmp_path: Path) -> None:
+    config = configure(policies, tmp_path / "runs")
     _, tokens = trained(ALONE, config)
     found = updates(config)
     assert [update["step"] for update in found] == [4, 8, 12, 16]
@@ -125,9 +128,9 @@ def test_weights_follow_the_losses_and_samples_the_weights(policies: Path) -> No
     assert sum(name.endswith("hard") for name in late) > 0.75 * len(late)
 
 
-def test_losses_by_dataset_are_those_of_its_samples(policies: Path) -> None:
+def test_losses_by_dataset_are_those_of_its_samples(policies: Path, tmp_path: Path) -> None:
     """The first update has the mean of the losses of a dataset's micro-batches, which here are known apart."""
-    config = configure(policies, policies / "runs", train__steps=EVERY, data__blend_policy_every=EVERY)
+    config = configure(policies, tmp_path / "runs", train__steps=EVERY, data__blend_policy_every=EVERY)
     run = build_run(ALONE, config)
     losses: dict[bool, list[float]] = {True: [], False: []}
     add = run.pipeline.on_loss
@@ -148,43 +151,50 @@ def test_losses_by_dataset_are_those_of_its_samples(policies: Path) -> None:
     assert [numbers["loss"] for numbers in update["mixture"].values()] == pytest.approx(expected)
 
 
-def test_fixed_weights_are_an_identical_run(policies: Path) -> None:
-    first, tokens = trained(ALONE, configure(policies, policies / "a", data__blend_policy="fixed"))
-    plain = configure(policies, policies / "b")
+def test_fixed_weights_are_an_identical_run(policies: Path, tmp_path: Path) -> None:
+    first, tokens = trained(ALONE, configure(policies, tmp_path / "a", data__blend_policy="fixed"))
+    plain = configure(policies, tmp_path / "b")
     data = plain.data.model_copy(update={"blend_policy": None, "blend_policy_every": None})
     again, same = trained(ALONE, plain.model_copy(update={"data": data}))
     assert first == again and tokens == same and len(first) == STEPS
 
 
-def test_a_resume_goes_on_exactly(policies: Path) -> None:
+@pytest.fixture(scope="module")
+def uninterrupted(policies: Path) -> tuple[Trained, list[dict[str, Any]]]:
+    """A run of all steps in one go, and its updates."""
+    config = configure(policies, policies / "whole")
+    return trained(ALONE, config), updates(config)
+
+
+def test_a_resume_goes_on_exactly(policies: Path, uninterrupted: Any, tmp_path: Path) -> None:
     """From step 14: within a period, and between the update after step 12 and its weights."""
-    whole, tokens = trained(ALONE, configure(policies, policies / "whole"))
-    trained(ALONE, configure(policies, policies / "runs", train__steps=14))
-    longer = configure(policies, policies / "runs")
+    (whole, tokens), expected = uninterrupted
+    trained(ALONE, configure(policies, tmp_path / "runs", train__steps=14))
+    longer = configure(policies, tmp_path / "runs")
     assert trained(ALONE, longer) == (whole[14:], tokens[14:])
-    assert updates(longer) == updates(configure(policies, policies / "whole"))
+    assert updates(longer) == expected
 
 
 @pytest.mark.slow
-def test_an_update_waits_until_the_weights_before_it_are_read(policies: Path) -> None:
+def test_an_update_waits_until_the_weights_before_it_are_read(policies: Path, tmp_path: Path) -> None:
     """After a resume with shorter periods: without the wait, samples before the new weights would be forgotten."""
     keys = {"data__prefetch": 6, "data__blend_policy_every": 8}
-    trained(ALONE, configure(policies, policies / "runs", **keys, train__steps=8))
-    config = configure(policies, policies / "runs", data__prefetch=1, data__blend_policy_every=3)
+    trained(ALONE, configure(policies, tmp_path / "runs", **keys, train__steps=8))
+    config = configure(policies, tmp_path / "runs", data__prefetch=1, data__blend_policy_every=3)
     trained(ALONE, config)
     assert [(update["step"], update["place"]) for update in updates(config)] == [(8, 120), (15, 136)]
 
 
-def test_a_run_keeps_a_policy_and_its_datasets(policies: Path) -> None:
-    trained(ALONE, configure(policies, policies / "runs", train__steps=7))
-    config = configure(policies, policies / "runs")
+def test_a_run_keeps_a_policy_and_its_datasets(policies: Path, tmp_path: Path) -> None:
+    trained(ALONE, configure(policies, tmp_path / "runs", train__steps=7))
+    config = configure(policies, tmp_path / "runs")
     data = config.data.model_copy(update={"blend_policy": None, "blend_policy_every": None})
     with pytest.raises(ConfigError, match="by_loss has changed the weights of the blend so far"):
         trained(ALONE, config.model_copy(update={"data": data}))
     with pytest.raises(CheckpointError, match=r"data_policy\.mixture has 12 numbers in the checkpoint, and 17"):
         more = [[0.5, str(policies / name)] for name in ("easy", "hard", "third")]
-        trained(ALONE, configure(policies, policies / "runs", data__train=more))
-    kept, _ = trained(ALONE, configure(policies, policies / "runs", data__blend_policy="fixed"))
+        trained(ALONE, configure(policies, tmp_path / "runs", data__train=more))
+    kept, _ = trained(ALONE, configure(policies, tmp_path / "runs", data__blend_policy="fixed"))
     assert len(kept) == STEPS - 7
 
 
@@ -192,7 +202,7 @@ BAD_WEIGHTS = [[1.0], [1.0, float("nan")], [1.0, -1.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("answer", only_quick(BAD_WEIGHTS, [1.0], [1.0, -1.0]))
-def test_weights_that_cannot_be_used_end_the_run(policies: Path, answer: list[float]) -> None:
+def test_weights_that_cannot_be_used_end_the_run(policies: Path, tmp_path: Path, answer: list[float]) -> None:
     class Odd:
         def __init__(self, weights: np.ndarray) -> None:
             self.state = np.zeros(0)
@@ -206,7 +216,7 @@ def test_weights_that_cannot_be_used_end_the_run(policies: Path, answer: list[fl
 
     DATA_POLICIES.cards["odd"] = OddCard("odd", "", "")
     with pytest.raises(DataError, match=r"the data policy odd has found .* after step 4: not 2 weights of 0 or above"):
-        trained(ALONE, configure(policies, policies / "runs", data__blend_policy="odd"))
+        trained(ALONE, configure(policies, tmp_path / "runs", data__blend_policy="odd"))
 
 
 @pytest.mark.parametrize(
@@ -227,23 +237,23 @@ def test_weights_that_cannot_be_used_end_the_run(policies: Path, answer: list[fl
         ),
     ],
 )
-def test_rules(policies: Path, keys: dict[str, Any], key: str, message: str) -> None:
+def test_rules(policies: Path, tmp_path: Path, keys: dict[str, Any], key: str, message: str) -> None:
     if "data__train" in keys:
         keys = {"data__train": str(policies / "easy")}
     with pytest.raises(ConfigError) as error:
-        configure(policies, policies / "runs", **keys)
+        configure(policies, tmp_path / "runs", **keys)
     assert key in str(error.value) and message in str(error.value)
 
 
-def test_a_period_without_a_policy_has_no_effect(policies: Path) -> None:
-    config = configure(policies, policies / "runs")
-    text = (policies / "runs" / "config-in.toml").read_text().replace('blend_policy = "by_loss"', "")
-    (policies / "config.toml").write_text(text)
+def test_a_period_without_a_policy_has_no_effect(policies: Path, tmp_path: Path) -> None:
+    config = configure(policies, tmp_path / "runs")
+    text = (tmp_path / "runs" / "config-in.toml").read_text().replace('blend_policy = "by_loss"', "")
+    (tmp_path / "config.toml").write_text(text)
     assert config.data.blend_policy
     with pytest.raises(ConfigError, match=r"data.blend_policy_every.*has no effect without a policy"):
         from megascale.config.loading import load_config
 
-        load_config(str(policies / "config.toml"), [])
+        load_config(str(tmp_path / "config.toml"), [])
 
 
 LAYOUTS = {
@@ -257,12 +267,14 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "dp2, host" else pytest.mark.slow) for name in LAYOUTS]
 )
-def test_another_layout_and_reader_resumes_with_the_same_samples(name: str, policies: Path) -> None:
-    whole, _ = trained(ALONE, configure(policies, policies / "whole"))
-    trained(ALONE, configure(policies, policies / "runs", train__steps=7))
-    config = configure(policies, policies / "runs", **LAYOUTS[name])
+def test_another_layout_and_reader_resumes_with_the_same_samples(
+    name: str, policies: Path, uninterrupted: Any, tmp_path: Path
+) -> None:
+    (whole, _), expected_updates = uninterrupted
+    trained(ALONE, configure(policies, tmp_path / "runs", train__steps=7))
+    config = configure(policies, tmp_path / "runs", **LAYOUTS[name])
     ((curve, _), *_) = run_world(config.world_size, trained, config)
     for (_, loss, norm), (_, expected, expected_norm) in zip(curve, whole[7:], strict=True):
         assert loss == pytest.approx(expected, rel=1e-10) and norm == pytest.approx(expected_norm, rel=1e-8)
-    plain = [(u["step"], u["place"], weights_of(u)) for u in updates(configure(policies, policies / "whole"))]
+    plain = [(u["step"], u["place"], weights_of(u)) for u in expected_updates]
     assert [(u["step"], u["place"], weights_of(u)) for u in updates(config)] == plain

@@ -235,7 +235,8 @@ def check_ends(ends: Sequence[tuple[int, str, str]], config: Path, disagreement:
     assert not list((config.parent / "runs").rglob("metrics.jsonl")), "a run was begun"
 
 
-@pytest.mark.parametrize("name", only_quick(NAMES, "parallel.tp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_two_hosts_that_disagree_end_before_the_first_step(name: str, config: Path) -> None:
     port, disagreement = free_port(), NAMES[name]
     hosts = [OperatorRank(config, 0, port, [], {}), OperatorRank(config, 1, port, *second_host(config, disagreement))]

@@ -148,8 +148,8 @@ SHARDED = {
 def test_memory_with_sharded_weights(name: str, tmp_path: Path) -> None:
     """Gathered weights, and unsharded gradients of two units."""
     model = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 32000}
-    keys = {"parallel__zero": 3, "train__precision": "bf16", "model__num_layers": 8, "model__seq_length": 2048}
-    tree = settings_of(LLAMA | model, tmp_path, batch__global=32, **keys | SHARDED[name])
+    keys = {"parallel__zero": 3, "train__precision": "bf16", "model__num_layers": 4, "model__seq_length": 2048}
+    tree = settings_of(LLAMA | model, tmp_path, batch__global=16, **keys | SHARDED[name])
     config = config_of(tree, tmp_path)
     for rank in ranks_of(config):
         _, error = compare(config, rank)
@@ -206,7 +206,7 @@ def test_ranks_on_a_v(schedule: str, tmp_path: Path) -> None:
     model = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 32000}
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2, "train__precision": "bf16"}
     keys = (
-        layout | {"parallel__schedule": schedule, "model__num_layers": 8, "model__seq_length": 2048} | ON_A_V[schedule]
+        layout | {"parallel__schedule": schedule, "model__num_layers": 4, "model__seq_length": 2048} | ON_A_V[schedule]
     )
     config = config_of(settings_of(LLAMA | model, tmp_path, **keys), tmp_path)
     for rank in ranks_of(config):

@@ -70,6 +70,7 @@ def test_flops_equal_a_dry_run_with_documents(model: dict[str, Any], recompute: 
     from megascale.plan.dryrun.dry_run import dry_run
 
     keys = {"parallel__tp": 2, "parallel__pp": 2, "train__precision": "bf16", "train__recompute": recompute}
+    keys["batch__global"] = 2
     config = configure(model, tmp_path, **keys, **WITHIN)
     dry = dry_run(config, 3)
     assert rank_flops(config, dry.coord.pp) == dry.flops.total()

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt-oss cp2 ring": (GPT_OSS, {"parallel__cp": 2, "parallel__ep": 2, "train__recompute": "full"}),
     "few ep4 rowwise": (FEW, {"parallel__dp": 4, "parallel__ep": 4} | FP8 | {"fp8__recipe": "rowwise"}),
     "many blockwise": (MANY, FP8 | {"fp8__recipe": "blockwise"}),
+    "few ep4 full": (FEW, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full"}),
     "few": (FEW, {}),
     "few full": (FEW, {"train__recompute": "full"}),
     "few ep8 selective": (FEW, {"parallel__dp": 8, "parallel__ep": 8, "train__recompute": "selective",
@@ -52,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared ep8 zero2": (SHARED, {"parallel__dp": 8, "parallel__ep": 8, "parallel__zero": 2}),
     "shared sp ep2": (SHARED, SP | {"parallel__ep": 2}),
 }  # fmt: skip
-QUICK = ("32 ep4 full", "few ep4 gathered")
+QUICK = ("few ep4 full", "few ep4 gathered")
 
 
 def of_case(name: str, folder: Path) -> RunConfig:

@@ -9,15 +9,14 @@ import pytest
 from megascale.catalog.accelerators import ACCELERATORS, find_accelerator, stated_peak
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
-from megascale.core.rank import Rank
 from megascale.layout.parameters import active_parameter_count, parameter_count
 from megascale.plan.account.flops import hardware_flops, head_flops, mfu, token_flops
 from tests.marks import only_quick
-from tests.runs import FAMILIES, build_run, config_of, settings
-from tests.worlds import run_world
+from tests.runs import FAMILIES, config_of, settings
+from tests.thread_world import run_threads
 
 
-def counted(rank: Rank, config) -> int:
+def counted(run) -> int:
     """FLOPs of one step by torch's counter, with unfused attention."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +24,6 @@ def counted(rank: Rank, config) -> int:
 
     from megascale.train.step import train_step
 
-    run = build_run(rank, config)
     batch = run.train_loader.batch(0)
 
     def addmm_(out, a, b, out_shape=None) -> int:  # missing in torch's list
@@ -39,16 +37,12 @@ def counted(rank: Rank, config) -> int:
     return counter.get_total_flops()
 
 
-def counted_each(rank: Rank, configs) -> list[int]:
-    return [counted(rank, config) for config in configs]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_flops_equal_torchs_counter(family, tmp_path) -> None:
     sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512}
     config = config_of(settings(sizes, tmp_path, train__precision="fp32", batch__global=2), tmp_path)
     tokens = config.batch.total * config.model.seq_length
-    (flops,) = run_world(1, counted, config)
+    (flops,) = run_threads(config, counted)
     assert flops == pytest.approx(token_flops(config.model).full * tokens, rel=1e-3)
 
 
@@ -62,8 +56,8 @@ def test_hardware_flops_equal_torchs_counter(family, block, tmp_path) -> None:
     tokens, run = 2 * 64, {"train__precision": "fp32", "batch__global": 2}
     shares, trees = {}, [settings(sizes, tmp_path, **run, **more) for more in RECOMPUTE.values()]
     configs = [config_of(tree, tmp_path) for tree in trees]
-    (counts,) = run_world(1, counted_each, configs)
-    for name, config, flops in zip(RECOMPUTE, configs, counts, strict=True):
+    for name, config in zip(RECOMPUTE, configs, strict=True):
+        (flops,) = run_threads(config, counted)
         assert flops == pytest.approx(hardware_flops(config).full * tokens, rel=1e-3), name
         shares[name] = hardware_flops(config).full / token_flops(config.model).full
     assert shares["none"] == shares["norm and activation"] == 1 < shares["attention"] < shares["full"] < 4 / 3

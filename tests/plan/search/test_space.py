@@ -89,14 +89,15 @@ SECTIONS: list[dict[str, Any]] = [
     {"batch": {"global": 24, "rampup": [12, 6, 60]}},
     {"model": {"experts": 1, "experts_per_token": 1, "router_normalize": False, "bias": False},
      "moe": {"balance": "group", "balance_group": 4, "token_blocks": 8}},
+    {"parallel": {"sp": True, "tp": 3, "zero": 2}, "batch": {"global": 24, "rampup": [12, 6, 60]}},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("devices", only_quick([6, DEVICES], 6))
 @pytest.mark.parametrize(
     "sections",
-    only_quick(SECTIONS, SECTIONS[1], SECTIONS[2], SECTIONS[5]),
-    ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up", "groups and blocks"],
+    only_quick(SECTIONS, SECTIONS[2], SECTIONS[-1]),
+    ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up", "groups and blocks", "sp, ramp-up"],
 )
 def test_a_space_has_all_legal_layouts(sections: dict[str, Any], devices: int) -> None:
     space = Space(config_of(**sections), devices, frozenset())
