@@ -152,7 +152,9 @@ class Islands(Link):
     """Equal parts of a cluster, such as sites, with slower links between them. The bandwidth is an island's."""
 
     devices: Count = Field(description="devices of an island")
-    hardware: list[str] = Field([], description="profiles of the islands in turn; by default all are as this file")
+    hardware: list[str] = Field(
+        [], description="profiles of the islands in turn, files beside this one; by default all are as it"
+    )
 
 
 class Attained(Section):
@@ -249,9 +251,14 @@ class Stack(MeasuredStack):
 def hardware(name: str) -> Hardware:
     """Read a hardware profile: a name in `configs/hardware`, a file, or `this`. Raises: ConfigError."""
     profile = load_profile(name, "hardware", "--hardware", Hardware)
-    for island in profile.islands.hardware if profile.islands else ():  # a mistake is told before anything is planned
-        load_profile(island, "hardware", "islands.hardware", Hardware, str(path_of("hardware", name)))
-    return profile
+    if not profile.islands:
+        return profile
+    path = path_of("hardware", name)
+    names = [str(path.parent / each) if each.endswith(".toml") else each for each in profile.islands.hardware]
+    for island in names:  # a mistake is told before anything is planned
+        load_profile(island, "hardware", "islands.hardware", Hardware, str(path))
+    islands = profile.islands.model_copy(update={"hardware": names})
+    return profile.model_copy(update={"islands": islands})
 
 
 @cache
