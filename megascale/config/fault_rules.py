@@ -22,7 +22,11 @@ def rebuilt_stages(
     pp, chunks, sizes = parallel.pp, parallel.pp * parallel.vpp, parallel.layers_per_chunk
     uneven = sizes is None and model.num_layers % chunks
     rules = dict.fromkeys([optimizer.name, *(group.get("name", optimizer.name) for group in optimizer.groups)])
-    unsuited = [name for name in rules if not _has_second_moment(name)]
+    facts = {name: OPTIMIZERS[name].facts for name in rules}
+    unsuited = [
+        name for name, of in facts.items()
+        if of["unit_of_work"] in MATRIX_UNITS or of["state"].get("exp_avg_sq") != "mn"
+    ]  # fmt: skip
     for key, fails, message, hint in (
         ("parallel.pp", pp < 3, f"with pp = {pp} no stage is between two others", "3 or more"),
         ("model.num_layers", uneven, f"{model.num_layers} layers do not make {chunks} equal stages",
@@ -40,8 +44,3 @@ def rebuilt_stages(
         if fails:
             why = f"{message} (fault.rebuild_stage = {fault.rebuild_stage})"
             yield Finding(key, why, f"{hint}, or no rebuild_stage")
-
-
-def _has_second_moment(rule: str) -> bool:
-    facts = OPTIMIZERS[rule].facts
-    return facts["unit_of_work"] not in MATRIX_UNITS and facts["state"].get("exp_avg_sq") == "mn"
