@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from peer_run import Failure, Measurement, Result
 from peer_systems import OURS
 
-REGION, EXPERTS_REGION = "peers", "peers of experts"
-"""Markers of the tables on a page: of dense models, and of mixtures of experts."""
+REGION, EXPERTS_REGION, SHARDED_REGION = "peers", "peers of experts", "peers of sharded weights"
+"""Markers of the tables on a page: of dense models, of mixtures of experts, and of weights sharded by zero 3."""
 
 Ratios = tuple[float, float, float]
 """Ratios megascale / peer: tokens/s, CPU seconds per step, memory."""

@@ -34,7 +34,7 @@ from peer_systems import (
     command,
     with_experts,
 )
-from peer_table import EXPERTS_REGION, REGION, Failed, Rows, markdown, rows, text
+from peer_table import EXPERTS_REGION, REGION, SHARDED_REGION, Failed, Rows, markdown, rows, text
 
 from megascale.cli.parsing import CommandParser
 from megascale.device import detect_device
@@ -65,7 +65,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def region_of(options: argparse.Namespace) -> str:
     """Return the markers of the table."""
-    return EXPERTS_REGION if options.experts else REGION
+    sharded = all("zero3" in name for name in options.layouts.split(","))
+    return EXPERTS_REGION if options.experts else SHARDED_REGION if sharded else REGION
 
 
 def arguments() -> argparse.ArgumentParser:
