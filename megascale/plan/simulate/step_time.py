@@ -92,10 +92,10 @@ class StepParts(PipelineTimes):
     def _unscaled(self, pipeline: float) -> float:
         """Seconds of a step without the loss of large jobs. Ranks on the same core take turns."""
         fixed = self.slowest_update + self.stack.attained.step_s
-        crowd, times = self.hardware.node.ranks_per_core(self.config.world_size), self.times
+        crowd = self.hardware.node.ranks_per_core(self.config.world_size)
         if crowd == 1:
             return pipeline + fixed
-        p, count = self.config.parallel, self.config.num_microbatches
+        p, count, times = self.config.parallel, self.config.num_microbatches, self.times
         at = stages_of(self.config.model, p).placement
         work = sum(at.visits(*place, count) * (times.forward[place] + times.backward[place]) for place in times.forward)
         work += count * self.config.dropped_share * sum(times.forward.values())
