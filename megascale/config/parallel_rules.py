@@ -302,7 +302,8 @@ def expert_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fi
         message = f"ep = {ep} does not divide the {ranks} ranks of a pipeline stage (tp x cp x dp)"
     else:
         return
-    yield Finding("parallel.ep", message, f"one of {join_values(divisors(common))}")
+    hint = f"one of {join_values(divisors(common))}" if common > 1 else f"1, or a stage of more ranks: {experts}"
+    yield Finding("parallel.ep", message, hint)
 
 
 def balance_group(parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig) -> Iterator[Finding]:

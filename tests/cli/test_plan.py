@@ -279,6 +279,7 @@ def test_doubtful_estimates_have_a_note(capsys: pytest.CaptureFixture[str], tmp_
     assert unmeasured.startswith("megascale was never measured on a100-80g-roce")
     assert exposed.startswith("batch.micro = 1 gives GEMMs of 256 rows, fewer than 512")
     assert "no published step tells the error of plans for 64 x mi250x" in notes("--hardware", "mi250x")
+    assert "checkpoint.every = 0: 5000 steps" in notes("train.steps=5000", "checkpoint.every=0", "data.mock=false")
     few = ["configs/quickstart.toml", "--hardware", "h100", "--gpus"]
     assert notes(job=["plan", *few, "4"]) == "no published step tells the error of plans for 4 x h100"
     assert main(["plan", *few, "4"]) == 0

@@ -1277,6 +1277,13 @@ def test_every_ep_of_a_hint_is_legal(experts: int, ep: int) -> None:
     assert not any(list(expert_parallel(model, ParallelConfig(ep=number, dp=4))) for number in hinted)
 
 
+def test_ranks_without_a_divisor_of_the_experts_are_told_how_many_share_them() -> None:
+    model = ModelConfig.model_validate(GPT | {"experts": 8, "bias": False})
+    (finding,) = expert_parallel(model, ParallelConfig(ep=3, dp=3))
+    assert finding.hint == "1, or a stage of more ranks: 8"
+    assert not list(expert_parallel(model, ParallelConfig(ep=8, dp=8)))
+
+
 @given(st.integers(1, 5000), st.none() | st.integers(1, 100))
 def test_divisors(n: int, limit: int | None) -> None:
     assert divisors(n, limit) == [d for d in range(1, min(n, limit or n) + 1) if math.gcd(n, d) == d]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from megascale.plan.account.flops import token_flops
+from megascale.plan.account.memory import JobMemory
+from megascale.plan.simulate import profiles
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +46,15 @@ def test_every_row_is_a_job_of_its_source(rows: list[Any]) -> None:
         if row.config is not None:
             assert row.config.world_size == int(row.text["gpus"])
             assert 0.1 < row.step_s < 100
+
+
+def test_published_runs_of_fsdp_fit_in_memory(rows: list[Any]) -> None:
+    """So their recomputation is assumed; tp has experts of its own there, which memory does not know."""
+    sharded = [row for row in rows if row.config and row.config.parallel.zero == 3]
+    assert len(sharded) > 10
+    for row in sharded:
+        hardware = profiles.hardware(row.text["hardware"])
+        assert JobMemory(row.config).fullest().total <= hardware.memory_limit(row.config.world_size), row.name
 
 
 def test_flops_are_the_published_ones(rows: list[Any]) -> None:

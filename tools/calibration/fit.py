@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -109,6 +109,7 @@ class Profiles:
         both = sorted(name for name, recent in ages if recent and (name, False) in ages)
         self.keys += [(("hardware", name, RECENT.name), RECENT) for name in both]
         self.keys += [(LOSS, SCALE_LOSS)] if any(row.config.world_size > profiles.LARGE_JOB for row in rows) else []
+        self._kept, self._first = dict[int, dict[str, Any]](), tuple[Any, ...]()
 
     def of(self, row: Row, values: Values) -> tuple[Hardware, Stack]:
         """Return a row's hardware and stack with fitted values."""
@@ -131,9 +132,20 @@ class Profiles:
         return name in [self._root[kind, of] for of in ([row.hardware] if kind == "hardware" else row.stacks)]
 
     def predicted(self, row: Row, values: Values) -> float:
-        """Predict the step time of a row in seconds."""
+        """Predict the step time of a row in seconds. No efficiency changes the sizes of buckets, or AdamW's update;
+        a pipeline is simulated again for those of its actions.
+        """
         hardware, stack = self.of(row, values)
-        return StepParts(row.config, hardware, stack).step_s
+        parts = StepParts(row.config, hardware, stack)
+        vars(parts).update(self._kept.get(row.line, {}))  # as if they had been asked for
+        actions = stack.attained.model_copy(update={"step_s": 0.0, "scale_loss": 0.0})
+        plan = row.line, hardware, stack.model_copy(update={"attained": actions})
+        pipeline = self._first[-1] if self._first[:-1] == plan else parts.pipeline_s(parts.times)
+        if self._first[:1] != plan[:1]:
+            self._first = *plan, pipeline
+        seconds = parts.seconds(pipeline)
+        self._kept[row.line] = {name: getattr(parts, name) for name in ("modules", "slowest_update")}
+        return seconds
 
     def _is_recent(self, row: Row) -> bool:
         return self._stacks[row.stacks[0]].generation >= RECENT_YEAR

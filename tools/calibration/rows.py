@@ -64,7 +64,8 @@ class Row:
     @property
     def own(self) -> dict[str, Any]:
         """Overrides of the stack by the row."""
-        return {"attention": self.text["attention"]}
+        wide = {"gradient_bytes": 4} if "reduced in fp32" in self.text["note"] else {}
+        return {"attention": self.text["attention"], **wide}
 
     @property
     def flops(self) -> float:

@@ -239,9 +239,9 @@ class JobMemory:
     def _sharded_chunk(self, units: Sequence[UnitBytes], buckets: Sequence[BucketSize]) -> ChunkBytes:
         """Account for a chunk with sharded weights. The gradient of a tied embedding begins in the head."""
         topology, size = topology_of(self.config.parallel), self.sizes.wide
-        gradients = list[activations.UnitGradients]()
+        gradients, whole = list[activations.UnitGradients](), self.storage.gradient_bytes or size
         for module in _by_module(buckets):
-            full, shard = size * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module)
+            full, shard = whole * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module)
             in_flight = shard + (full if shard < full else 0)  # a single rank frees the full one at once
             gradients.append(activations.UnitGradients(full, shard, in_flight if self.config.overlap.dp else 0))
         gradients = [activations.UnitGradients(0, 0, 0)] * (len(units) - len(gradients)) + gradients  # angles are first

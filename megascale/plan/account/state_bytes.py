@@ -24,9 +24,14 @@ from megascale.plan.account.optimizer_state import StageOptimizer
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """Weight storage of a trainer. `fp8_weights`: FP8 copies beside bf16 weights, as in this trainer, or instead."""
+    """Weight storage of a trainer. `fp8_weights`: FP8 copies beside bf16 weights, as in this trainer, or instead.
+    `masters_alone`: sharded weights are master weights alone, cast at each gather, as in FSDP; `gradient_bytes`: of an
+    element of a unit's gradients before their reduction, 0 for the accumulation dtype.
+    """
 
     fp8_weights: Literal["beside", "instead"] = "beside"
+    masters_alone: bool = False
+    gradient_bytes: int = 0
 
 
 THIS_TRAINER = WeightStorage()
@@ -72,8 +77,10 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     master = compute if config.optimizer.master_weights == "bf16_compensated" else accumulate
     copies = averages[config.train.weight_average] + config.sites.state_tensors
     master_bytes = (master if facts["master_weights"] else 0) + accumulate * copies
+    weights = compute * held["weight"] + cast_bytes * cast // (ranks if "weight" in sharded else 1)
+    alone = storage.masters_alone and facts["master_weights"] and "weight" in sharded
     return StateBytes(
-        parameters=compute * held["weight"] + cast_bytes * cast // (ranks if "weight" in sharded else 1),
+        parameters=0 if alone else weights,
         gradients=accumulate * held["gradient"],
         optimizer=StageOptimizer(config, stage).state_bytes(zero) + master_bytes * held["state"],
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megascale.config.run import RunConfig
+from megascale.config.run_warnings import run_warnings
 from megascale.layout.gpu_overlap import exposed_collectives
 from megascale.plan.account.memory import JobMemory, RankMemory
 from megascale.plan.search.space import Layout, layout_of
-from megascale.plan.simulate.islands import stage_islands
+from megascale.plan.simulate.islands import outer_seconds, stage_islands
 from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
 from megascale.plan.simulate.step_time import Estimate, StepParts
 
@@ -106,4 +107,17 @@ class Plan:
             lines.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
         if stack.overlaps.tp == "large" and self.estimate.causes["tp"] >= MIN_EXPOSED * self.estimate.step_s:
             lines += map(str, exposed_collectives(config, hardware.node.devices))
-        return lines
+        return [*lines, *self._outer_steps(), *run_warnings(config)]
+
+    def _outer_steps(self) -> Iterator[str]:
+        """Describe the seconds of outer steps, and those that transfers in the background leave exposed."""
+        sites, sent = self.config.sites, outer_seconds(self.hardware, self.config)
+        if sites.count == 1:
+            return
+        if sent is None:
+            what = f"{self.hardware.name} has no [islands] as large as a site, whose links would tell their time"
+        else:
+            exposed = max(0.0, sent - sites.fragments * sites.overlap * self.estimate.step_s) / sites.every
+            what = f"they send for {sent:.3g} s every {sites.every} steps, of which each step waits for {exposed:.3g} s"
+            what += f", {exposed / self.estimate.step_s:.1%}"
+        yield f"the step is without outer steps: {what}"

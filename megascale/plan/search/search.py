@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megascale.config.finding import divisors
 from megascale.config.rules import RULES, run_rules
@@ -18,7 +19,9 @@ from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.space import RECOMPUTE, Layout, Space
+from megascale.plan.simulate.islands import stage_islands
 from megascale.plan.simulate.profiles import Hardware, Stack
+from megascale.plan.simulate.step_time import StepParts
 
 MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
 MIN_GAIN = 0.01  # smallest share of a step that an uneven split of layers must save
@@ -85,7 +88,7 @@ class _BranchAndBound:
     def __init__(self, space: Space, hardware: Hardware, stack: Stack, memory_fraction: float) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._bounds, *others = (Bounds(space, machine, stack) for machine in hardware.machines)
-        self._all_bounds = [self._bounds, *others]  # the least is of a cluster whose islands all are as the fastest
+        self._all_bounds, self._on_islands = [self._bounds, *others], cache(self._on_islands_of)
         self.memory_limit = int(memory_fraction * hardware.memory_limit(space.devices))
         tps = divisors(space.devices, space.config.model.num_heads)
         self.tps_in_node = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
@@ -95,8 +98,8 @@ class _BranchAndBound:
         self, tps: Collection[int], results: int, counts: Counter[str], tell: Callable[[str], None]
     ) -> list[Plan]:
         """Simulate layouts with these tp in the order of their bounds, and add to `counts`. Layouts with more
-        recomputation than a fitting one, or with sharded weights in place of sharded gradients alone, are skipped: they
-        are slower.
+        recomputation than a fitting one are skipped, and with sharded weights in place of sharded gradients alone, or
+        these if they are reduced after every micro-batch: they are slower.
         """
         sizes = {layout: self._bounds.memory(layout) for layout in self._space.layouts(tps)}
         small = list[tuple[float, Layout]]()
@@ -104,7 +107,7 @@ class _BranchAndBound:
             if number % TOLD == 0:
                 tell(f"bounds of {number:,} of {len(sizes):,} layouts")
             if size <= self.memory_limit:
-                small.append((min(bounds.step_s(layout) for bounds in self._all_bounds), layout))
+                small.append((self._least_s(layout), layout))
         best, fitting = dict[Layout, tuple[float, int, Layout]](), set[Layout]()
         too_large, limit = len(sizes) - len(small), math.inf
         for number, (bound, layout) in enumerate(sorted(small)):
@@ -114,16 +117,18 @@ class _BranchAndBound:
             tell(f"{number:,} of {len(small):,} layouts, by their bounds: {bound:.4g} s{end}")
             in_row = best.get(row(layout))
             faster = {layout._replace(recompute=ops) for ops in RECOMPUTE[: RECOMPUTE.index(layout.recompute)]}
-            faster |= {layout._replace(zero=2, reshard=None)} if layout.zero == 3 else set()
+            fewer = {2: (1,) * self._stack.reduces_each, 3: (1, 2)}.get(layout.zero, ())  # reductions or gathers
+            faster |= {layout._replace(zero=zero, reshard=None, dp_shard=None) for zero in fewer}
             if (in_row and bound > in_row[0]) or not faster.isdisjoint(fitting):
                 continue
-            size = self._fullest(layout, self.memory_limit)
+            size = self._fullest(self._space.with_layout(layout), self.memory_limit)
             if size > self.memory_limit:
                 too_large += 1
                 continue
             fitting.add(layout)
-            split = self._balanced if len(self._all_bounds) > 1 else self._plan  # even stages would wait for slow ones
-            timed = split(layout).parts.step_s, size, layout
+            known = in_row[0] if in_row else math.inf
+            one = len(self._all_bounds) == 1  # on several machines even stages would wait for slow ones
+            timed = (self._plan(layout) if one else self._balanced(layout, known)).parts.step_s, size, layout
             best[row(layout)] = min(in_row or timed, timed)
             limit = sorted(best.values())[results - 1][0] if len(best) >= results else math.inf
         pruned = len(sizes) - too_large - len(fitting)
@@ -131,17 +136,50 @@ class _BranchAndBound:
         plans = (self._balanced(layout) for *_, layout in sorted(best.values())[:results])
         return sorted(plans, key=lambda plan: plan.parts.step_s)
 
-    def _balanced(self, layout: Layout) -> Plan:
-        """Return the plan of a layout, with layers split over its stages by time where that fits and pays."""
+    def _least_s(self, layout: Layout) -> float:
+        """Bound the step time of a layout. A stage waits for the slowest of its islands."""
+        if self._space.island == 0:
+            return self._bounds.step_s(layout)
+        work_s, far_s, everywhere = self._on_islands(self._bounds.block(layout), layout.pp, layout.far_axis)
+        least = [bounds.step_s(layout, work_s, far_s) for bounds in self._all_bounds]
+        return max(least) if everywhere else min(least)  # else as if all other islands were the fastest
+
+    def _on_islands_of(self, block: Layout, pp: int, far: str) -> tuple[float, float, bool]:
+        """Bound the seconds of a rank's compute for a micro-batch by any split of the modules over stages, time a
+        message between islands, 0 if no stages exchange any, and tell whether all stages wait for all islands.
+
+        Stage k takes the sum of c_km over its modules m. The slowest takes no less than the mean with any weights w_k,
+        which is no less than the sum over all modules of their least w_k c_km.
+        """
+        dp = self._space.devices // (block.tp * block.cp * pp)
+        config = self._space.with_layout(block._replace(pp=pp, far_axis=far, dp=dp))
+        by_machine = [bounds.modules(block) for bounds in self._all_bounds]
+        islands = stage_islands(self._hardware, config.parallel, self._space.devices)
+        stages = Counter(tuple(sorted({island % len(by_machine) for island in own})) for own in islands)
+        seconds = {own: [max(each) for each in zip(*(by_machine[at] for at in own), strict=True)] for own in stages}
+        speeds = {own: 1 / sum(modules) for own, modules in seconds.items()}
+        total = sum(count * speeds[own] for own, count in stages.items())
+        weighted = ([speeds[own] / total * each for each in modules] for own, modules in seconds.items())
+        far_s = StepParts(config, self._hardware, self._stack).far_s if islands[0] != islands[-1] else 0.0
+        return sum(map(min, zip(*weighted, strict=True))), far_s, all(len(own) == len(by_machine) for own in stages)
+
+    def _balanced(self, layout: Layout, below: float = math.inf) -> Plan:
+        """Return the plan of a layout, with layers split over its stages by time where that fits and pays. From `below`
+        seconds on it does not matter whether the split fits.
+        """
         plan, key = self._plan(layout), "parallel.layers_per_chunk"
         if layout.pp == 1 or key in self._space.fixed or self._space.config.train.recompute_model_chunks:
             return plan
         sizes = self._bounds.balanced(layout, plan.parts.slowness)
         parallel = plan.config.parallel.model_copy(update={"layers_per_chunk": sizes})
         uneven = replace(plan, config=plan.config.model_copy(update={"parallel": parallel}))
-        if any(run_rules(RULES, dict(uneven.config))) or uneven.parts.step_s > (1 - MIN_GAIN) * plan.parts.step_s:
+        if any(run_rules(RULES, dict(uneven.config))):
             return plan
-        return uneven if uneven.memory.total <= self.memory_limit else plan
+        seconds, least = uneven.parts.step_s, plan.config.num_microbatches * plan.parts.slowest_rank.total
+        if seconds > (1 - MIN_GAIN) * least and seconds > (1 - MIN_GAIN) * plan.parts.step_s:
+            return plan
+        matters = seconds < below and self._fullest(uneven.config, self.memory_limit) > self.memory_limit
+        return plan if matters else uneven
 
     def smallest(self, tps: Collection[int], below: float = math.inf) -> Plan | None:
         """Find the layout with these tp and the lowest memory; None without a layout `below` this number of bytes."""
@@ -150,15 +188,14 @@ class _BranchAndBound:
         for bound, layout in sorted(lean):
             if bound >= below:
                 break
-            size = self._fullest(layout, below)
+            size = self._fullest(self._space.with_layout(layout), below)
             if size < below:
                 below, best = size, layout
         return self._plan(best) if best else None
 
-    def _fullest(self, layout: Layout, limit: float) -> int:
+    def _fullest(self, config: RunConfig, limit: float) -> int:
         """Bytes of the fullest rank, or of the first over `limit`."""
-        config, stack = self._space.with_layout(layout), self._stack
-        return JobMemory(config, stack.storage, stack.imbalance).fullest(limit).total
+        return JobMemory(config, self._stack.storage, self._stack.imbalance).fullest(limit).total
 
     def _plan(self, layout: Layout) -> Plan:
         return Plan(self._space.with_layout(self._bounds.in_blocks(layout)), self._hardware, self._stack)

@@ -103,8 +103,7 @@ class Space:
         """List the legal blocks of a layout's tokens, whatever its own: one where no GEMMs of other blocks can hide the
         exchange.
         """
-        pairs = SCHEDULES[layout.schedule].facts["pairs"]
-        if layout.ep == 1 or pairs or "moe.token_blocks" in self.fixed:
+        if layout.ep == 1 or "moe.token_blocks" in self.fixed or SCHEDULES[layout.schedule].facts["pairs"]:
             return [self._blocks]
         length = self.config.data.sequence_chunk_tokens or self.config.model.seq_length
         return divisors(layout.micro * length // (layout.cp * layout.tp), MOST_BLOCKS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from megascale.config.parallel import ParallelConfig
+from megascale.config.run import RunConfig
+from megascale.plan.account.site_traffic import outer_bytes
 from megascale.plan.simulate.link_time import Route
 from megascale.plan.simulate.profiles import Hardware
 
@@ -41,3 +43,12 @@ def far_message(hardware: Hardware, near: Route, p: ParallelConfig, world: int, 
         return near.message(size)
     share = islands.bandwidth * hardware.attained.network / min(stage, islands.devices)
     return size / min(near.bandwidth, share) + islands.latency
+
+
+def outer_seconds(hardware: Hardware, config: RunConfig) -> float | None:
+    """Time the exchange of all weights' outer steps between sites, an island each; None without links of islands."""
+    islands, sites = hardware.islands, config.sites
+    if islands is None or config.world_size > islands.devices:
+        return None
+    sent = (sites.count - 1) * outer_bytes(config)  # all ranks of a site send at the same time
+    return sent / (islands.bandwidth * hardware.attained.network) + sites.fragments * islands.latency

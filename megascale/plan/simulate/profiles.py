@@ -235,6 +235,7 @@ class Stack(MeasuredStack):
     gradient_bytes: Literal[0, 2, 4, 8] = Field(0, description="of a reduced element; 0: of the accumulation dtype")
     reduces_each: bool = Field(False, description="with zero = 2 gradients are reduced after every micro-batch")
     fp8_weights: Literal["beside", "instead"] = Field("beside", description="beside 16-bit weights, or instead")
+    masters_alone: bool = Field(False, description="sharded weights are master weights alone, cast at each gather")
     host_s: NotNegative = Field(0.0, description="seconds to launch a layer's forward; a backward takes twice as long")
     launch_blocking: bool = Field(False, description="CUDA_LAUNCH_BLOCKING: the device waits for every launch")
     stops_early: bool = Field(False, description="full recomputation leaves out a block's last GEMM")
@@ -245,7 +246,7 @@ class Stack(MeasuredStack):
 
     @property
     def storage(self) -> WeightStorage:
-        return WeightStorage(self.fp8_weights)
+        return WeightStorage(self.fp8_weights, self.masters_alone, self.gradient_bytes)
 
 
 def hardware(name: str) -> Hardware:

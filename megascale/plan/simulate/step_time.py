@@ -57,10 +57,10 @@ class StepParts(PipelineTimes):
         return self.seconds(self.pipeline_s(self.times))
 
     @cached_property
-    def update(self) -> float:
-        """Seconds of the optimizer on the largest rank: state is read and written, gradients are read and cleared;
-        GEMMs of rules of whole matrices on the owner with most, with decompositions at the rate of GEMMs.
-        """
+    def updated_bytes(self) -> float:
+        """Bytes that the optimizer moves on the largest rank: state is read and written, gradients read and cleared."""
+        if self.cluster:
+            return self.cluster.updated_bytes
         facts = PRECISIONS[self.config.train.precision].facts
         p, (compute, wide) = self.config.parallel, self.config.train.element_bytes
         stages = [StageOptimizer(self.config, rank) for rank in range(p.pp)]
@@ -70,15 +70,21 @@ class StepParts(PipelineTimes):
         gradients = shard if p.zero >= 2 else elements
         masters = wide * shard if facts["master_weights"] else 0
         state = masters + max(stage.state_bytes(1 if self.dp.sharded else 0) for stage in stages)
-        moved = 2 * state + shard * (2 * wide + compute) + gradients * wide
+        return 2 * state + shard * (2 * wide + compute) + gradients * wide
+
+    @cached_property
+    def update(self) -> float:
+        """Seconds of the optimizer on the largest rank: of its bytes, and of GEMMs of rules of whole matrices on the
+        owner with most, with decompositions at the rate of GEMMs.
+        """
         gemms = [
             sum(
                 sum(count * self.layers.kernels.gemm(*sizes) for count, sizes in group.gemms(shape))
                 for group, shape in stage.fullest_owner()
             )
-            for stage in stages
+            for stage in (StageOptimizer(self.config, rank) for rank in range(self.config.parallel.pp))
         ]
-        return moved / self.layers.kernels.bandwidth + max(gemms)
+        return self.updated_bytes / self.layers.kernels.bandwidth + max(gemms)
 
     @cached_property
     def slowest_update(self) -> float:
@@ -92,10 +98,10 @@ class StepParts(PipelineTimes):
     def _unscaled(self, pipeline: float) -> float:
         """Seconds of a step without the loss of large jobs. Ranks on the same core take turns."""
         fixed = self.slowest_update + self.stack.attained.step_s
-        crowd, times = self.hardware.node.ranks_per_core(self.config.world_size), self.times
+        crowd = self.hardware.node.ranks_per_core(self.config.world_size)
         if crowd == 1:
             return pipeline + fixed
-        p, count = self.config.parallel, self.config.num_microbatches
+        p, count, times = self.config.parallel, self.config.num_microbatches, self.times
         at = stages_of(self.config.model, p).placement
         work = sum(at.visits(*place, count) * (times.forward[place] + times.backward[place]) for place in times.forward)
         work += count * self.config.dropped_share * sum(times.forward.values())

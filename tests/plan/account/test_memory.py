@@ -21,7 +21,9 @@ from megascale.schedule.ir import RankSchedule, backward, forward
 from tests.drawn import jobs
 from tests.marks import only_quick
 
-STORAGES = st.builds(WeightStorage, st.sampled_from(["beside", "instead"]))
+STORAGES = st.builds(WeightStorage, st.sampled_from(["beside", "instead"]), st.booleans(), st.sampled_from([0, 2]))
+
+ALONE = WeightStorage(masters_alone=True)
 
 
 def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +80,18 @@ def test_fp8_weights_beside_or_instead_of_bf16() -> None:
     cast = (beside.parameters - plain.parameters) // 2
     assert beside.parameters - instead.parameters == 2 * cast > plain.parameters // 4
     assert (beside.gradients, beside.optimizer) == (instead.gradients, instead.optimizer)
+
+
+def test_sharded_weights_of_fsdp_are_masters_alone_and_their_gradients_of_two_bytes() -> None:
+    """16 bytes of state a parameter in place of 18, and units of gradients of half the size (torch's FSDP)."""
+    config, plain = (load_config("configs/gpu/llama3-8b.toml", [f"parallel.zero={z}"], world_size=64) for z in (3, 2))
+    ours, masters, halves = (JobMemory(config, s) for s in (THIS_TRAINER, ALONE, WeightStorage(gradient_bytes=2)))
+    state, less = ours.rank(0), masters.rank(0)
+    assert (less.parameters, less.total) == (0, state.total - state.parameters)
+    assert state.parameters == state.gradients // 2 == state.optimizer // 6 > 0
+    head = config.model.hidden_size * config.model.vocab_size // config.parallel.tp  # the largest unit
+    assert state.transient - halves.rank(0).transient == pytest.approx(2 * head, rel=1e-3)
+    assert JobMemory(plain, ALONE).rank(0) == JobMemory(plain).rank(0), "whole weights are cast once a step"
 
 
 @pytest.mark.parametrize(("pp", "vpp", "zero", "m"), [(16, 1, 1, 64), (16, 2, 0, 80), (32, 2, 2, 96), (16, 4, 2, 16)])

@@ -10,11 +10,12 @@ from megascale.config.loading import load_config
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError
+from megascale.layout.parameters import parameter_count
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import search
 from megascale.plan.simulate import profiles
-from megascale.plan.simulate.islands import by_stage, far_message, stage_islands
+from megascale.plan.simulate.islands import by_stage, far_message, outer_seconds, stage_islands
 from megascale.plan.simulate.link_time import ExpertRoute, group_route, neighbour_route
 from megascale.plan.simulate.profiles import Hardware, Islands
 
@@ -117,6 +118,22 @@ def test_a_stage_takes_the_time_of_its_island() -> None:
     ), "MFU is of the peaks of all devices"
     assert mixed.memory_limit == min(H100.memory_limit(64), profiles.hardware("a100-80g").memory_limit(64))
     assert "pp crosses 2 islands of 32 devices: h100, a100-80g" in mixed.notes
+
+
+def test_outer_steps_between_sites_have_the_time_of_their_links() -> None:
+    sites = ["sites.count=3", "sites.address=10.0.0.5:7100", "sites.every=50"]
+    job = run_of(*sites)
+    near, apart = Plan(job, H100, STACK), Plan(job, with_islands(devices=64), STACK)
+    sent = 2 * 4 * parameter_count(job.model) / (FAR.bandwidth * SHARE) + FAR.latency
+    assert outer_seconds(apart.hardware, job) == pytest.approx(sent)
+    assert f"send for {sent:.3g} s every 50 steps, of which each step waits for {sent / 50:.3g} s" in "".join(
+        apart.notes
+    )
+    hidden = Plan(run_of(*sites, "sites.overlap=40"), apart.hardware, STACK)
+    assert "each step waits for 0 s, 0.0%" in "".join(hidden.notes)
+    assert outer_seconds(TWO, job) is None, "a site is larger than an island"
+    assert "h100 has no [islands]" in "".join(near.notes)
+    assert "outer" not in "".join(Plan(run_of(), H100, STACK).notes)
 
 
 def test_the_search_gives_slow_islands_fewer_layers() -> None:
