@@ -18,7 +18,8 @@ deadline=${1:-570} folder=${2:-build} state=build/$results python=.venv/bin/pyth
 [[ -x $python ]] || python=python3
 mkdir -p "$state" "$folder"
 : >"$state/left-out" # by this call: NAME REASON
-export PYTHONPATH=$PWD OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=32 PYTORCH_ALLOC_CONF=expandable_segments:True
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 PYTORCH_ALLOC_CONF=expandable_segments:True
 
 part() { # NAME SECONDS LIMIT COMMAND...
     local name=$1 seconds=$2 limit=$3 left=$((deadline - SECONDS)) begun=$SECONDS status=0
