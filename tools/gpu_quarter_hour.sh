@@ -71,7 +71,7 @@ if compgen -G '.loan/*.whl' >/dev/null; then
 fi
 pair=(NCCL_MAX_CTAS=4) stretch=1 cpu=() tiny=() # environment of two ranks; arguments of a rehearsal
 if [[ ${REHEARSE:-} ]]; then
-    export CUDA_VISIBLE_DEVICES=
+    export CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
     stretch=5 deadline=${1:-2850} cpu=(--device cpu)
     tiny=(model.hidden_size=64 model.num_heads=8 model.num_kv_heads=8 model.seq_length=64 model.vocab_size=512)
     tiny+=(model.ffn_size=128)
