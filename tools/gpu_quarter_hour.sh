@@ -6,16 +6,20 @@
 # A part begins if its expected seconds are left of SECONDS (570), and ends at its limit at the latest. A second call
 # runs the parts that have not run, then those that failed. Outputs of the parts are in build/quarter-hour; FOLDER
 # (build) gets quarter-hour.json, quarter-hour.md and quarter-hour.tar.xz, the outputs, after every part.
-# REHEARSE=1 runs tiny cases on the CPU, where all times are five-fold. Exit status: 1 if a part failed.
+# REHEARSE=1 runs tiny cases on the CPU, where all times are five-fold; its files are named rehearsed-quarter-hour.
+# Exit status: 1 if a part failed.
 #
 # Two ranks share one GPU with NCCL 2.30. For a machine without a package index, put into .loan what it lacks: wheels
 # (pydantic and those that pydantic needs), and libnccl.so.2.xz, from the wheel nvidia-nccl-cu13==2.30.7.
 set -u
 cd "$(dirname "$0")/.."
-deadline=${1:-570} folder=${2:-build} state=build/quarter-hour python=.venv/bin/python
+results=${REHEARSE:+rehearsed-}quarter-hour
+deadline=${1:-570} folder=${2:-build} state=build/$results python=.venv/bin/python
 [[ -x $python ]] || python=python3
-mkdir -p $state "$folder"
-export PYTHONPATH=$PWD OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=32 PYTORCH_ALLOC_CONF=expandable_segments:True
+mkdir -p "$state" "$folder"
+: >"$state/left-out" # by this call: NAME REASON
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 PYTORCH_ALLOC_CONF=expandable_segments:True
 
 part() { # NAME SECONDS LIMIT COMMAND...
     local name=$1 seconds=$2 limit=$3 left=$((deadline - SECONDS)) begun=$SECONDS status=0
@@ -24,14 +28,31 @@ part() { # NAME SECONDS LIMIT COMMAND...
         new) [[ ! -e $state/$name.status ]] || return ;;
         failed) [[ $failed == *"$state/$name.status"* ]] || return ;;
     esac
-    ((seconds *= stretch, left >= seconds)) || { echo "$name: needs $seconds s, $left s are left" && return; }
+    ((seconds *= stretch, left >= seconds)) || { leave_out "$name" "needs $seconds s, $left s are left" && return; }
     ((limit *= stretch, limit < left)) || limit=$left
     rm -f "$state/$name.json" # of an earlier call
     timeout -k 5 $limit "$@" >"$state/$name.out" 2>"$state/$name.err" || status=$?
-    echo "$status $((SECONDS - begun)) $seconds $limit" >"$state/$name.status"
+    echo "$status $((SECONDS - begun)) $seconds $limit $*" >"$state/$name.status"
     echo "$name: status $status after $((SECONDS - begun)) s (expected $seconds)"
-    $python tools/quarter_hour.py $state "$folder/quarter-hour"
-    tar -C build -cJf "$folder/quarter-hour.tar.xz" quarter-hour
+    report
+}
+
+report() {
+    $python tools/quarter_hour.py "$state" "$folder/$results"
+    tar -C build -cJf "$folder/$results.tar.xz" "$results"
+}
+
+leave_out() { # NAME REASON
+    echo "$1: $2"
+    echo "$1 $2" >>"$state/left-out"
+}
+
+on_gpu() { # KIND NAME...: a part that has nothing to rehearse
+    if [[ ! ${REHEARSE:-} ]]; then
+        "$@"
+    elif [[ $turn == new ]]; then
+        leave_out "$2" "only a GPU can show it"
+    fi
 }
 
 lab() { part "$1" "$2" "$3" $python tools/lab "${@:4}"; }
@@ -50,7 +71,7 @@ if compgen -G '.loan/*.whl' >/dev/null; then
 fi
 pair=(NCCL_MAX_CTAS=4) stretch=1 cpu=() tiny=() # environment of two ranks; arguments of a rehearsal
 if [[ ${REHEARSE:-} ]]; then
-    export CUDA_VISIBLE_DEVICES=
+    export CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
     stretch=5 deadline=${1:-2850} cpu=(--device cpu)
     tiny=(model.hidden_size=64 model.num_heads=8 model.num_kv_heads=8 model.seq_length=64 model.vocab_size=512)
     tiny+=(model.ffn_size=128)
@@ -73,7 +94,7 @@ for turn in new failed; do
     lab spin-gemm 25 60 spin-gemm "${cpu[@]}"
     suite waiting 60 120 2 waits_for_the_device
     suite layouts 80 150 2 "$layouts"
-    [[ ${REHEARSE:-} ]] || suite casts 40 100 1 "$casts"
+    on_gpu suite casts 40 100 1 "$casts"
     for recipe in tensorwise rowwise; do
         bench "fp8-$recipe" 70 120 mfu --config $llama "${fp8[@]}" fp8.recipe=$recipe "${tiny[@]}"
     done
@@ -84,11 +105,12 @@ for turn in new failed; do
     bench 175b-fp8 60 100 mfu --config $gpt3 "${fp8[@]}" fp8.recipe=delayed "${tiny[@]}"
     words=(--config configs/gpu/gpt3-175b.toml --ranks 1024 --rank 8 --micro 1 2)
     lab rank-of-175b 50 120 fake-rank "${words[@]}" "${cpu[@]}" "${tiny[@]}"
-    [[ ${REHEARSE:-} ]] || suite serial 60 150 2 one_after_the_other
+    on_gpu suite serial 60 150 2 one_after_the_other
     suite exchanges 40 90 2 'exchange_keys or pending_receive'
     bench gemm 40 90 gemm ${REHEARSE:+--sizes 64x64x64} --dtypes bf16 fp8 fp8_fast fp8_tensorwise fp8_tensorwise_fast
     suite again 60 180 1 "(fp8 or masked or resumes or marks or host_time) and not ($casts)"
-    [[ ${REHEARSE:-} ]] || suite stopped 100 150 2 stopped_rank
+    on_gpu suite stopped 100 150 2 stopped_rank
     bench without-log 60 100 mfu --config $llama observe.record_events=false "${tiny[@]}"
 done
+report
 ! grep -qv '^0 ' $state/*.status

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the results of `tools/gpu_quarter_hour.sh` as one JSON file and one table in Markdown.
 
-A part NAME has NAME.status (exit status, seconds, expected seconds, limit) and its JSON object in NAME.json, or as the
-last that begins a line of NAME.out.
+A part NAME has NAME.status (exit status, seconds, expected seconds, limit, command), and its JSON object in NAME.json
+or as the last that begins a line of NAME.out. `left-out` has a line for each part that the last call did not run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="path of the two files, without suffix")
     options = parser.parse_args()
     parts = {path.stem: read_part(path) for path in sorted(options.state.glob("*.status"), key=began)}
+    left_out = (line.split(maxsplit=1) for line in (options.state / "left-out").read_text("utf-8").splitlines())
+    parts |= {name: {"left_out": reason} for name, reason in left_out if name not in parts}
     write_text(options.out.with_suffix(".json"), json.dumps(parts, indent=1) + "\n")
-    write_text(options.out.with_suffix(".md"), "\n".join(table(parts)) + "\n")
+    write_text(options.out.with_suffix(".md"), "\n".join([f"# {options.out.name}", "", *table(parts)]) + "\n")
     return 0
 
 
@@ -36,12 +38,15 @@ def began(path: Path) -> float:
 
 
 def read_part(path: Path) -> dict[str, Any]:
-    """Return a part's status and times, its figures by name, and its whole result; of a failed part the last lines."""
-    status, seconds, expected, limit = map(int, path.read_text(encoding="utf-8").split())
+    """Return a part's status, times and command, its figures by name, and its whole result; of a failed part the last
+    lines.
+    """
+    *numbers, command = path.read_text(encoding="utf-8").split(maxsplit=4)
+    status, seconds, expected, limit = map(int, numbers)
     file = path.with_suffix(".json")
     result = last_object((file if file.exists() else path.with_suffix(".out")).read_text(encoding="utf-8"))
     errors = path.with_suffix(".err").read_text(encoding="utf-8").splitlines() if status else []
-    common = {"status": status, "seconds": seconds, "expected": expected, "limit": limit}
+    common = {"status": status, "seconds": seconds, "expected": expected, "limit": limit, "command": command.strip()}
     return common | {"figures": figures(result), "result": result, "errors": errors[-20:]}
 
 
@@ -79,11 +84,15 @@ def measured(test: dict[str, Any]) -> list[str]:
 
 
 def table(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """Format a row for every part, and below it one for every figure."""
+    """Format a row for every part, and below it one for its command and for every figure."""
     rows = [["part", "figure", "value"]]
     for name, part in parts.items():
+        if "left_out" in part:
+            rows.append([f"**{name}**", "not run", part["left_out"]])
+            continue
         ended = f"status {part['status']}, {part['seconds']} s of {part['expected']}"
         rows.append([f"**{name}**", ended, " ".join(part["errors"][-1:])])
+        rows.append(["", "command", f"`{part['command']}`"])
         rows += [["", figure, str(value)] for figure, value in part["figures"].items()]
     return pipes(*rows)
 

@@ -102,10 +102,17 @@ def test_a_part_that_does_not_fit_the_time_left_is_left_out(here: Path) -> None:
 def test_a_rehearsal_has_five_times_the_seconds(here: Path) -> None:
     """Of the whole, of a part's limit, and of what a part needs to begin: the shortest needs 50 s."""
     assert call(here, "49", rehearse=True) == []
+    left = json.loads((here / "build" / "rehearsed-quarter-hour.json").read_text())
+    assert len(left) == 20 and left["casts"] == {"left_out": "only a GPU can show it"}
+    assert left["waits"] == {"left_out": "needs 300 s, 49 s are left"}
     rehearsed = call(here, rehearse=True)
     limits = [int(line) for line in (here / "limits").read_text().splitlines()]
     assert len(rehearsed) == 17 and limits[:2] == [450, 500] and max(limits) == 900
     assert all("--rehearse" in words for words in rehearsed if "test_gpu.py" in words)
+    rows = (here / "build" / "rehearsed-quarter-hour.md").read_text().splitlines()
+    assert rows[0] == "# rehearsed-quarter-hour" and sum("not run" in row for row in rows) == 3
+    assert "|  | command | `python3 tools/lab device-waits --device cpu` |" in rows
+    assert any("spin-gemm" in words for words in call(here, "30")), "a rehearsal stands for no part"
 
 
 def test_two_ranks_share_a_single_gpu(here: Path, whole: list[str]) -> None:
@@ -116,7 +123,7 @@ def test_two_ranks_share_a_single_gpu(here: Path, whole: list[str]) -> None:
 
 
 def part(folder: Path, result: Any, status: int = 0, errors: str = "") -> dict[str, Any]:
-    (folder / "x.status").write_text(f"{status} 3 5 10\n")
+    (folder / "x.status").write_text(f"{status} 3 5 10 python x\n")
     (folder / "x.out").write_text(result if isinstance(result, str) else f"progress\n{json.dumps(result)}\n")
     (folder / "x.err").write_text(errors)
     return quarter_hour.read_part(folder / "x.status")
@@ -125,7 +132,7 @@ def part(folder: Path, result: Any, status: int = 0, errors: str = "") -> dict[s
 def test_a_failed_part_shows_its_last_line(tmp_path: Path) -> None:
     failed = part(tmp_path, "no JSON", 1, "Traceback\nRuntimeError: why\n")
     assert failed["figures"] == {} and failed["errors"][-1] == "RuntimeError: why"
-    assert quarter_hour.table({"x": failed})[-1] == "| **x** | status 1, 3 s of 5 | RuntimeError: why |"
+    assert quarter_hour.table({"x": failed})[-2] == "| **x** | status 1, 3 s of 5 | RuntimeError: why |"
 
 
 def test_a_result_is_the_last_object_that_begins_a_line(tmp_path: Path) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lab.receive_orders import RECEIVES, Lists
 from megascale.layout.stages import Placement
 from megascale.operate.show.summary import union_length
 from megascale.schedule.dependencies import neighbours
-from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind
-
-RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action
 
 Interval = tuple[float, float]
 
@@ -36,17 +35,7 @@ class Times(NamedTuple):
     open: int
 
 
-def posted_ahead(order: Sequence[Action], ahead: int = 2) -> list[Action]:
-    """Move every receive of a rank's list before the action that is `ahead` compute actions before its consumer."""
-    work = {action: at for at, action in enumerate(each for each in order if each.kind in COMPUTE_KINDS)}
-    actions, before = list(work), defaultdict[Action, list[Action]](list)
-    consumer = {a: work[a._replace(kind=SERVED[a.kind])] for a in order if a.kind in RECEIVES}
-    for receive in sorted(consumer, key=lambda receive: consumer[receive]):
-        before[actions[max(0, consumer[receive] - ahead)]].append(receive)
-    return [each for action in order if action.kind not in RECEIVES for each in (*before[action], action)]
-
-
-def times_of(lowered: Sequence[Sequence[Action]], placement: Placement, seconds: Seconds, message: float) -> Times:
+def times_of(lowered: Lists, placement: Placement, seconds: Seconds, message: float) -> Times:
     """Simulate a lowered schedule. `message`: seconds of a message."""
     ranks = [_Rank(number, deque(order), placement) for number, order in enumerate(lowered)]
     progress = True

@@ -6,7 +6,6 @@ Read at commit d98e8a64 of 2026-08-22; flags that this commit has no more are th
 from megascale.config.foreign import megatron_values as convert
 from megascale.config.foreign.megatron_experts import EXPERTS
 from megascale.config.foreign.megatron_others import MUON, OTHERS
-from megascale.config.foreign.megatron_values import value_of
 from megascale.config.foreign.setting import (
     MANY,
     NO_FP16,
@@ -23,6 +22,7 @@ from megascale.config.foreign.setting import (
     same_values,
     switch,
     two_shares,
+    value_of,
     words,
 )
 
@@ -38,7 +38,6 @@ _WARMUP = "steps of batch.global, + 1: Megatron-LM's step k has the rate after k
 _OFFLOAD = 'with train.recompute = "full"'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _CLAMP = "not supported but for --quick-geglu: 7 and 1"
-_BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
 
 
 MODEL = (
@@ -272,8 +271,8 @@ OPTIMIZER = (
     computed("--start-weight-decay, --end-weight-decay", "optimizer.weight_decay", lambda values, context: values[0]
              if context.get("start_weight_decay") == context.get("end_weight_decay") else Advice(_DECAY), _DECAY),
     absent("--weight-decay-incr-style", _DECAY, harmless={"constant": "nothing to write: constant"}),
-    computed("--adam-beta1", "optimizer.betas", _BETAS),
-    computed("--adam-beta2", "optimizer.betas", _BETAS, theirs=[0.9, 0.999]),
+    computed("--adam-beta1, --adam-beta2", "optimizer.betas", betas(adam_beta1=0.9, adam_beta2=0.999),
+             theirs=[0.9, 0.999]),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
     absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",

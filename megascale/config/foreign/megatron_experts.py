@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from megascale.config.foreign.megatron_values import LOSSES, balance, balance_weight, value_of
+from megascale.config.foreign.megatron_values import LOSSES, balance, balance_weight
 from megascale.config.foreign.setting import (
     MANY,
     Advice,
@@ -21,6 +21,7 @@ from megascale.config.foreign.setting import (
     same,
     same_values,
     switch,
+    value_of,
     words,
 )
 

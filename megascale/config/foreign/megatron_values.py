@@ -9,17 +9,11 @@ import re
 from typing import Any
 
 from megascale.config.batch_rampup import BatchSizes
-from megascale.config.foreign.setting import Advice, Context, Conversion, Needless, Several, Values, every
+from megascale.config.foreign.setting import Advice, Context, Conversion, Needless, Several, Values, every, value_of
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 LOSSES = {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"}
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-
-
-def value_of(context: Context, name: str, default: Any = None) -> Any:
-    """Return the first value of an argument, or its default."""
-    values = context.get(name)
-    return values[0] if values else default
 
 
 def norm(values: Values, context: Context) -> str:

@@ -27,6 +27,7 @@ from megascale.config.foreign.setting import (
     same,
     same_values,
     switch,
+    value_of,
     words,
 )
 
@@ -39,16 +40,6 @@ _PRESET = 'write model.preset, such as "llama3-8b": docs/presets.md lists them'
 _HEAD = "nothing to write: the head stays in bf16"
 _LAYERS = "not supported: write fp8.first_layers_bf16 and fp8.last_layers_bf16"
 _PRESETS = {(f"llama3{dot}", size): f"llama3.1-{size.lower()}" for dot in ("", "_ft") for size in ("8B", "70B", "405B")}
-_THEIRS = {
-    "parallelism.tensor_parallel_degree": 1, "parallelism.pipeline_parallel_degree": 1,
-    "parallelism.context_parallel_degree": 1, "parallelism.pipeline_parallel_microbatch_size": 1,
-    "training.local_batch_size": 8,
-}  # fmt: skip
-_BETAS = betas(beta1=0.9, beta2=0.95)
-
-
-def _first(context: Context, name: str) -> Any:
-    return context[name][0] if context.get(name) else _THEIRS.get(name)
 
 
 def _global_batch(values: Values, context: Context) -> Any:
@@ -56,10 +47,9 @@ def _global_batch(values: Values, context: Context) -> Any:
         return values[0]
     if "gpus" not in context:
         return Advice("local_batch_size x dp by default: give --gpus N, or write batch.global")
-    ranks = math.prod(
-        _first(context, f"parallelism.{axis}_parallel_degree") for axis in ("tensor", "pipeline", "context")
-    )
-    return _first(context, "training.local_batch_size") * (context["gpus"][0] // ranks)
+    axes = ("tensor", "pipeline", "context")
+    ranks = math.prod(value_of(context, f"parallelism.{axis}_parallel_degree", 1) for axis in axes)
+    return value_of(context, "training.local_batch_size", 8) * (context["gpus"][0] // ranks)
 
 
 def _converters(values: Values, context: Context) -> Any:
@@ -72,16 +62,16 @@ _FP8 = Several({"train.precision": "fp8", "fp8.first_layers_bf16": 0, "fp8.last_
 
 TORCHTITAN = (
     computed("model.flavor, flavor", "model.preset", lambda values, context: _PRESETS.get(
-             (_first(context, "model.name"), str(values[0]))) or Advice(_PRESET)),
+             (value_of(context, "model.name"), str(values[0]))) or Advice(_PRESET)),
     computed("model.converters", "train.precision", _converters, "float8 alone"),
     needless("model.hf_assets_path, model.tokenizer_path, hf_assets_path",
              "`megascale data prepare --tokenizer FILE`, and data.tokenizer = FILE"),
     computed("training.dataset", "data.train", lambda values, _: f"data/{values[0]}",
              "`megascale data prepare` makes a dataset for data.train"),
     computed("training.dataset_path", "data.train", blend, "a dataset by `megascale data prepare`"),
-    computed("training.local_batch_size", "batch.micro", lambda values, context: _first(
-             context, "parallelism.pipeline_parallel_microbatch_size") if _first(
-             context, "parallelism.pipeline_parallel_degree") > 1 else values[0],
+    computed("training.local_batch_size", "batch.micro", lambda values, context: value_of(
+             context, "parallelism.pipeline_parallel_microbatch_size", 1) if value_of(
+             context, "parallelism.pipeline_parallel_degree", 1) > 1 else values[0],
              "sequences of a micro-batch; their local batch has several with pp"),
     same("parallelism.pipeline_parallel_microbatch_size, pipeline_parallel_microbatch_size", "batch.micro", "with pp",
          only_with="parallelism.pipeline_parallel_degree"),
@@ -130,8 +120,7 @@ TORCHTITAN = (
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
            theirs=False),
     switch("compile.enable", "train.compile", True),
-    computed("optimizer.beta1", "optimizer.betas", _BETAS),
-    computed("optimizer.beta2", "optimizer.betas", _BETAS),
+    computed("optimizer.beta1, optimizer.beta2", "optimizer.betas", betas(beta1=0.9, beta2=0.95)),
     needless("optimizer.implementation, optimizer.early_step_in_backward", "write backends.optimizer"),
     words("lr_scheduler.decay_type", "optimizer.decay", {"linear": "linear", "cosine": "cosine"}, theirs="linear"),
     absent("lr_scheduler.decay_ratio", "write optimizer.decay = wsd and optimizer.decay_steps"),
@@ -152,7 +141,7 @@ TORCHTITAN = (
     needless("checkpoint.enable", "nothing to write: checkpoint.every = 0 is off", 0),
     needless("checkpoint.folder", "checkpoints are in output_dir/name; checkpoint.dir puts them elsewhere"),
     computed("checkpoint.interval", "checkpoint.every", lambda values, context: values[0] if "model.flavor" not in
-             context or _first(context, "checkpoint.enable") else 0, theirs=0),
+             context or value_of(context, "checkpoint.enable") else 0, theirs=0),
     same("checkpoint.keep_latest_k", "checkpoint.keep", theirs=10),
     same("checkpoint.initial_load_path", "checkpoint.resume", "hf:FOLDER for weights of Hugging Face"),
     absent("checkpoint.load_step", "write checkpoint.resume = RUN/checkpoints/step-N, with another name for the run"),
@@ -164,15 +153,15 @@ TORCHTITAN = (
     same("job.dump_folder, dump_folder", "output_dir", "a run's folder is output_dir/name"),
     needless("profiling.enable_profiling, profiling.profile_freq", "write observe.profile_step = N"),
     computed("validation.freq, validator.freq", "train.eval_every", lambda values, context: values[0] if
-             "model.flavor" not in context or _first(context, "validation.enable") else 0),
+             "model.flavor" not in context or value_of(context, "validation.enable") else 0),
     computed("validation.steps, validator.steps", "train.eval_steps", lambda values, context: Needless("no validation")
-             if "model.flavor" in context and not _first(context, "validation.enable") else
+             if "model.flavor" in context and not value_of(context, "validation.enable") else
              Advice("write train.eval_steps, a number") if values[0] == -1 else values[0]),
     needless("validation.enable", "nothing to write: train.eval_every = 0 is off", 0),
     same("comm.init_timeout_seconds", "launch.start_timeout_s", theirs=300.0),
     same("comm.train_timeout_seconds", "comm.timeout_s", theirs=100.0),
     computed("validation.dataset, validation.dataset_path", "data.valid", lambda values, context: f"data/{values[0]}"
-             if _first(context, "validation.enable") else Needless("nothing to write: no validation"),
+             if value_of(context, "validation.enable") else Needless("nothing to write: no validation"),
              "`megascale data prepare` makes a dataset"),
     absent("debug.moe_force_load_balance", "not supported: a router chooses by its scores"),
     needless("fault_tolerance.enable", "use `megascale launch CONFIG --nodes N`, with [fault]", 0),

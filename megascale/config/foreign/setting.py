@@ -120,6 +120,12 @@ def needless(names: str, note: str, takes: int = 1) -> Setting:
     return Setting(tuple(names.split(", ")), "", lambda values, _: Needless(note), takes, note)
 
 
+def value_of(context: Context, name: str, default: Any = None) -> Any:
+    """Return the first value of a setting, or its default."""
+    values = context.get(name)
+    return values[0] if values else default
+
+
 def every(values: Values, context: Context) -> list[Any]:
     """Return all values as a list."""
     return list(values[0]) if len(values) == 1 and isinstance(values[0], list) else list(values)
@@ -127,7 +133,7 @@ def every(values: Values, context: Context) -> list[Any]:
 
 def betas(**theirs: float) -> Conversion:
     """Return the conversion of one of Adam's decays to both. `theirs`: their names, with the system's defaults."""
-    return lambda _, context: [context[name][0] if context.get(name) else default for name, default in theirs.items()]
+    return lambda _, context: [value_of(context, name, default) for name, default in theirs.items()]
 
 
 def blend(values: Values, context: Context) -> Any:
