@@ -166,6 +166,7 @@ class Phase(StrEnum):
 
 
 PHASES = tuple(Phase)  # phases by the number in the file
+STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOAD)  # before a rank's first step
 
 TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart", "profile")
 """Parts of a step besides training, by the bits of its `tags`, which an ordinary step does not have.
