@@ -66,6 +66,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         metrics_address=observe.metrics_address,
         metrics_port=observe.metrics_port,
         stops=(STOP_ORDER,),  # of the supervisor
+        sites_hang_s=config.sites_hang_s,
     )
     copies = settings.in_memory_dir if settings.every and settings.in_memory_every else ""
     wait_s = settings.retry_timeout_s / fault.same_step_failures  # that many attempts wait

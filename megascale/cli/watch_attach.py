@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import re
 import socket
@@ -141,14 +142,14 @@ async def _drive(folder: Path, driver: DriverEndpoint) -> int:
     folder, where = folder.absolute(), join_port(driver.name, driver.port)
     print_line(f"watching the ranks of {folder.name}; observers of their hosts join at {where}")
     if (config := await _configuration(folder)) is None:
-        fault, address, port, copies = FaultConfig(), "", 0, None
+        fault, address, port, copies, sites_hang_s = FaultConfig(), "", 0, None, math.inf
     else:
         fault, settings, observe = config.fault, config.checkpoint, config.observe
-        address, port = observe.metrics_address, observe.metrics_port
+        address, port, sites_hang_s = observe.metrics_address, observe.metrics_port, config.sites_hang_s
         copies = Path(settings.in_memory_dir) if settings.every and settings.in_memory_every else None
     plan = JobPlan(
         folder.name, 0, 0, (), str(folder / LOGS), revivable=False, observed=True, folder=str(folder),
-        metrics_address=address, metrics_port=port, stops=tuple(stop_signals()),
+        metrics_address=address, metrics_port=port, stops=tuple(stop_signals()), sites_hang_s=sites_hang_s,
     )  # fmt: skip
     size = {"nodes": 0, "world": 0, "scheduler": "none"}  # the observers find them
     secret, tls = job_secret(folder.parent), tls_from_environment()

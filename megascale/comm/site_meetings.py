@@ -20,7 +20,7 @@ import datetime
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -132,16 +132,17 @@ class Beats(threading.Thread):
 
 class SiteMeetings:
     """A rank's part in the meetings. `ranks`: of each site. `first`: this is the first rank of its site. `agreement`:
-    what sites have in common, by key.
+    what sites have in common, by key. `advance`: called at an arrival and at the end of a meeting, and all along the
+    wait of a site that begins or is late, for others that train: their drivers see whether they hang.
 
     Raises: ConfigError if the sites differ, or have another secret; MegascaleError if no meeting point answers
     """
 
     def __init__(
         self, settings: SitesConfig, secret: bytes, timeout: datetime.timedelta, *, ranks: int, first: bool,
-        agreement: Mapping[str, str],
+        agreement: Mapping[str, str], advance: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._settings, self._ranks = settings, ranks
+        self._settings, self._ranks, self._advance = settings, ranks, advance
         self.number = 0
         try:
             self.store = JobStore(settings.place, secret, timeout)
@@ -160,6 +161,7 @@ class SiteMeetings:
         """Come to the open meeting, and return who takes part; this site does. Blocks until the meeting is closed."""
         with self._asking():
             while True:
+                self._advance()
                 number = self.number
                 if self._beats is not None:
                     self._close_in_time(number, arrival, self._beats)
@@ -167,6 +169,7 @@ class SiteMeetings:
                 self.number += 1
                 self.store.compare_set(NEXT, str(number), str(self.number))
                 if arrival in members.arrivals:
+                    self._advance()
                     if self._beats is not None:
                         self._beats.meet(members.sites)
                     return members
@@ -199,6 +202,8 @@ class SiteMeetings:
             ):
                 store.compare_set(f"{number}/members", "", text)
                 return
+            if is_late or not arrival.fragments:
+                self._advance()
             time.sleep(POLL_S)
 
     def _wait(self, key: str, members: Sequence[int] = ()) -> str:

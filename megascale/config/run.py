@@ -81,6 +81,11 @@ class RunConfig(RunKeys):
         return self.parallel.replica_size * self.dp
 
     @property
+    def sites_hang_s(self) -> float:
+        """Seconds without progress that a meeting of sites explains: a late site is waited for, then the exchange."""
+        return self.sites.grace_s + self.comm.timeout_s
+
+    @property
     def samples(self) -> int:
         """The samples that all steps consume, at all sites."""
         return self.sites.count * samples_of_run(self.batch, self.train)

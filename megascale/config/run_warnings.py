@@ -14,6 +14,8 @@ from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.rules import run_rules
 from megascale.config.run import RunConfig
 from megascale.config.site_rules import ONE_SITE
+from megascale.config.sites import SitesConfig
+from megascale.config.train import TrainConfig
 from megascale.core.errors import DataError
 
 LONG_STEPS = 1000  # steps after which a run with default settings has a checkpoint
@@ -30,8 +32,16 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
         yield str(finding)
 
 
-def waiting_keys(parallel: ParallelConfig, overlap: OverlapConfig, data: DataConfig) -> Iterator[Finding]:
+def waiting_keys(
+    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, data: DataConfig, train: TrainConfig,
+    sites: SitesConfig,
+) -> Iterator[Finding]:  # fmt: skip
     """Warn of keys without effect for which any of several others would have one."""
+    if sites.count > 1 and sites.every > train.steps:
+        message = f"{sites.every} steps are more than train.steps: the only outer step follows the last one"
+        yield Finding("sites.every", message, f"at most {train.steps}")
+    if parallel.zero > 1 and parallel.replicas * parallel.cp == 1 and not (model.experts and parallel.tp > parallel.ep):
+        yield Finding("parallel.zero", "has no effect with dp x cp = 1", f"more ranks (`check --gpus N`), or {REMOVE}")
     ring = parallel.hybrid_dp or (parallel.cp_keys > 1 and parallel.cp_mode != "allgather")
     if not overlap.cp and not ring:
         message = f"has no effect without a ring (cp = {parallel.cp}, cp_mode = {parallel.cp_mode})"

@@ -33,7 +33,7 @@ class SitesConfig(Section):
     momentum: Annotated[Annotated[Float32, Field(ge=0, lt=1)] | None, AUTO_AS_NONE] = Field(
         None, description="Nesterov momentum of outer steps; auto: 0.9, or 0 with top_k below 1"
     )
-    top_k: Annotated[Float32, Field(gt=0, le=1)] = Field(
+    top_k: Annotated[Float32, Field(ge=1 / CHUNK, le=1)] = Field(
         1.0, description=f"share of the elements of {CHUNK} that a site sends, the largest ones; 1: all"
     )
     bits: Literal[2, 8, 32] = Field(32, description="bits of a value that is sent; 32: as it is")

@@ -38,7 +38,7 @@ class Compression:
         payload: list[Tensor] = []
         for start, rows, width in _chunks(lengths):
             chunks = values[start : start + rows * width].view(rows, width)
-            kept = max(1, math.ceil(self.top_k * width))
+            kept = math.ceil(self.top_k * width)
             if kept < width:
                 places = chunks.abs().topk(kept, sorted=False).indices.sort().values
                 payload.append(pack_bits(places.view(-1), INDEX_BITS))
@@ -58,7 +58,7 @@ class Compression:
 
         for start, rows, width in _chunks(lengths):
             chunks = values[start : start + rows * width].view(rows, width)
-            kept = max(1, math.ceil(self.top_k * width))
+            kept = math.ceil(self.top_k * width)
             if kept < width:
                 packed = take(-(-rows * kept * INDEX_BITS // 8))
                 places = unpack_bits(packed, INDEX_BITS, rows * kept).view(rows, kept)

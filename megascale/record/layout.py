@@ -30,15 +30,15 @@ import struct
 from enum import StrEnum
 
 MAGIC = int.from_bytes(b"MSRECORD", "little")
-FORMAT = 6
+FORMAT = 7
 
 WORD = 8  # bytes of a number in the header
 
 (
     MAGIC_WORD, FORMAT_WORD, RANK, WORLD, PID, ATTEMPT, START, PLACES, FOLDER, VERSION, HEARTBEAT, UPDATED, PHASE,
     PHASE_SINCE, STEP, FIRST_STEP, STEP_TIME, WAIT_GROUP, WAIT_SEQUENCE, WAIT_SINCE, WAIT_KIND, EXIT_STATUS, COUNT,
-    GROUP_COUNT, TEXT_COUNT, TOTAL_COUNT, READY, STORED_ATTEMPT, EPOCH, TP, CP, DP, PP, EP, PEAK_FLOPS,
-) = range(35)  # fmt: skip
+    GROUP_COUNT, TEXT_COUNT, TOTAL_COUNT, READY, STORED_ATTEMPT, EPOCH, TP, CP, DP, PP, EP, DP_SHARD, PEAK_FLOPS,
+) = range(36)  # fmt: skip
 """Places of the header's numbers. VERSION is odd while the writer writes; times are ns of the host's monotonic clock,
 START ns since 1970. FOLDER: key of the run's folder. EXIT_STATUS: one more than the status, 0 before the rank ends.
 PLACES: their number. COUNT: places written so far. READY: 1 once the numbers after it are known: the attempt in the
@@ -46,8 +46,8 @@ event store, ns since 1970 on rank 0's clock at the zero of this host's monotoni
 device's FLOP/s, 0 if unknown.
 """
 
-COORDINATES = {"tp": TP, "cp": CP, "dp": DP, "pp": PP, "ep": EP}
-"""Places of a rank's coordinates by axis; its index on edp follows from them."""
+COORDINATES = {"tp": TP, "cp": CP, "dp": DP, "pp": PP, "ep": EP, "dp_shard": DP_SHARD}
+"""Places of a rank's coordinates by axis; its index on other axes follows from them."""
 
 HEADER_BYTES = 512
 
@@ -166,6 +166,7 @@ class Phase(StrEnum):
 
 
 PHASES = tuple(Phase)  # phases by the number in the file
+STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOAD)  # before a rank's first step
 
 TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart", "profile")
 """Parts of a step besides training, by the bits of its `tags`, which an ordinary step does not have.

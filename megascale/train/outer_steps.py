@@ -84,7 +84,7 @@ class Sites:
         self._meetings = SiteMeetings(
             self._settings, sites_secret(), datetime.timedelta(seconds=self._config.launch.start_timeout_s),
             ranks=run.mesh.world.size, first=first,
-            agreement=agreement,
+            agreement=agreement, advance=run.mesh.recorder.log.advance,
         )  # fmt: skip
         self._meetings.number = run.mesh.world.control.broadcast(self._meetings.number, "the open meeting of sites")
         self._meet(run, ())

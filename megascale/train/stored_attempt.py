@@ -36,5 +36,6 @@ def begin_stored_attempt(run: Run, peak: Peak | None) -> None:
             print(f"WARNING: the event store {store} cannot be used: {error.strerror or error}", file=sys.stderr)
     attempt, first_ns = world.control.broadcast((attempt, epoch_ns), "event store")
     epoch_ns = first_ns + round(ahead_s * 1e9)  # ns since 1970 at the zero of this host's monotonic clock
-    coord = run.mesh.coord._asdict() | {"ep": run.mesh.topology.index_in_group(run.mesh.coord, "ep")}
+    topology, place = run.mesh.topology, run.mesh.coord
+    coord = place._asdict() | {axis: topology.index_in_group(place, axis) for axis in ("ep", "dp_shard")}
     run.mesh.recorder.log.set_ready(attempt, epoch_ns, coord, peak.flops if peak else 0)

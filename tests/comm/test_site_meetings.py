@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -138,6 +139,25 @@ def test_a_site_that_is_slow_is_left_out_after_the_grace_and_comes_to_the_next_m
     assert met[0] == met[1]
     members = met[0]
     assert isinstance(members, Members) and members.trained == [0] and members.returning == [1]
+
+
+def test_only_a_site_that_begins_waits_for_others_without_a_bound(address: str) -> None:
+    """Its driver sees progress as long as they train. One that comes to an outer step goes on after the grace."""
+    (trains, away), progress = begun(address, grace_s=1e6), list[float]()
+    away._beats._look = threading.Event().wait  # type: ignore[union-attr]  # lost
+    settings = SitesConfig(count=2, index=1, address=address)
+    begins = SiteMeetings(
+        settings, KEY, TIMEOUT, ranks=1, first=True, agreement={}, advance=lambda: progress.append(time.monotonic())
+    )
+    trains._advance = lambda: progress.append(0.0)
+    with ThreadPoolExecutor(2) as threads:
+        waits = threads.submit(begins.attend, arrival(1, 0))
+        while len(progress) < 10:
+            time.sleep(0.01)
+        assert not waits.done()
+        met = threads.submit(trains.attend, arrival(0, 5, 0)).result()
+        assert waits.result() == met and met.returning == [1]
+    assert progress.count(0.0) == 2, "an arrival, and the end of the meeting"
 
 
 def test_sites_that_differ_are_told_what(address: str) -> None:

@@ -194,6 +194,8 @@ def test_values_of_flags_together(words: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("words", "hint"), [
+    ("--outer-dp-sharding-strategy optim", 'for optim write parallel.state_shard = "all" with zero = 3, no '
+     "parallel.dp_shard with zero = 1 or 2: for memory alone"),
     ("--expert-tensor-parallel-size 1", "nothing to write: an expert is whole"),
     ("--expert-tensor-parallel-size 2", "not supported: an expert is whole on a rank, of parallel.ep"),
     ("--moe-layer-freq 1", "nothing to write: all layers have experts"),

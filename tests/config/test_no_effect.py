@@ -86,6 +86,8 @@ def test_a_router_of_given_weights_may_stay_as_it_is() -> None:
     ("parallel.cp_mode=ulysses", "parallel.cp=2"),
     ("parallel.schedule=interleaved_1f1b", "parallel={pp=2, vpp=2, schedule='interleaved_1f1b'}"),
     ("overlap.cp=false", "parallel.cp=2"),
+    ("parallel.zero=3", "parallel.dp=2"),
+    ("parallel.zero=2", "parallel.cp=2"),
     ("data.prefetch=3", "data={mock=true, reader='host', prefetch=3}"),
 ])  # fmt: skip
 def test_a_key_that_waits_for_its_switch(key: str, switch: str) -> None:

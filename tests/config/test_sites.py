@@ -50,3 +50,21 @@ def test_a_step_consumes_the_samples_of_all_sites(tmp_path: Path) -> None:
 def test_keys_that_wait_for_a_second_site_are_warned_of(tmp_path: Path) -> None:
     (warning,) = run_warnings(config_of(settings(GPT, tmp_path, sites__every=50), tmp_path))
     assert "sites.every has no effect with one site" in warning
+
+
+def test_a_run_without_an_outer_step_but_the_last_is_warned_of(tmp_path: Path) -> None:
+    def warnings(every: int) -> list[str]:
+        config = config_of(settings(GPT, tmp_path, sites__every=every, train__steps=50, **SEVERAL), tmp_path)
+        return [text for text in run_warnings(config) if "sites.every" in text]
+
+    assert warnings(50) == []
+    (warning,) = warnings(51)
+    assert warning.endswith(
+        "51 steps are more than train.steps: the only outer step follows the last one  -> at most 50"
+    )
+
+
+def test_a_share_of_less_than_one_element_is_refused() -> None:
+    assert SitesConfig(count=2, top_k=1 / 4096).top_k * 4096 == 1
+    with pytest.raises(ValueError, match=r"greater than or equal to 0\.000244140625"):
+        SitesConfig(count=2, top_k=0.0002)

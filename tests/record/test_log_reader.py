@@ -141,10 +141,10 @@ def test_the_head_and_the_note(log: RankLog, path: Path) -> None:
     assert (state.run, state.rank, state.world, state.attempt, state.pid) == ("a run", 3, 8, 2, os.getpid())
     assert (state.stored_attempt, state.coord) == (None, {})
     assert reader.note == dict(IDENTITY.note)
-    log.set_ready(4, 10**18, {"tp": 1, "cp": 0, "dp": 3, "pp": 2, "ep": 1}, 9.89e14)
+    log.set_ready(4, 10**18, {"tp": 1, "cp": 0, "dp": 3, "pp": 2, "ep": 1, "dp_shard": 3}, 9.89e14)
     state = reader.state(head_only=True)
     assert (state.stored_attempt, state.epoch_ns, state.peak_flops) == (4, 10**18, 989 * 10**12)
-    assert state.coord == {"tp": 1, "cp": 0, "dp": 3, "pp": 2, "ep": 1} and state.attempt == 2
+    assert state.coord == {"tp": 1, "cp": 0, "dp": 3, "pp": 2, "ep": 1, "dp_shard": 3} and state.attempt == 2
 
 
 @given(st.lists(st.integers(0, 2 * CAPACITY), max_size=12))

@@ -26,6 +26,7 @@ from megascale.train.resume import load_initial_state
 from megascale.train.step import train_step
 from tests.jobs import Job, job_config
 from tests.marks import only_quick
+from tests.operate.driver.launched import LaunchedJob
 from tests.optim.layouts import SMALL, configuration
 from tests.site_jobs import SECRET, meeting_point, run_sites
 from tests.thread_world import run_threads
@@ -211,12 +212,15 @@ def meeting(tmp_path: Path) -> Iterator[str]:
     assert process.wait(60) == 0
 
 
-def start_site(folder: Path, address: str, index: int, *, steps: int, **keys: Any) -> Job:
-    config = job_config(
+def site_config(folder: Path, address: str, index: int, *, steps: int, **keys: Any) -> Path:
+    return job_config(
         folder / f"site{index}", SMALL, train__steps=steps, sites__count=2, sites__address=address, sites__index=index,
         sites__every=5, checkpoint__every=5, **keys,
     )  # fmt: skip
-    return Job(config, env={SECRET_VARIABLE: SECRET})
+
+
+def start_site(folder: Path, address: str, index: int, *, steps: int, **keys: Any) -> Job:
+    return Job(site_config(folder, address, index, steps=steps, **keys), env={SECRET_VARIABLE: SECRET})
 
 
 @pytest.mark.slow
@@ -249,3 +253,27 @@ def test_a_site_is_killed_and_comes_back(meeting: str, tmp_path: Path) -> None:
     assert "1 of 2 sites train, without 1" in ends[0][1] and ends[0][1].count("2 of 2 sites train") == 2
     steps = [record["step"] for record in back.steps()]
     assert any(after > before + 15 for before, after in itertools.pairwise(steps))
+
+
+@pytest.mark.slow
+def test_a_driver_brings_its_site_back(meeting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each site is a `megascale launch` of two nodes, one of which loses a rank: its driver restarts the site, which
+    goes on from the other's step.
+    """
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    configs = (site_config(tmp_path, meeting, index, steps=10**6, parallel__dp=2) for index in range(2))
+    stays, dies = (LaunchedJob(config, "--nodes", "2") for config in configs)
+    for job in (stays, dies):
+        job.wait_for_step(10)
+    os.kill(dies.pid("rank", rank=1), signal.SIGKILL)
+    dies.wait_for_recovery()
+    (incident,) = dies.history.incidents.values()
+    stays.wait_until(lambda: stays.output().count("2 of 2 sites train") == 2, "both sites train again")
+    ends = []
+    for job in (stays, dies):
+        job.signal(signal.SIGTERM)
+        ends.append(job.end())
+    assert [status for status, _, _ in ends] == [Exit.STOPPED] * 2, ends
+    assert "1 of 2 sites train, without 1" in ends[0][1] and not stays.history.incidents
+    steps = [record["step"] for record in dies.steps()]
+    assert any(before <= incident.step < after - 15 for before, after in itertools.pairwise(steps))

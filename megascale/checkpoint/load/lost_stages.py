@@ -2,10 +2,10 @@
 
     W[layer j of stage s] = share[s - 1] W[layer j of stage s - 1] + share[s + 1] W[layer j of stage s + 1]
 
-The shares are in proportion to the squared gradient norms of the two stages (CheckFree; Blagoev et al. 2025,
-arXiv:2506.15461), here their running means, the sums of `exp_avg_sq`. The lost stage's `exp_avg_sq` is the same mean of
-its neighbours', because bias corrections do not begin anew; its other optimizer state begins at zero. The other stages
-keep every bit, as does what all ranks have in common: counters, histories, the order of samples.
+The shares are in proportion to the gradient norms of the two stages (CheckFree; Blagoev et al. 2025, arXiv:2506.15461,
+and their code), here the roots of the sums of `exp_avg_sq`, a running mean. The lost stage's `exp_avg_sq` is the same
+mean of its neighbours', because bias corrections do not begin anew; its other optimizer state begins at zero. The other
+stages keep every bit, as does what all ranks have in common: counters, histories, the order of samples.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Rebuilding:
             for tensor in self._tensors(neighbour) if neighbour in self._own else ():
                 norms[index] += self._whole(SECOND_MOMENT, tensor).sum()
         all_reduce(self._pipeline, norms, label="gradient norms of stages")
-        before, after = norms.tolist()
+        before, after = norms.sqrt().tolist()
         share = before / (before + after) if before + after else 0.5
         for kind in (WEIGHTS, SECOND_MOMENT):
             for first, lost, second in zip(*map(self._tensors, (stage - 1, stage, stage + 1)), strict=True):

@@ -23,7 +23,8 @@ OTHERS = (
              "--activations-checkpoint-method, --num-dataset-builder-threads", _FAST, MANY),
     needless("--num-distributed-optimizer-instances",
              "write parallel.dp_shard = dp / instances, or nothing: for speed or memory alone"),
-    needless("--outer-dp-sharding-strategy", 'write parallel.state_shard = "all" for optim: for memory alone'),
+    needless("--outer-dp-sharding-strategy", 'for optim write parallel.state_shard = "all" with zero = 3, no '
+             "parallel.dp_shard with zero = 1 or 2: for memory alone"),
     needless("--async-ckpt-use-cpu-shm, --use-persistent-ckpt-worker, --auto-detect-ckpt-format, "
              "--ckpt-assume-constant-structure, --ckpt-drop-redundant-extra-state, "
              "--ckpt-fully-parallel-load-per-rank-objects, --dist-ckpt-optim-fully-reshardable, "

@@ -16,7 +16,6 @@ from megascale.operate.driver.decisions import has_silent_node, missing_nodes, n
 from megascale.operate.driver.end_stages import conclude, finish, join_s, stop_attempt, take_stop_request
 from megascale.operate.driver.job_state import REJOIN_S, SETTLE_S, JobState, Stage
 from megascale.operate.driver.roster import format_nodes, place_ranks
-from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.layout import NEWEST
 from megascale.record.rank_state import RankStatus
 
@@ -116,7 +115,7 @@ def start_ranks(job: JobState, store: str, now: float) -> None:
         member.attempt, member.started, member.standby = attempt.number, now, 0
         job.do(Send(node, Start(attempt.number, plan.run, plan.world, ranks, store, arguments, logs, {})))
     longest = max(job.first_steps.get(node, math.inf) for node in attempt.placement)
-    attempt.watch = ProgressWatch(job.settings, now, longest)
+    attempt.watch = job.new_watch(now, longest)
     job.enter(Stage.RUN, math.inf)
 
 

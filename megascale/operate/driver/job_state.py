@@ -65,7 +65,7 @@ class JobPlan:
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
     `find_suspect`: returns the rank that torch's flight recorder shows as missing; None without any.
-    `stops`: signals at which the driver's process is asked to stop the job.
+    `stops`: signals at which the driver's process is asked to stop the job. `sites_hang_s`: as in `RunConfig`.
     """
 
     run: str
@@ -88,6 +88,7 @@ class JobPlan:
     metrics_port: int = 0
     find_suspect: Callable[[], Suspect | None] = lambda: None
     stops: tuple[int, ...] = ()
+    sites_hang_s: float = math.inf
 
     def resumed(self, history: JobHistory) -> JobPlan:
         """Return the plan with the layout of an earlier driver of this launch."""
@@ -141,7 +142,7 @@ class JobState:
         elif plan.takeover and history.nodes:  # its attempt may still run, or its last decision wait to be carried out
             self.places = [*history.nodes]
             placement = place_ranks(history.nodes, self.plan.world)
-            self.attempt = Attempt(history.attempt, placement, ProgressWatch(settings, now))
+            self.attempt = Attempt(history.attempt, placement, self.new_watch(now))
             self.pending = history.undone
             self.enter(Stage.TAKEOVER, now + REJOIN_S)
 
@@ -155,6 +156,9 @@ class JobState:
     def used(self) -> list[str]:
         """The nodes that have a place."""
         return [node for node in self.places if node]
+
+    def new_watch(self, now: float, first_step_s: float = math.inf) -> ProgressWatch:
+        return ProgressWatch(self.settings, now, first_step_s, self.plan.sites_hang_s)
 
     def do(self, *commands: Command) -> None:
         """Add commands."""
@@ -173,7 +177,7 @@ class JobState:
         """Log and begin an attempt."""
         number, layout = self.history.attempt + 1, {"world": self.plan.world, "overrides": list(self.plan.overrides)}
         self.log({"event": "attempt", "time": now, "attempt": number, "nodes": list(nodes), **layout})
-        self.attempt = Attempt(number, placement, ProgressWatch(self.settings, now))
+        self.attempt = Attempt(number, placement, self.new_watch(now))
         spares = self.roster.spares(nodes)
         more = f"; spare: {format_nodes(spares)}" if spares else ""
         self.do(Say(f"attempt {number}: {self.plan.world} ranks on {format_nodes(nodes)}{more}"))

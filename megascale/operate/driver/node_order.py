@@ -1,9 +1,9 @@
 """The order in which ranks fill a job's nodes, by the switches above them (`NodeOrder`).
 
 Ranks lie in the order tp, cp, dp, pp, so the groups that exchange most fill neighbouring nodes. Nodes are joined from
-the inside out, those of a context or expert group, then those of a pipeline stage, each time below the lowest switch
-that has enough of them left: no group crosses a switch that it could avoid, and stages, which send each other least,
-lie on both sides of the slowest links. With `parallel.far_axis = "dp"` each stage has equal parts in all islands.
+the inside out, those of a context, expert or sharding group, then those of a pipeline stage, each time below the lowest
+switch that has enough of them left: no group crosses a switch that it could avoid, and stages, which send each other
+least, lie on both sides of the slowest links. With `parallel.far_axis = "dp"` stages have equal parts in all islands.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class NodeOrder:
     @classmethod
     def of_layout(cls, switches: Switches, p: ParallelConfig, nodes: int) -> NodeOrder:
         """Return the order for a resolved layout on `nodes`."""
-        per_node, sizes = p.replica_size * p.replicas // nodes, [1]
-        for ranks in sorted((p.tp * p.cp, p.ep, p.tp * p.cp * p.replicas)):
+        per_node, sizes, own = p.replica_size * p.replicas // nodes, [1], p.tp * p.cp
+        for ranks in sorted((own, p.ep, own * (p.dp_shard or 1), own * p.replicas)):
             size = math.lcm(ranks, per_node) // per_node
             if size % sizes[-1] == 0:
                 sizes.append(size)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megascale.config.fault import FaultConfig
-from megascale.record.layout import Phase
+from megascale.record.layout import STARTING, Phase
 from megascale.record.rank_state import RankStatus
 
 STOPPED_STATES = ("T", "t")  # letters of /proc/PID/stat: stopped by a signal, or by a debugger
@@ -16,8 +16,6 @@ FIRST_STEP_TIMES = 10
 step imports, allocates and connects takes longer on a busy host.
 """
 
-_STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOAD)
-
 
 class ProgressWatch:
     """Progress of an attempt as its heartbeats show it, at constant cost for each rank's status.
@@ -26,12 +24,14 @@ class ProgressWatch:
     the last progress of any rank; `first_step_took`: seconds of the first step, once it is completed.
 
     `first_step_s`: seconds of the longest first step of these nodes in earlier attempts; infinity if a node has trained
-    in none, and may have to compile.
+    in none, and may have to compile. `sites_hang_s`: as in `RunConfig`.
     """
 
-    def __init__(self, settings: FaultConfig, now: float, first_step_s: float = math.inf) -> None:
+    def __init__(
+        self, settings: FaultConfig, now: float, first_step_s: float = math.inf, sites_hang_s: float = math.inf
+    ) -> None:
         self._settings = settings
-        self._first_step_s = first_step_s
+        self._first_step_s, self._sites_hang_s = first_step_s, sites_hang_s
         self._first_seen = now
         self.moved = now
         self.step = self.first_step = 0
@@ -46,7 +46,7 @@ class ProgressWatch:
         """Take the statuses of a node's ranks, which a heartbeat at `now` has brought."""
         for status in statuses:
             self.moved = max(self.moved, now - status.idle_s)
-            if status.step > 0 and status.phase not in _STARTING:
+            if status.step > 0 and status.phase not in STARTING:
                 self.step = max(self.step, status.step)
                 first = status.first_step or status.step
                 self._first_seen = self._first_seen if self.first_step else now
@@ -81,10 +81,10 @@ class ProgressWatch:
         if status.phase == Phase.EVALUATION:
             return max(settings.hang_s, settings.evaluation_hang_s)
         if status.phase == Phase.SITES:
-            return math.inf  # it waits for sites that train
+            return max(settings.hang_s, self._sites_hang_s)
         if status.phase in (Phase.CHECKPOINT, Phase.DONE):
             return max(settings.hang_s, settings.checkpoint_hang_s)
-        if status.phase in (*_STARTING, Phase.PROFILE) or not status.phase:
+        if status.phase in (*STARTING, Phase.PROFILE) or not status.phase:
             return max(settings.hang_s, settings.start_hang_s)
         if not self.has_new_step:
             known_s = FIRST_STEP_TIMES * (self._first_step_s + settings.heartbeat_s)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale.record.layout import Phase
+from megascale.record.layout import STARTING, Phase
 from megascale.record.rank_state import RankStatus
 
 IDLE_S = 10.0  # seconds without progress that are no news
@@ -52,9 +52,6 @@ SIGNS = {
 _GRAVITY = {letter: place for place, letter in enumerate(SIGNS)}
 
 BAD_STATES = "XT!D"  # letters of ranks that do not run as they should
-
-STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOAD)
-"""Phases of a rank before its first step."""
 
 _STATES = {"T": "T", "t": "T", "D": "D", "X": "X", "Z": "X"}
 _PHASES = dict.fromkeys(map(str, STARTING), "s") | {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _AXIS = 1 << 16  # a key of `RankTotals` is the index of the axis times this number, plus the index of the name
-KEYS = ("attempt", "rank", "step", "axis", "name", "chunk")  # columns of `step_parts` by which events are summed
+KEYS = ("attempt", "rank", "step", "axis", "name", "chunk", "group_name")  # by which `step_parts` sums events
 
 
 def row_type(table: str) -> np.dtype:

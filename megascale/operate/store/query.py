@@ -142,8 +142,10 @@ def _make_view(connection: duckdb.DuckDBPyConnection, store: Location, table: st
     if not paths:
         connection.register(table, arrow_schema(table).empty_table())
     elif store.local_path is not None:
-        by_name = ", union_by_name = true" if table == "ranks" else ""  # files of earlier versions have fewer columns
-        connection.execute(f"CREATE VIEW {table} AS FROM read_parquet({_literals(paths)}{by_name})")
+        grown = table in ("ranks", "step_parts")  # files of earlier versions have fewer columns
+        first = "(SELECT '' AS group_name LIMIT 0) UNION ALL BY NAME " if table == "step_parts" else ""
+        rows = f"{first}FROM read_parquet({_literals(paths)}, union_by_name = {grown})"
+        connection.execute(f"CREATE VIEW {table} AS {rows}")
     else:
         import pyarrow.dataset
         from fsspec.core import url_to_fs

@@ -90,6 +90,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         *_WHO,
         *_PART,
         Column("chunk", "int16", "model chunk of the rank; -1: none"),
+        Column("group_name", "text", "communicator; empty for compute"),
         Column("count", "int32", "events; an action in segments counts once"),
         Column("total_ns", "int64", "sum of their durations"),
         Column("max_ns", "int64", "longest duration"),

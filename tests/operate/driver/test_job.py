@@ -184,6 +184,18 @@ def test_the_phase_of_a_rank_that_waits_explains_no_hang() -> None:
     assert watch.hangs([waiting, waiting], 2.0 + FaultConfig().checkpoint_hang_s)
 
 
+def test_a_job_that_waits_for_sites_hangs_after_their_bound() -> None:
+    """Of the plan, from which the driver makes the watch of every attempt."""
+    job = simulation().job
+    job.plan = replace(job.plan, sites_hang_s=20.0)
+    watch = job.new_watch(0.0)
+    watch.beat([status(7, 0.0)], 1.0)
+    watch.beat([status(8, 0.0)], 2.0)
+    waits = status(8, 0.0)._replace(phase="sites")
+    assert not watch.hangs([waits], 21.5)
+    assert watch.hangs([waits], 22.0)
+
+
 def test_the_first_step_of_an_attempt_is_the_measure_of_the_next() -> None:
     sim = simulation()
     took = sim.job.attempt.watch.first_step_took  # type: ignore[union-attr]

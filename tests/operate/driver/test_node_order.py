@@ -81,6 +81,13 @@ def test_groups_inside_racks_and_pipelines_across_islands(seed: int) -> None:
     assert crossing(topology, unordered, paths, "dp", 0) > 0, "the shuffled order needs the topology"
 
 
+def test_ranks_that_shard_are_in_a_rack() -> None:
+    paths = tree([3, 3])
+    nodes = NodeOrder.of_layout(paths, ParallelConfig(dp=4, dp_shard=2), 4).arrange(shuffled(paths), 4)
+    racks = [paths[node][:2] for node in nodes]
+    assert racks[0] == racks[1] != racks[2] == racks[3]
+
+
 def test_spares_are_what_would_cut_stages() -> None:
     paths = tree([3], [3])
     nodes = NodeOrder(paths, (1, 2)).arrange(sorted(paths), 4)

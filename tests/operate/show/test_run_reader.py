@@ -120,12 +120,14 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("phase", "seconds"), [("import", 299), ("checkpoint", 60), ("evaluation", 59), ("profile", 299)]
+    ("phase", "seconds"), [("import", 299), ("checkpoint", 60), ("evaluation", 59), ("profile", 299), ("sites", 659)]
 )
 def test_a_phase_that_takes_long_is_no_standstill(phase: str, seconds: int, tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     write_live(folder, [live_rank("step", 5, seconds)] * 3 + [live_rank(phase, 5, seconds)])
     assert RunReader(folder).read().standstill == ""
+    write_live(folder, [live_rank("step", 5, seconds + 61)] * 3 + [live_rank(phase, 5, seconds + 61)])
+    assert RunReader(folder).read().state == "stands still"
 
 
 def test_a_first_step_that_takes_long_is_no_standstill(tmp_path: Path) -> None:

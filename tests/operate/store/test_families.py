@@ -57,7 +57,7 @@ def test_the_state_of_ranks(tmp_path: Path) -> None:
         assert (of_rank, 1.0) in found["rank_compute_seconds"]
         assert (of_rank | {"activity": "data"}, 1.0) in found["rank_host_seconds"]
         assert (of_rank, 0.75) in found["rank_train_seconds"]
-        place = {"tp": str(rank), "cp": "0", "dp": "0", "pp": "0", "ep": "0"}
+        place = {"tp": str(rank), "cp": "0", "dp": "0", "pp": "0", "ep": "0", "dp_shard": "0"}
         assert (of_rank | place, 1) in found["rank_info"]
     assert found["loss"] == [(LABELS, 2.5)]
     assert found["tokens"] == [(LABELS, 4096)]

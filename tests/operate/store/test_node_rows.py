@@ -104,14 +104,14 @@ def test_sums_by_rank_step_and_part(given_events: list[tuple[int, int, int, int,
     microbatches: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, (row, (rank, step, name, chunk, duration)) in enumerate(zip(events, given_events, strict=True)):
         row["rank"], row["step"], row["name"], row["chunk"] = rank, step, name, chunk
-        row["axis"], row["microbatch"] = axes[name], number // 4 - 1
-        microbatches[rank, step, name, chunk].append(number // 4 - 1)
+        row["axis"], row["microbatch"], row["group_name"] = axes[name], number // 4 - 1, number % 2
+        microbatches[rank, step, name, chunk, number % 2].append(number // 4 - 1)
         row["end_ns"], row["exposed_ns"], row["bytes"], row["issue_ns"] = duration, duration // 2, 3, duration
-        expected[rank, step, name, chunk].append(duration)
+        expected[rank, step, name, chunk, number % 2].append(duration)
     found = step_parts(events, np.zeros(0, row_type("steps")), texts)
     assert len(found) == len(expected)
     for row in found:
-        key = tuple(int(row[key]) for key in ("rank", "step", "name", "chunk"))
+        key = tuple(int(row[key]) for key in ("rank", "step", "name", "chunk", "group_name"))
         durations, of = expected[key], microbatches[key]
         actions = [i for i, group in groupby(of) for _ in (group if i < 0 else [0])]
         assert row["count"] == len(actions if row["axis"] == axes[0] else of)

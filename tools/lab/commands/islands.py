@@ -1,5 +1,6 @@
-"""A job of 4 nodes, dp 2 and pp 2, on two islands of network namespaces with a slow link between: in the order of the
-scheduler, where dp crosses the link, and in that of `megascale launch --topology`, where pp does.
+"""Jobs of 4 nodes on two islands of network namespaces with a slow link between: dp 2 and pp 2 in the order of the
+scheduler, where dp crosses the link, and in that of `megascale launch --topology`, where pp does; and weights sharded
+over all nodes, or over those of an island.
 """
 
 from __future__ import annotations
@@ -26,7 +27,31 @@ TOPOLOGY = "".join(
 )
 """The switches of the testbed's hosts, in the form of Slurm's topology.conf."""
 
-MODEL = COMMON_SETTINGS | model_keys(4, 256, 768) | batch_keys(1, 8) | {"parallel.dp": "2", "parallel.pp": "2"}
+MODEL = COMMON_SETTINGS | model_keys(4, 256, 768) | batch_keys(1, 8)
+
+LAYOUTS = {
+    "dp 2, pp 2": ("parallel.dp=2", "parallel.pp=2"),
+    "dp 4, zero = 3": ("parallel.dp=4", "parallel.zero=3"),
+    "dp 4, zero = 3, dp_shard = 2": ("parallel.dp=4", "parallel.zero=3", "parallel.dp_shard=2"),
+}
+"""Settings of layouts by name."""
+
+
+class Case(NamedTuple):
+    """A layout with its nodes in an order, what crosses the link then, and the number of the case to compare with."""
+
+    layout: str
+    near: bool
+    across: str
+    base: int
+
+
+CASES = (
+    Case("dp 2, pp 2", False, "gradients and weights", 0),
+    Case("dp 2, pp 2", True, "messages of stages", 0),
+    Case("dp 4, zero = 3", True, "gradients, and weights twice", 2),
+    Case("dp 4, zero = 3, dp_shard = 2", True, "gradients of a shard", 2),
+)
 
 
 class Job(NamedTuple):
@@ -50,19 +75,21 @@ def run(options: argparse.Namespace) -> int:
     """Print a table: the seconds of a step, and the bytes that cross the slow link."""
     with exit_on_stop_signals(), tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "topology.conf").write_text(TOPOLOGY, encoding="utf-8")
-        flat, near = (launch(Path(folder), options, name) for name in ("flat", "topology"))
-    print("| order of nodes | across the link | s a step | MB a step across | speed-up |\n|---|---|---:|---:|---:|")
-    for name, axis, job in (("the scheduler's", "dp", flat), ("`--topology`", "pp", near)):
-        print(f"| {name} | {axis} | {job.step_s:.3f} | {job.sent / 1e6:.2f} | {flat.step_s / job.step_s:.2f} |")
+        jobs = [launch(Path(folder), options, f"job{number}", case) for number, case in enumerate(CASES)]
+    print("| layout | order of nodes | across the link | s a step | MB a step across | speed-up |")
+    print("|---|---|---|---:|---:|---:|")
+    for case, job in zip(CASES, jobs, strict=True):
+        order, faster = "`--topology`" if case.near else "the scheduler's", jobs[case.base].step_s / job.step_s
+        print(f"| {case.layout} | {order} | {case.across} | {job.step_s:.3f} | {job.sent / 1e6:.2f} | {faster:.2f} |")
     return Exit.OK
 
 
-def launch(folder: Path, options: argparse.Namespace, name: str) -> Job:
+def launch(folder: Path, options: argparse.Namespace, name: str, case: Case) -> Job:
     """Run a job. Raises: OverlapError if it fails"""
     settings = MODEL | {"train.steps": str(options.steps), "name": name, "output_dir": str(folder)}
-    words = [f"{key}={value}" for key, value in settings.items()]
+    words = [*(f"{key}={value}" for key, value in settings.items()), *LAYOUTS[case.layout]]
     words += ["--nodes", str(HOSTS), "--scheduler", "testbed"]
-    words += ["--topology", str(folder / "topology.conf")] if name == "topology" else []
+    words += ["--topology", str(folder / "topology.conf")] if case.near else []
     (folder / "job.toml").touch()
     command = [sys.executable, "-m", "megascale", "launch", str(folder / "job.toml"), *words]
     between = HostLink(options.between)
@@ -72,6 +99,6 @@ def launch(folder: Path, options: argparse.Namespace, name: str) -> Job:
             status = testbed.start_command(0, command, env, stdout=log, stderr=log).wait()
             if status:
                 log.seek(0)
-                raise OverlapError(f"the job {name} ended with status {status}: {log.read()[-2000:]}")
+                raise OverlapError(f"{case.layout} ended with status {status}: {log.read()[-2000:]}")
         sent = testbed.bytes_between()
     return Job(statistics.median(each["step_time_s"] for each in timed_steps(folder / name)), sent / options.steps)

@@ -87,7 +87,8 @@ def _ranks(store: duckdb.DuckDBPyConnection) -> Columns:
 def _read(store: duckdb.DuckDBPyConnection, ranks: Columns, condition: str) -> StepCube:
     """Read the rows that meet a condition, of the attempts in which `ranks` are where they are now."""
     condition = f"step > 0 AND attempt >= {first_alike(ranks)} AND {condition}"
-    columns = ", ".join(("attempt", "rank", "step", *Part._fields, *_MEASURES))
+    group = "coalesce(group_name, '') AS group_name"  # files of earlier versions have none
+    columns = ", ".join(("attempt", "rank", "step", *Part._fields[:-1], group, *_MEASURES))
     step_parts = fetch_coded(store, f"SELECT {columns} FROM step_parts WHERE axis <> '{STEP_AXIS}' AND {condition}")
     columns = "attempt, rank, step, train_ns, tags, tokens, flops"
     steps = fetch_coded(store, f"SELECT {columns} FROM steps WHERE {condition}")
@@ -116,10 +117,10 @@ def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
         f"FROM steps LEFT JOIN ({_RANKS_WITH_PARTS}) USING (attempt, step) GROUP BY attempt, step ORDER BY ALL"
     )  # fmt: skip
     sums = ", ".join(f"sum({name}) / ranks AS {name}" for name in _MEASURES)
-    keys = f"attempt, step, {', '.join(Part._fields)}"
+    keys = f"attempt, step, {', '.join(Part._fields[:-1])}"
     ranks = "(SELECT attempt, step, count(*) AS ranks FROM steps GROUP BY attempt, step)"
     step_parts = fetch_coded(
-        store, f"SELECT {keys}, 0 AS rank, {sums} FROM step_parts JOIN {ranks} USING (attempt, step) "
+        store, f"SELECT {keys}, '' AS group_name, 0 AS rank, {sums} FROM step_parts JOIN {ranks} USING (attempt, step) "
         f"WHERE axis <> '{STEP_AXIS}' GROUP BY {keys}, ranks"
     )  # fmt: skip
     one = {"attempt": np.zeros(1, int), "rank": np.zeros(1, int), "node": np.array(["mean"], object)}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megascale.layout.topology import AXES, DATA_AXES, EXPERT_AXES
+from megascale.layout.topology import AXES
 from megascale.operate.store.schema import COLD_TAGS, COMMON
 from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 from megascale.schedule.ir import Kind
@@ -48,11 +48,12 @@ def dictionary(column: npt.NDArray[Any] | pa.DictionaryArray) -> tuple[list[Any]
 
 
 class Part(NamedTuple):
-    """A part of a step: an action, the communication of an axis by operation, or an activity of the host."""
+    """A part of a step: an action, the communication of a group by operation, or an activity of the host."""
 
     axis: str
     name: str
     chunk: int = -1
+    group_name: str = ""
 
     @property
     def is_wait(self) -> bool:
@@ -83,7 +84,7 @@ class Places:
         last = np.flatnonzero(attempt == attempt.max(initial=0))
         last = last[np.argsort(np.asarray(ranks["rank"])[last])]
         nodes, node = np.unique(np.asarray(ranks["node"])[last].astype(str), return_inverse=True)
-        coords = {axis: np.asarray(ranks[axis])[last] for axis in (*AXES, "ep") if axis in ranks}
+        coords = {axis: np.asarray(ranks[axis])[last] for axis in (*AXES, "ep", "dp_shard") if axis in ranks}
         crowded = list[tuple[str, int, int]]()
         if "cores" in ranks:  # agents on one host count its cores alike; 0: not known
             names = np.asarray(ranks["host"])[last].astype(str)
@@ -99,22 +100,27 @@ class Places:
         position = np.searchsorted(self.rank, ranks).clip(max=max(0, len(self.rank) - 1))
         return np.where(self.rank[position] == ranks, position, -1) if len(self.rank) else position - 1
 
-    def codes(self, *axes: str) -> Integers:
-        """Return a code for each rank, equal for ranks with equal coordinates on `axes`."""
+    def codes(self, *axes: str | Integers) -> Integers:
+        """Return a code for each rank, equal for ranks with equal coordinates on `axes`, or equal given numbers."""
         code = np.zeros(len(self.rank), np.int64)
         for axis in axes:
-            code = code * (int(self.coords[axis].max(initial=0)) + 1) + self.coords[axis]
+            place = self.coords[axis] if isinstance(axis, str) else axis
+            code = code * (int(place.max(initial=0)) + 1) + place
         return code
 
-    def group_codes(self, axis: str) -> Integers:
-        """Return a code for each rank, equal for the ranks of a communication group along `axis`."""
-        if axis in EXPERT_AXES:
-            ep = self.coords.get("ep", np.zeros(len(self.rank), np.int64))
-            edp = self.codes("dp", "cp", "tp") // (int(ep.max(initial=0)) + 1)
-            other = edp if axis == "ep" else ep
-            return self.coords["pp"] * (int(other.max(initial=0)) + 1) + other
-        along = {"dp": DATA_AXES}.get(axis, (axis,))
-        return self.codes(*(other for other in AXES if other not in along)) if along[0] in AXES else self.codes()
+    def group_codes(self, group: str) -> Integers:
+        """Return a code for each rank, equal for the ranks of a communication group. `group`: by its axis; with
+        ".shard" the neighbours along it that shard, with ".replicate" the ranks with copies of their shards.
+        """
+        (axis, _, part), dp = group.partition("."), self.coords["dp"]
+        inner, ep = self.coords.get("dp_shard", dp), self.coords.get("ep", np.zeros(len(self.rank), np.int64))
+        edp = self.codes("dp", "cp", "tp") // (int(ep.max(initial=0)) + 1)
+        others: Mapping[str, list[str | Integers]] = {
+            **{axis: [other for other in AXES if other != axis] for axis in AXES},
+            "dp": ["tp", "pp"], "ep": ["pp", edp], "edp": ["pp", ep],
+            "shard": [dp // (int(inner.max(initial=0)) + 1)], "replicate": ["cp", inner],
+        }  # fmt: skip
+        return self.codes(*others.get(axis, []), *others.get(part, []))
 
 
 def first_alike(ranks: Columns) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megascale.core.rank import format_ranks
-from megascale.layout.topology import AXES, EXPERT_AXES
+from megascale.layout.topology import EXPERT_AXES
 from megascale.operate.diagnose.slow.finding import JOB, SlowCause, SlowCulprit
 from megascale.operate.diagnose.slow.heatmap import MIN_STEPS, Kind, Outlier, excess_of, heat_map
 from megascale.operate.diagnose.slow.job_cost import Excess, job_costs
@@ -103,23 +103,24 @@ def gc_pauses(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
 
 
 def slow_groups(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
-    """Yield the groups with slow collectives: those of an axis together.
+    """Yield the groups with slow collectives: those of a name together.
 
     A group's transfer is the shortest wait of its ranks: the last one to enter waits for the network only. Peers are
-    the groups along the axis that carry as many bytes; a group without peers is compared with its usual steps.
+    the groups of its name that carry as many bytes; a group without peers is compared with its usual steps.
     """
-    for axis in [axis for axis in cube.axes if axis in (*AXES, *EXPERT_AXES) and axis != "pp"]:
-        groups, parts = Groups.of(cube.places.group_codes(axis)), cube.select(axis)
+    names = [part.group_name or part.axis for part in cube.parts]
+    for name in dict.fromkeys(name for name in names if name.partition(".")[0] in ("tp", "cp", "dp", *EXPERT_AXES)):
+        groups, parts = Groups.of(cube.places.group_codes(name)), [at for at, of in enumerate(names) if of == name]
         transfer = groups.reduce(np.minimum, cube.wait[:, :, parts]).sum(2)
         size = groups.reduce(np.maximum, cube.bytes[:, parts]).sum(1)
         members = [cube.places.rank[at] for at in groups.members]
         order = np.argsort(size, kind="stable")
         for peers in np.split(order, np.flatnonzero(np.diff(size[order]) > SAME_SIZE * size[order][:-1]) + 1):
-            yield from _slow_groups(cube, levels, axis, transfer[peers], [members[peer] for peer in peers])
+            yield from _slow_groups(cube, levels, name, transfer[peers], [members[peer] for peer in peers])
 
 
 def _slow_groups(
-    cube: StepCube, levels: StepLevels, axis: str, transfer: Floats, members: list[Integers]
+    cube: StepCube, levels: StepLevels, name: str, transfer: Floats, members: list[Integers]
 ) -> Iterator[SlowCause]:
     """Yield the slow ones of groups that do the same. `transfer` [groups, S]."""
     usual = lower_median(transfer) if len(members) > 1 else np.zeros(len(cube.steps))
@@ -136,11 +137,11 @@ def _slow_groups(
         here = persistent & (seconds - peer_s >= least)
         if here.any():
             seen, slow = seen | {number}, slow | here
-            evidence = (f"even the last rank to enter waits {seconds[here].max() * 1e3:.3g} ms a step for {axis}, "
+            evidence = (f"even the last rank to enter waits {seconds[here].max() * 1e3:.3g} ms a step for {name}, "
                         f"{'in other groups' if len(members) > 1 else 'before'} {peer_s * 1e3:.3g} ms")  # fmt: skip
     if seen:
         mine = [members[at] for at in np.flatnonzero(slow)]
         ranks = tuple(sorted(int(rank) for group in mine for rank in group))
-        who = SlowCulprit("group", ranks, axis=axis, groups=len(mine)) if len(ranks) < len(cube.places.rank) else JOB
+        who = SlowCulprit("group", ranks, axis=name, groups=len(mine)) if len(ranks) < len(cube.places.rank) else JOB
         hint = "`megascale doctor nodes` measures the links between the nodes of a group"
         yield SlowCause("communication", who, (transfer - usual)[slow].max(0), frozenset(seen), (evidence, hint))

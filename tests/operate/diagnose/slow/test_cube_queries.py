@@ -7,6 +7,7 @@ from pathlib import Path
 
 import duckdb
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from lab.fleet import Fleet
@@ -108,6 +109,19 @@ def test_the_newest_steps_are_read_without_the_others(tmp_path: Path) -> None:
         assert recent_cube(store, 20).steps.tolist() == list(range(41, 61))
         with pytest.raises(StoreReadError):
             recent_cube(store)
+
+
+def test_a_store_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Its parts of steps have no groups, its ranks no index among those that shard."""
+    fleet = Fleet(TWO_STAGES, 1, FAULTS["node"], events=60)
+    write_store(fleet, tmp_path)
+    for table, column in (("step_parts", "group_name"), ("ranks", "dp_shard")):
+        file = tmp_path / "events" / TableFile(table, "n0", 0, 0, 1).path
+        pq.write_table(pq.read_table(file).drop_columns([column]), file)
+    with open_store(tmp_path) as store:
+        cube = recent_cube(store)
+        assert [str(found.culprit) for found in findings(store)] == ["node n0001"]
+        assert len(cube.parts) == len(mean_cube(store)[0].parts) == len(fleet.parts)
 
 
 def test_a_sample_of_a_large_job_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +235,7 @@ def without(table: dict[str, np.ndarray], ranks: list[int], steps: range) -> dic
 def with_whole_steps(fleet: Fleet) -> dict[str, np.ndarray]:
     """The table `step_parts` with each rank's row of a whole step."""
     steps, columns = fleet.tables["steps"], fleet.tables["step_parts"]
-    more = {"axis": "step", "name": "step", "chunk": -1, "count": 1, "total_ns": steps["train_ns"]}
+    more = {"axis": "step", "name": "step", "group_name": "", "chunk": -1, "count": 1, "total_ns": steps["train_ns"]}
     more |= {name: steps[name] for name in ("attempt", "rank", "step")}
     return {
         name: np.concatenate([column, np.broadcast_to(np.asarray(more.get(name, 0), column.dtype), len(steps["rank"]))])

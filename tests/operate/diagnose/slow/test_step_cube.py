@@ -53,15 +53,23 @@ def test_a_step_counts_in_the_last_attempt_that_ran_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "topology", [Topology(tp=2, dp=4, pp=2, ep=4), Topology(tp=2, cp=2, dp=2, ep=2), Topology(dp=3)]
-)
+    "topology",
+    [
+        Topology(tp=2, dp=4, pp=2, ep=4), Topology(tp=2, cp=2, dp=2, ep=2), Topology(dp=3),
+        Topology(tp=2, cp=2, dp=6, pp=2, ep=2, dp_replicate=3),
+    ],
+)  # fmt: skip
 def test_groups_are_those_of_the_layout(topology: Topology) -> None:
     ranks = np.arange(topology.world_size)
     coords = [topology.coord(rank) for rank in range(topology.world_size)]
     of_axes = {axis: np.array([getattr(coord, axis) for coord in coords]) for axis in AXES}
-    ep = np.array([topology.index_in_group(coord, "ep") for coord in coords])
-    places = Places(ranks, ranks * 0, ("n0",), of_axes | {"ep": ep})
-    for axis, along in {"tp": ("tp",), "dp": DATA_AXES, "pp": ("pp",), "ep": ("ep",), "edp": ("edp",)}.items():
+    of_axes |= {
+        axis: np.array([topology.index_in_group(coord, axis) for coord in coords]) for axis in ("ep", "dp_shard")
+    }
+    places = Places(ranks, ranks * 0, ("n0",), of_axes)
+    inner = {"dp.shard": ("cp", "dp_shard"), "edp.shard": ("edp_shard",), "dp.replicate": ("dp_replicate",)}
+    along_axes = {axis: (axis,) for axis in ("tp", "pp", "ep", "edp")} | {"dp": DATA_AXES} | inner
+    for axis, along in along_axes.items():
         codes = places.group_codes(axis)
         for rank in range(topology.world_size):
             assert np.flatnonzero(codes == codes[rank]).tolist() == topology.group(rank, *along), (axis, rank)

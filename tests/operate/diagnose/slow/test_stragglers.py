@@ -117,6 +117,21 @@ def test_slow_groups_of_experts() -> None:
     assert set(found.culprit.ranks) == set(range(2, 64, 4)) and found.culprit.axis == "edp"
 
 
+def test_slow_groups_of_ranks_that_shard() -> None:
+    """Pairs of replicas, of which one pair waits longer; its peers along dp do not."""
+    cube = cube_of(Fleet(WIDE, 7))
+    dp = cube.places.coords["dp"]
+    slow = (cube.places.coords["tp"] == 1) & (dp // 2 == 1)
+    places = replace(cube.places, coords={**cube.places.coords, "dp_shard": dp % 2})
+    wait = cube.wait.copy()
+    wait[np.ix_(slow, range(len(cube.steps)), cube.select("dp", "reduce_scatter"))] += 0.02
+    cube = replace(cube, wait=wait, places=places)
+    assert not list(slow_groups(cube, step_levels(cube, cube)))
+    inner = tuple(part._replace(group_name="dp.shard") if part.axis == "dp" else part for part in cube.parts)
+    (found,) = slow_groups(cube := replace(cube, parts=inner), step_levels(cube, cube))
+    assert set(found.culprit.ranks) == set(cube.places.rank[slow]) and found.culprit.axis == "dp.shard"
+
+
 def test_a_slow_group_without_peers_is_compared_with_its_past() -> None:
     """The only data-parallel group: all ranks, and nobody is accused."""
     cube = cube_of(Fleet(FleetLayout(Topology(dp=8), steps=100), 7, FleetFault("dp_group", rank=0, factor=8, since=50)))
