@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from megascale.config.backends import Fp8Config
@@ -17,7 +17,7 @@ from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.buckets import BucketLayout, pack, split_by_reduce_axes
 from megascale.layout.parameters import exit_params, layer_params, pipeline_vocabulary, stage_params
-from megascale.layout.stages import RECENT, Place, Stages, placement_of, split_layers
+from megascale.layout.stages import Place, Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, exit_name
 from megascale.layout.topology import DATA_AXES, Topology, inner_axes, topology_of
 
@@ -175,7 +175,7 @@ def bucket_sizes(
     layers, known = dict[int, _Module](), dict[tuple[str, ...], list[BucketLayout]]()
     for number, kind in enumerate(kinds):
         if kind not in layers:
-            layers[kind] = _layer(model, number, topology)
+            layers[kind] = _module(f"layers.{number}", layer_params(model, number), topology)
 
     def sizes(modules: list[_Module]) -> list[BucketSize]:
         key = tuple(module.params[0].name for module in modules)
@@ -205,11 +205,6 @@ class _Module(NamedTuple):
     name: str
     params: list[ParamSpec]
     numel: int
-
-
-@lru_cache(RECENT)
-def _layer(model: ModelConfig, number: int, topology: Topology) -> _Module:
-    return _module(f"layers.{number}", layer_params(model, number), topology)
 
 
 def _module(name: str, params: list[ParamSpec], topology: Topology) -> _Module:

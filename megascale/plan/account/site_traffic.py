@@ -7,17 +7,13 @@ from megascale.core.units import format_bytes
 from megascale.layout.parameters import parameter_count
 
 
-def outer_bytes(config: RunConfig) -> int:
-    """Count the bytes that a site sends to each of the others in the outer steps of all weights."""
-    return config.sites.sent_bytes(parameter_count(config.model), config.train.element_bytes[1])
-
-
 def describe_sites(config: RunConfig) -> str:
     """Say in a line what a site sends to each of the others, beside what data parallelism would; "" for one site."""
     sites, (_, wide) = config.sites, config.train.element_bytes
     if sites.count == 1:
         return ""
-    sent, dense = outer_bytes(config), parameter_count(config.model) * wide
+    parameters = parameter_count(config.model)
+    sent, dense = sites.sent_bytes(parameters, wide), parameters * wide
     share = f"1/{dense * sites.every / sent:,.0f}"
     return (
         f"site {sites.index} of {sites.count}: outer steps send {format_bytes(sent)} to each other site every "

@@ -24,9 +24,8 @@ from megascale.plan.account.optimizer_state import StageOptimizer
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """Weight storage of a trainer. `fp8_weights`: FP8 copies beside bf16 weights, as in this trainer, or instead.
-    `masters_alone`: sharded weights are master weights alone, cast at each gather, as in FSDP; `gradient_bytes`: of an
-    element of a unit's gradients before their reduction, 0 for the accumulation dtype.
+    """What a trainer stores: FP8 copies beside bf16 weights or instead of them; if sharded `masters_alone`, cast at
+    each gather (FSDP); `gradient_bytes` an element of unreduced gradients of a unit, 0 for the accumulation dtype.
     """
 
     fp8_weights: Literal["beside", "instead"] = "beside"
@@ -77,8 +76,8 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     master = compute if config.optimizer.master_weights == "bf16_compensated" else accumulate
     copies = averages[config.train.weight_average] + config.sites.state_tensors
     master_bytes = (master if facts["master_weights"] else 0) + accumulate * copies
-    weights = compute * held["weight"] + cast_bytes * cast // (ranks if "weight" in sharded else 1)
     alone = storage.masters_alone and facts["master_weights"] and "weight" in sharded
+    weights = compute * held["weight"] + cast_bytes * cast // (ranks if "weight" in sharded else 1)
     return StateBytes(
         parameters=0 if alone else weights,
         gradients=accumulate * held["gradient"],

@@ -50,20 +50,16 @@ class Bounds:
         self._state = cache(lambda layout: state_bytes(space.with_layout(layout), 0, stack.storage).total)
         self._saved = cache(self._saved_of)
 
-    def step_s(self, layout: Layout, work_s: float = 0.0, far_s: float = 0.0) -> float:
-        """Lower bound of step time in seconds. `work_s`: of a rank's compute for a micro-batch, at least; `far_s`: of a
-        message between islands, which those in one direction have in turn.
-        """
+    def step_s(self, layout: Layout) -> float:
+        """Lower bound of step time in seconds."""
         m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp, layout.schedule)
-        block, (reduce, gather, streams) = self.block(self.in_blocks(layout)), self._link(self._flat(layout))
-        network, layer, head, *apart = self._seconds(block)
-        facts = SCHEDULES[layout.schedule].facts
-        path, direct, fill = apart if facts["split"] else (network, layer, layer)
+        block, flat = self._reset(self.in_blocks(layout))
+        (network, layer, head, *apart), (reduce, gather, streams) = self._seconds(block), self._link(flat)
+        path, direct, fill = apart if SCHEDULES[layout.schedule].facts["split"] else (network, layer, layer)
         if self._space.config.parallel.vocab_pp and layout.pp > 1:  # all stages share the head
             path, head = path - head, 0.0
         busiest = max(before * fill + m * held * layer + (m * head if last else 0.0) for before, held, last in ranks)
         one_by_one = path + (m - 1) * largest * direct / 2
-        messages = m * layout.vpp // (facts["v"] or 1) * far_s + (path if layout.vpp == 1 else 0.0)
         overlaps, hidden = self._stack.overlaps.dp, self._hardware.attained.overlap
         if streams:  # weights are all-gathered for all forwards and backwards
             link = m * (2 * gather + reduce)
@@ -71,27 +67,24 @@ class Bounds:
         else:
             link = reduce * (m if layout.zero >= 2 and self._stack.reduces_each else 1) + gather
             exposed = 0.0 if overlaps else link
-        pipeline = max(max(busiest, m * max(work_s, network / layout.pp)) + exposed, one_by_one, messages, link)
+        pipeline = max(max(busiest, m * network / layout.pp) + exposed, one_by_one, link)
         return (pipeline + self._stack.attained.step_s) * scale(self._space.devices, self._stack)
 
     def memory(self, layout: Layout) -> float:
         """Lower bound of the fullest rank's memory in bytes."""
+        block, flat = self._reset(layout)
         most = self._most(layout.pp, layout.vpp, layout.schedule, self._micro_batches(layout))
-        return (1 - PADDING) * self._state(self._flat(layout)) + most * self._saved(self.block(layout))
+        return (1 - PADDING) * self._state(flat) + most * self._saved(block)
 
     def in_blocks(self, layout: Layout) -> Layout:
         """Return a layout with the blocks of tokens in which a layer takes least (FSMoE, Pan et al. 2025)."""
         if len(self._space.token_blocks(layout)) == 1:
             return layout
-        return layout._replace(token_blocks=self._blocks(self.block(layout)))
-
-    def modules(self, layout: Layout) -> list[float]:
-        """Seconds of a micro-batch's forward and backward: of the embedding, each layer, and the head."""
-        return [pair.total for pair in self._passes(self.block(self.in_blocks(layout)))]
+        return layout._replace(token_blocks=self._blocks(self._reset(layout)[0]))
 
     def balanced(self, layout: Layout, slowness: Sequence[float]) -> list[int]:
         """Split the layers over a layout's stages by time. `slowness`: by stage, the seconds of equal work."""
-        first, *layers, last = self.modules(layout)
+        first, *layers, last = (pair.total for pair in self._passes(self._reset(self.in_blocks(layout))[0]))
         shared = self._space.config.parallel.vocab_pp
         return balanced(layers, first, 0.0 if shared else last, layout.pp * layout.vpp, slowness)
 
@@ -101,10 +94,8 @@ class Bounds:
     def _most_of(self, pp: int, vpp: int, schedule: str, m: int) -> int:
         """Count the most layers whose activations the first rank holds."""
         parallel = self._space.with_layout(Layout(pp=pp, vpp=vpp, schedule=schedule)).parallel
-        order = rank_order(parallel.model_copy(update={"vocab_pp": 0}), m, 1, 1, 0)
-        if parallel.vocab_pp:  # its passes, which all ranks together place, hold no layers
-            order = delay_backwards(order, parallel.vocab_pp)
-        return most_inputs(order, self._cut(pp, vpp, schedule)[0])
+        order = rank_order(parallel.model_copy(update={"vocab_pp": 0}), m, 1, 1, 0)  # its passes hold no layers
+        return most_inputs(delay_backwards(order, parallel.vocab_pp), self._cut(pp, vpp, schedule)[0])
 
     def _cut_of(self, pp: int, vpp: int, schedule: str) -> tuple[list[int], list[tuple[int, int, bool]], int]:
         """Count layers: of the first rank by chunk; by rank, as (before the first chunk, on the rank, has the head); of
@@ -176,14 +167,13 @@ class Bounds:
         job, recompute = JobMemory(config), recompute_policy(config.train, 0)
         return min(job.layer(layer, recompute).saved for layer in range(config.model.num_layers))
 
-    def block(self, layout: Layout) -> Layout:
-        """Reset the keys of a layout without effect on a layer's time and activations."""
-        t, schedule = layout, SPLIT if SCHEDULES[layout.schedule].facts["split"] else "1f1b"
-        own = Layout(t.tp, t.sp, t.cp, t.cp_mode, t.cp_a2a_size, schedule=schedule, micro=t.micro, ep=t.ep)
-        return own._replace(recompute=t.recompute, token_blocks=t.token_blocks)
-
-    def _flat(self, layout: Layout) -> Layout:
-        """Reset the keys of a layout without effect on a rank's state and collectives over dp, except for padding."""
-        t, vpp = layout, layout.vpp if self._space.config.parallel.layers_per_chunk else 1
-        own = Layout(t.tp, cp=t.cp, pp=t.pp, vpp=vpp, dp=t.dp, zero=t.zero, ep=t.ep)
-        return own._replace(reshard=t.reshard, dp_shard=t.dp_shard, far_axis=t.far_axis)
+    def _reset(self, layout: Layout) -> tuple[Layout, Layout]:
+        """Reset keys without effect on a layer's time and activations; and keys without effect on a rank's state and
+        collectives over dp, except for padding.
+        """
+        vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
+        schedule = SPLIT if SCHEDULES[layout.schedule].facts["split"] else "1f1b"
+        block = layout._replace(pp=1, vpp=1, schedule=schedule, dp=1, zero=1, reshard=None, dp_shard=None)
+        block = block._replace(far_axis="pp")
+        flat = layout._replace(sp=False, cp_mode="ring", cp_a2a_size=1, vpp=vpp, schedule="1f1b", micro=1)
+        return block, flat._replace(recompute="none", token_blocks=1)

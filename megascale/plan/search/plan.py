@@ -110,14 +110,11 @@ class Plan:
         return [*lines, *self._outer_steps(), *run_warnings(config)]
 
     def _outer_steps(self) -> Iterator[str]:
-        """Describe the seconds of outer steps, and those that transfers in the background leave exposed."""
-        sites, sent = self.config.sites, outer_seconds(self.hardware, self.config)
-        if sites.count == 1:
-            return
-        if sent is None:
-            what = f"{self.hardware.name} has no [islands] as large as a site, whose links would tell their time"
-        else:
-            exposed = max(0.0, sent - sites.fragments * sites.overlap * self.estimate.step_s) / sites.every
-            what = f"they send for {sent:.3g} s every {sites.every} steps, of which each step waits for {exposed:.3g} s"
-            what += f", {exposed / self.estimate.step_s:.1%}"
-        yield f"the step is without outer steps: {what}"
+        """Describe the seconds of outer steps, and of them those that steps wait for."""
+        sites, sent, step_s = self.config.sites, outer_seconds(self.hardware, self.config), self.estimate.step_s
+        if sites.count > 1 and sent is None:
+            yield f"the step is without outer steps: no [islands] of {self.hardware.name} as large as a site"
+        elif sites.count > 1 and sent is not None:
+            waits = max(0.0, sent - sites.fragments * sites.overlap * step_s) / sites.every
+            took = f"{sent:.3g} s every {sites.every} steps, of which each waits for {waits:.3g} s"
+            yield f"the step is without outer steps: they take {took}, {waits / step_s:.1%}"

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from statistics import harmonic_mean
 
 from megascale.config.finding import divisors
 from megascale.config.rules import RULES, run_rules
@@ -19,11 +19,11 @@ from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.space import RECOMPUTE, Layout, Space
-from megascale.plan.simulate.islands import stage_islands
+from megascale.plan.simulate.islands import count_islands
 from megascale.plan.simulate.profiles import Hardware, Stack
-from megascale.plan.simulate.step_time import StepParts
 
 MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
+FIXED = 0.03  # by which the mean of islands is above their bound, for what no layers take: up to a fifth of a step
 MIN_GAIN = 0.01  # smallest share of a step that an uneven split of layers must save
 TOLD = 1000  # layouts from one line on the state of their bounds to the next
 MAX_DOUBLINGS = 6  # most doublings of the devices in the search for a job that fits
@@ -87,8 +87,9 @@ class _BranchAndBound:
 
     def __init__(self, space: Space, hardware: Hardware, stack: Stack, memory_fraction: float) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
-        self._bounds, *others = (Bounds(space, machine, stack) for machine in hardware.machines)
-        self._all_bounds, self._on_islands = [self._bounds, *others], cache(self._on_islands_of)
+        of_machines = [Bounds(space, machine, stack) for machine in hardware.machines]
+        islands = range(count_islands(hardware, space.devices) if len(of_machines) > 1 else 1)
+        self._bounds, self._all_bounds = of_machines[0], [of_machines[at % len(of_machines)] for at in islands]
         self.memory_limit = int(memory_fraction * hardware.memory_limit(space.devices))
         tps = divisors(space.devices, space.config.model.num_heads)
         self.tps_in_node = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
@@ -98,8 +99,7 @@ class _BranchAndBound:
         self, tps: Collection[int], results: int, counts: Counter[str], tell: Callable[[str], None]
     ) -> list[Plan]:
         """Simulate layouts with these tp in the order of their bounds, and add to `counts`. Layouts with more
-        recomputation than a fitting one are skipped, and with sharded weights in place of sharded gradients alone, or
-        these if they are reduced after every micro-batch: they are slower.
+        recomputation than a fitting one, or with weights or gradients that are sent more often, are skipped.
         """
         sizes = {layout: self._bounds.memory(layout) for layout in self._space.layouts(tps)}
         small = list[tuple[float, Layout]]()
@@ -126,9 +126,8 @@ class _BranchAndBound:
                 too_large += 1
                 continue
             fitting.add(layout)
-            known = in_row[0] if in_row else math.inf
-            one = len(self._all_bounds) == 1  # on several machines even stages would wait for slow ones
-            timed = (self._plan(layout) if one else self._balanced(layout, known)).parts.step_s, size, layout
+            split = self._balanced if len(self._all_bounds) > 1 else self._plan  # even stages would wait for slow ones
+            timed = split(layout).parts.step_s, size, layout
             best[row(layout)] = min(in_row or timed, timed)
             limit = sorted(best.values())[results - 1][0] if len(best) >= results else math.inf
         pruned = len(sizes) - too_large - len(fitting)
@@ -137,49 +136,22 @@ class _BranchAndBound:
         return sorted(plans, key=lambda plan: plan.parts.step_s)
 
     def _least_s(self, layout: Layout) -> float:
-        """Bound the step time of a layout. A stage waits for the slowest of its islands."""
-        if self._space.island == 0:
-            return self._bounds.step_s(layout)
-        work_s, far_s, everywhere = self._on_islands(self._bounds.block(layout), layout.pp, layout.far_axis)
-        least = [bounds.step_s(layout, work_s, far_s) for bounds in self._all_bounds]
-        return max(least) if everywhere else min(least)  # else as if all other islands were the fastest
+        """Bound the step time. A stage in all islands waits for the slowest; others share out layers by speed."""
+        least = [bounds.step_s(layout) for bounds in self._all_bounds]
+        shared = len(least) > 1 and layout.pp > 1 and layout.far_axis == "pp"
+        return (1 - FIXED) * harmonic_mean(least) if shared else max(least)
 
-    def _on_islands_of(self, block: Layout, pp: int, far: str) -> tuple[float, float, bool]:
-        """Bound the seconds of a rank's compute for a micro-batch by any split of the modules over stages, time a
-        message between islands, 0 if no stages exchange any, and tell whether all stages wait for all islands.
-
-        Stage k takes the sum of c_km over its modules m. The slowest takes no less than the mean with any weights w_k,
-        which is no less than the sum over all modules of their least w_k c_km.
-        """
-        dp = self._space.devices // (block.tp * block.cp * pp)
-        config = self._space.with_layout(block._replace(pp=pp, far_axis=far, dp=dp))
-        by_machine = [bounds.modules(block) for bounds in self._all_bounds]
-        islands = stage_islands(self._hardware, config.parallel, self._space.devices)
-        stages = Counter(tuple(sorted({island % len(by_machine) for island in own})) for own in islands)
-        seconds = {own: [max(each) for each in zip(*(by_machine[at] for at in own), strict=True)] for own in stages}
-        speeds = {own: 1 / sum(modules) for own, modules in seconds.items()}
-        total = sum(count * speeds[own] for own, count in stages.items())
-        weighted = ([speeds[own] / total * each for each in modules] for own, modules in seconds.items())
-        far_s = StepParts(config, self._hardware, self._stack).far_s if islands[0] != islands[-1] else 0.0
-        return sum(map(min, zip(*weighted, strict=True))), far_s, all(len(own) == len(by_machine) for own in stages)
-
-    def _balanced(self, layout: Layout, below: float = math.inf) -> Plan:
-        """Return the plan of a layout, with layers split over its stages by time where that fits and pays. From `below`
-        seconds on it does not matter whether the split fits.
-        """
+    def _balanced(self, layout: Layout) -> Plan:
+        """Return the plan of a layout, with layers split over its stages by time where that fits and pays."""
         plan, key = self._plan(layout), "parallel.layers_per_chunk"
         if layout.pp == 1 or key in self._space.fixed or self._space.config.train.recompute_model_chunks:
             return plan
         sizes = self._bounds.balanced(layout, plan.parts.slowness)
         parallel = plan.config.parallel.model_copy(update={"layers_per_chunk": sizes})
         uneven = replace(plan, config=plan.config.model_copy(update={"parallel": parallel}))
-        if any(run_rules(RULES, dict(uneven.config))):
+        if any(run_rules(RULES, dict(uneven.config))) or uneven.parts.step_s > (1 - MIN_GAIN) * plan.parts.step_s:
             return plan
-        seconds, least = uneven.parts.step_s, plan.config.num_microbatches * plan.parts.slowest_rank.total
-        if seconds > (1 - MIN_GAIN) * least and seconds > (1 - MIN_GAIN) * plan.parts.step_s:
-            return plan
-        matters = seconds < below and self._fullest(uneven.config, self.memory_limit) > self.memory_limit
-        return plan if matters else uneven
+        return uneven if self._fullest(uneven.config, self.memory_limit) <= self.memory_limit else plan
 
     def smallest(self, tps: Collection[int], below: float = math.inf) -> Plan | None:
         """Find the layout with these tp and the lowest memory; None without a layout `below` this number of bytes."""

@@ -6,7 +6,7 @@ import math
 
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
-from megascale.plan.account.site_traffic import outer_bytes
+from megascale.layout.parameters import parameter_count
 from megascale.plan.simulate.link_time import Route
 from megascale.plan.simulate.profiles import Hardware
 
@@ -50,5 +50,5 @@ def outer_seconds(hardware: Hardware, config: RunConfig) -> float | None:
     islands, sites = hardware.islands, config.sites
     if islands is None or config.world_size > islands.devices:
         return None
-    sent = (sites.count - 1) * outer_bytes(config)  # all ranks of a site send at the same time
+    sent = (sites.count - 1) * sites.sent_bytes(parameter_count(config.model), config.train.element_bytes[1])
     return sent / (islands.bandwidth * hardware.attained.network) + sites.fragments * islands.latency

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Self
 
@@ -17,7 +17,7 @@ from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.islands import by_stage, far_message, stage_islands
 from megascale.plan.simulate.layer_time import LayerTimes
-from megascale.plan.simulate.link_time import Buckets, DataParallel, Route, neighbour_route
+from megascale.plan.simulate.link_time import Buckets, DataParallel, neighbour_route
 from megascale.plan.simulate.profiles import Hardware, Overlaps, Stack
 from megascale.plan.simulate.unit_stream import Exposed, UnitTimes, streamed
 
@@ -29,8 +29,6 @@ class PipelineTimes:
     config: RunConfig
     hardware: Hardware
     stack: Stack
-    cluster: Self | None = field(default=None, compare=False, repr=False, kw_only=True)
-    """The pipeline of the whole cluster, if this is on the hardware of one of its islands."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -76,8 +74,6 @@ class PipelineTimes:
         """Every chunk's buckets, by the modules that they begin with. Chunks of equally many layers, with experts and
         without, share a result, but for the model's ends.
         """
-        if self.cluster:
-            return self.cluster.modules
         c, p, stages = self.config, self.config.parallel, stages_of(self.config.model, self.config.parallel)
         known, sizes = dict[tuple[int, ...], tuple[Buckets, ...]](), dict[Place, tuple[Buckets, ...]]()
         for rank, chunk in itertools.product(range(p.pp), held_chunks(p)):
@@ -100,8 +96,7 @@ class PipelineTimes:
     def machines(self) -> list[list[Self]]:
         """This pipeline on the hardware of each island in which a stage lies, by stage."""
         hardware, p = self.hardware.machines, self.config.parallel
-        same = hardware == [self.hardware]
-        on = [self] if same else [replace(self, hardware=machine, cluster=self) for machine in hardware]
+        on = [self] if hardware == [self.hardware] else [replace(self, hardware=machine) for machine in hardware]
         islands = stage_islands(self.hardware, p, self.config.world_size)
         return [[on[number] for number in {island % len(on) for island in some}] for some in islands]
 
@@ -210,28 +205,17 @@ class PipelineTimes:
         return {} if self.streams else {at: gather(sizes) for at, sizes in self.buckets.items()}
 
     @cached_property
-    def between(self) -> Route:
-        """The link between neighbouring stages."""
-        p = self.config.parallel
-        return neighbour_route(self.hardware, p.tp * p.cp * self.config.dp, self.config.world_size, together=p.tp)
-
-    @property
-    def far_s(self) -> float:
-        """Seconds of a message between stages of two islands."""
-        c, size = self.config, self.layers.sizes.message
-        return far_message(self.hardware, self.between, c.parallel, c.world_size, size)
-
-    @cached_property
     def times(self) -> StageTimes:
-        p, world, between = self.config.parallel, self.config.world_size, self.between
+        c, p = self.config, self.config.parallel
+        world, size = c.world_size, self.layers.sizes.message
+        between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, world, together=p.tp)
         receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
         reduce = {at: max(on.reductions[at] for on in self.machines[at[0]]) for at in self.buckets}
-        gathered = () if self.streams else self.buckets
-        gather = {at: max(on.gathers[at] for on in self.machines[at[0]]) for at in gathered}
+        gather = {at: max(on.gathers[at] for on in self.machines[at[0]]) for at in self.gathers}
         return StageTimes(
             {place: pair.forward.total for place, pair in self.pairs.items()},
             {place: pair.backward.total for place, pair in self.pairs.items()},
-            between.message(self.layers.sizes.message),
+            between.message(size),
             receive,
             reduce,
             gather,
@@ -241,6 +225,6 @@ class PipelineTimes:
             weight_gradient={place: pair.weights.total for place, pair in self.pairs.items()},
             hidden=self.hidden,
             exchange=between.collective("all_reduce", self.layers.sizes.stream, p.pp) if p.vocab_pp else 0.0,
-            far=self.far_s,
+            far=far_message(self.hardware, between, p, world, size),
             islands=stage_islands(self.hardware, p, world) if self.hardware.islands else (),
         )

@@ -57,10 +57,10 @@ class StepParts(PipelineTimes):
         return self.seconds(self.pipeline_s(self.times))
 
     @cached_property
-    def updated_bytes(self) -> float:
-        """Bytes that the optimizer moves on the largest rank: state is read and written, gradients read and cleared."""
-        if self.cluster:
-            return self.cluster.updated_bytes
+    def update(self) -> float:
+        """Seconds of the optimizer on the largest rank: state is read and written, gradients are read and cleared;
+        GEMMs of rules of whole matrices on the owner with most, with decompositions at the rate of GEMMs.
+        """
         facts = PRECISIONS[self.config.train.precision].facts
         p, (compute, wide) = self.config.parallel, self.config.train.element_bytes
         stages = [StageOptimizer(self.config, rank) for rank in range(p.pp)]
@@ -70,21 +70,15 @@ class StepParts(PipelineTimes):
         gradients = shard if p.zero >= 2 else elements
         masters = wide * shard if facts["master_weights"] else 0
         state = masters + max(stage.state_bytes(1 if self.dp.sharded else 0) for stage in stages)
-        return 2 * state + shard * (2 * wide + compute) + gradients * wide
-
-    @cached_property
-    def update(self) -> float:
-        """Seconds of the optimizer on the largest rank: of its bytes, and of GEMMs of rules of whole matrices on the
-        owner with most, with decompositions at the rate of GEMMs.
-        """
+        moved = 2 * state + shard * (2 * wide + compute) + gradients * wide
         gemms = [
             sum(
                 sum(count * self.layers.kernels.gemm(*sizes) for count, sizes in group.gemms(shape))
                 for group, shape in stage.fullest_owner()
             )
-            for stage in (StageOptimizer(self.config, rank) for rank in range(self.config.parallel.pp))
+            for stage in stages
         ]
-        return self.updated_bytes / self.layers.kernels.bandwidth + max(gemms)
+        return moved / self.layers.kernels.bandwidth + max(gemms)
 
     @cached_property
     def slowest_update(self) -> float:

@@ -126,13 +126,11 @@ def test_outer_steps_between_sites_have_the_time_of_their_links() -> None:
     near, apart = Plan(job, H100, STACK), Plan(job, with_islands(devices=64), STACK)
     sent = 2 * 4 * parameter_count(job.model) / (FAR.bandwidth * SHARE) + FAR.latency
     assert outer_seconds(apart.hardware, job) == pytest.approx(sent)
-    assert f"send for {sent:.3g} s every 50 steps, of which each step waits for {sent / 50:.3g} s" in "".join(
-        apart.notes
-    )
+    assert f"they take {sent:.3g} s every 50 steps, of which each waits for {sent / 50:.3g} s" in "".join(apart.notes)
     hidden = Plan(run_of(*sites, "sites.overlap=40"), apart.hardware, STACK)
-    assert "each step waits for 0 s, 0.0%" in "".join(hidden.notes)
+    assert "each waits for 0 s, 0.0%" in "".join(hidden.notes)
     assert outer_seconds(TWO, job) is None, "a site is larger than an island"
-    assert "h100 has no [islands]" in "".join(near.notes)
+    assert "no [islands] of h100 as large as a site" in "".join(near.notes)
     assert "outer" not in "".join(Plan(run_of(), H100, STACK).notes)
 
 
