@@ -46,6 +46,7 @@ def read_part(path: Path) -> dict[str, Any]:
     file = path.with_suffix(".json")
     result = last_object((file if file.exists() else path.with_suffix(".out")).read_text(encoding="utf-8"))
     errors = path.with_suffix(".err").read_text(encoding="utf-8").splitlines() if status else []
+    errors += [f"ended at its limit of {limit} s"] if status and seconds >= limit else []
     common = {"status": status, "seconds": seconds, "expected": expected, "limit": limit, "command": command.strip()}
     return common | {"figures": figures(result), "result": result, "errors": errors[-20:]}
 

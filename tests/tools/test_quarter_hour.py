@@ -104,7 +104,7 @@ def test_a_rehearsal_has_five_times_the_seconds(here: Path) -> None:
     assert call(here, "49", rehearse=True) == []
     left = json.loads((here / "build" / "rehearsed-quarter-hour.json").read_text())
     assert len(left) == 20 and left["casts"] == {"left_out": "only a GPU can show it"}
-    assert left["waits"] == {"left_out": "needs 300 s, 49 s are left"}
+    assert left["waits"]["left_out"].startswith("needs 300 s, ")
     rehearsed = call(here, rehearse=True)
     limits = [int(line) for line in (here / "limits").read_text().splitlines()]
     assert len(rehearsed) == 17 and limits[:2] == [450, 500] and max(limits) == 900
@@ -112,7 +112,7 @@ def test_a_rehearsal_has_five_times_the_seconds(here: Path) -> None:
     rows = (here / "build" / "rehearsed-quarter-hour.md").read_text().splitlines()
     assert rows[0] == "# rehearsed-quarter-hour" and sum("not run" in row for row in rows) == 3
     assert "|  | command | `python3 tools/lab device-waits --device cpu` |" in rows
-    assert any("spin-gemm" in words for words in call(here, "30")), "a rehearsal stands for no part"
+    assert not (here / "build" / "quarter-hour").exists(), "a rehearsal stands for no part"
 
 
 def test_two_ranks_share_a_single_gpu(here: Path, whole: list[str]) -> None:
@@ -122,8 +122,8 @@ def test_two_ranks_share_a_single_gpu(here: Path, whole: list[str]) -> None:
         assert not any(words.startswith("shared") for words in calls if "bench" in words or "--gpus 1" in words)
 
 
-def part(folder: Path, result: Any, status: int = 0, errors: str = "") -> dict[str, Any]:
-    (folder / "x.status").write_text(f"{status} 3 5 10 python x\n")
+def part(folder: Path, result: Any, status: int = 0, errors: str = "", seconds: int = 3) -> dict[str, Any]:
+    (folder / "x.status").write_text(f"{status} {seconds} 5 10 python x\n")
     (folder / "x.out").write_text(result if isinstance(result, str) else f"progress\n{json.dumps(result)}\n")
     (folder / "x.err").write_text(errors)
     return quarter_hour.read_part(folder / "x.status")
@@ -133,6 +133,8 @@ def test_a_failed_part_shows_its_last_line(tmp_path: Path) -> None:
     failed = part(tmp_path, "no JSON", 1, "Traceback\nRuntimeError: why\n")
     assert failed["figures"] == {} and failed["errors"][-1] == "RuntimeError: why"
     assert quarter_hour.table({"x": failed})[-2] == "| **x** | status 1, 3 s of 5 | RuntimeError: why |"
+    cut = part(tmp_path, "no JSON", 137, "a warning\n", seconds=12)
+    assert cut["errors"] == ["a warning", "ended at its limit of 10 s"]
 
 
 def test_a_result_is_the_last_object_that_begins_a_line(tmp_path: Path) -> None:

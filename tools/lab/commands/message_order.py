@@ -116,7 +116,7 @@ def costs(shape: Shape, draws: int, *, with_earliest: bool = False) -> list[floa
         runs = [compare(shape, share, seed, with_earliest) for seed in (range(draws) if draws else [None])]
         ahead, *others = (sum(times.last for times in side) for side in zip(*runs, strict=True))
         increases.append([other / ahead - 1 for other in others])
-    return list(map(max, *increases))
+    return [max(each) for each in zip(*increases, strict=True)]
 
 
 def compare(shape: Shape, message: float, seed: int | None = None, with_earliest: bool = False) -> list[Times]:
