@@ -38,7 +38,7 @@ def waiting_keys(
 ) -> Iterator[Finding]:  # fmt: skip
     """Warn of keys without effect for which any of several others would have one."""
     if sites.count > 1 and sites.every > train.steps:
-        message = f"{sites.every} steps are more than train.steps: the only outer step follows the last one"
+        message = f"= {sites.every} is more than train.steps: the only outer step follows the last one"
         yield Finding("sites.every", message, f"at most {train.steps}")
     if parallel.zero > 1 and parallel.replicas * parallel.cp == 1 and not (model.experts and parallel.tp > parallel.ep):
         yield Finding("parallel.zero", "has no effect with dp x cp = 1", f"more ranks (`check --gpus N`), or {REMOVE}")

@@ -36,14 +36,14 @@ class Compression:
     def compress(self, values: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return the payload [bytes], u8, of `values` [n], which are parameters of `lengths` end to end."""
         payload: list[Tensor] = []
-        for start, rows, width in _chunks(lengths):
-            chunks = values[start : start + rows * width].view(rows, width)
-            kept = math.ceil(self.top_k * width)
-            if kept < width:
+        for chunks in _chunks(values, lengths):
+            kept = math.ceil(self.top_k * chunks.shape[1])
+            sent = chunks
+            if kept < chunks.shape[1]:
                 places = chunks.abs().topk(kept, sorted=False).indices.sort().values
                 payload.append(pack_bits(places.view(-1), INDEX_BITS))
-                chunks = chunks.gather(1, places)
-            payload += self._quantize(chunks)
+                sent = chunks.gather(1, places)
+            payload += self._quantize(sent)
         return torch.cat(payload) if payload else values.new_empty(0, dtype=torch.uint8)
 
     def decompress(self, payload: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -56,10 +56,9 @@ class Compression:
             taken, rest = rest[:count], rest[count:]
             return taken.clone()  # aligned, to be viewed as numbers
 
-        for start, rows, width in _chunks(lengths):
-            chunks = values[start : start + rows * width].view(rows, width)
-            kept = math.ceil(self.top_k * width)
-            if kept < width:
+        for chunks in _chunks(values, lengths):
+            rows, kept = len(chunks), math.ceil(self.top_k * chunks.shape[1])
+            if kept < chunks.shape[1]:
                 packed = take(-(-rows * kept * INDEX_BITS // 8))
                 places = unpack_bits(packed, INDEX_BITS, rows * kept).view(rows, kept)
                 chunks.scatter_(1, places, self._restore(take, rows, kept, dtype))
@@ -94,16 +93,14 @@ class Compression:
         return levels.gather(1, codes >> 1) * (1 - 2 * (codes & 1))
 
 
-def _chunks(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of equal chunks: first element, chunks, elements of each."""
-    start = 0
-    for length in lengths:
-        rows, rest = divmod(length, CHUNK)
-        if rows:
-            yield start, rows, CHUNK
-        if rest:
-            yield start + rows * CHUNK, 1, rest
-        start += length
+def _chunks(values: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
+    """Yield views of runs of equal chunks, [chunks, elements]."""
+    for parameter in values.split([*lengths]):
+        whole = len(parameter) // CHUNK * CHUNK
+        if whole:
+            yield parameter[:whole].view(-1, CHUNK)
+        if whole < len(parameter):
+            yield parameter[None, whole:]
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def test_a_run_without_an_outer_step_but_the_last_is_warned_of(tmp_path: Path) -
     assert warnings(50) == []
     (warning,) = warnings(51)
     assert warning.endswith(
-        "51 steps are more than train.steps: the only outer step follows the last one  -> at most 50"
+        "every = 51 is more than train.steps: the only outer step follows the last one  -> at most 50"
     )
 
 

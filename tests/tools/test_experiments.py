@@ -73,6 +73,7 @@ def test_rules_are_compared_with_the_packages_that_are_there() -> None:
         ("megascale_recipe.py", ("--steps", "0"), "train.steps: 0: should be greater than 0"),
         ("megascale_recipe.py", ("--window", "-3"), "model.window: -3: should be"),
         ("optimizers.py", ("--small", "--seeds", "-1"), "train.seed: -1: should be"),
+        ("sites.py", ("--steps", "10"), "optimizer.warmup_steps: 20 is not less than train.steps = 10"),
     ],
 )
 def test_a_run_with_mistakes_is_refused(tool: str, words: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class ProgressWatch:
         self, settings: FaultConfig, now: float, first_step_s: float = math.inf, sites_hang_s: float = math.inf
     ) -> None:
         self._settings = settings
-        self._first_step_s, self._sites_hang_s = first_step_s, sites_hang_s
+        self._first_step_s, self._bounds = first_step_s, phase_bounds(settings, sites_hang_s)
         self._first_seen = now
         self.moved = now
         self.step = self.first_step = 0
@@ -78,15 +78,14 @@ class ProgressWatch:
 
     def _bound_s(self, status: RankStatus) -> float:
         settings = self._settings
-        if status.phase == Phase.EVALUATION:
-            return max(settings.hang_s, settings.evaluation_hang_s)
-        if status.phase == Phase.SITES:
-            return max(settings.hang_s, self._sites_hang_s)
-        if status.phase in (Phase.CHECKPOINT, Phase.DONE):
-            return max(settings.hang_s, settings.checkpoint_hang_s)
-        if status.phase in (*STARTING, Phase.PROFILE) or not status.phase:
-            return max(settings.hang_s, settings.start_hang_s)
-        if not self.has_new_step:
-            known_s = FIRST_STEP_TIMES * (self._first_step_s + settings.heartbeat_s)
-            return max(settings.hang_s, min(settings.start_hang_s, known_s))
-        return max(settings.hang_s, settings.hang_step_times * status.step_time_s)
+        known_s = min(settings.start_hang_s, FIRST_STEP_TIMES * (self._first_step_s + settings.heartbeat_s))
+        step_s = settings.hang_step_times * status.step_time_s if self.has_new_step else known_s
+        return max(settings.hang_s, self._bounds.get(status.phase, step_s))
+
+
+def phase_bounds(settings: FaultConfig, sites_hang_s: float) -> dict[str, float]:
+    """Return the seconds without progress that phases other than a step explain. `sites_hang_s`: as in `RunConfig`."""
+    return dict.fromkeys(("", *STARTING, Phase.PROFILE), settings.start_hang_s) | {
+        Phase.EVALUATION: settings.evaluation_hang_s, Phase.SITES: sites_hang_s,
+        Phase.CHECKPOINT: settings.checkpoint_hang_s, Phase.DONE: settings.checkpoint_hang_s,
+    }  # fmt: skip

@@ -11,9 +11,10 @@ from megascale.core.units import format_duration
 from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
 from megascale.operate.driver.classify import classify_hang
 from megascale.operate.driver.incidents import Culprit, with_evidence
+from megascale.operate.driver.watch import phase_bounds
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.signs import IDLE_S, idle_limit_s
-from megascale.record.layout import STARTING, Phase
+from megascale.record.layout import Phase
 from megascale.record.log_files import local_states, process_states
 from megascale.record.rank_state import SILENT_S, RankState
 
@@ -68,11 +69,8 @@ def standstill_limit_s(phases: Iterable[str], view: RunView, step_s: float) -> f
     """Return the seconds without progress on any rank, with ranks in these phases, from which a job stands still.
     `step_s`: `step_limit_s`.
     """
-    settings = _settings(view)
-    slow_s = {str(Phase.EVALUATION): settings.evaluation_hang_s, str(Phase.CHECKPOINT): settings.checkpoint_hang_s}
-    slow_s[str(Phase.SITES)] = view.config.sites_hang_s if view.config is not None else math.inf
-    slow_s |= dict.fromkeys(map(str, (*STARTING, Phase.PROFILE)), settings.start_hang_s)
-    return max([step_s, *(slow_s.get(str(phase), 0.0) for phase in phases)])
+    bounds = phase_bounds(_settings(view), view.config.sites_hang_s if view.config is not None else math.inf)
+    return max([step_s, *(bounds.get(phase, 0.0) for phase in phases if phase not in ("", Phase.DONE))])
 
 
 def _settings(view: RunView) -> FaultConfig:
