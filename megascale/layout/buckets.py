@@ -152,6 +152,17 @@ class BucketLayout:
         return "pp" in self.slots[0].parameter.sharding
 
     @property
+    def fp8_numel(self) -> int:
+        """The elements of the first parameters, as far as they are weights of linear layers or of experts whose GEMMs
+        may run in FP8.
+        """
+
+        def may(slot: Slot) -> bool:
+            return slot.parameter.fp8 or (self.has_experts and slot.parameter.is_matrix)
+
+        return max((slot.stop for slot in itertools.takewhile(may, self.slots)), default=0)
+
+    @property
     def padding(self) -> list[tuple[int, int]]:
         """The ranges (start, stop) after slots that belong to no parameter."""
         return [(slot.stop, end) for slot, end in self._slot_ends if slot.stop < end]

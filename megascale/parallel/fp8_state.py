@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from megascale.ops.fp8 import TORCH_KERNELS, CastRecord, Fp8Kernels
 from megascale.ops.recipe import Quantizer, build_recipe
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.record.label import Label
+
+if TYPE_CHECKING:
+    from megascale.parallel.fp8_codes import ShardedCodes
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Fp8State:
     Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward. `layers`: those with
     FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their event labels.
     `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
-    `token_groups`: the groups over which micro-batches have their tokens.
+    `token_groups`: the groups over which micro-batches have their tokens. `codes`: of sharded weights, which have
+    operands only where they are used.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Fp8State:
         largest = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self._largest, self._largest_of = largest, dict(zip(self.names, largest.unbind(), strict=True))
         self.weight_version = 0
+        self.codes: ShardedCodes | None = None
         self.collects_stats = False
 
     def uses_own_amax(self, quantizer: Quantizer) -> bool:
@@ -92,15 +97,17 @@ class Fp8State:
         }
 
     def invalidate_weights(self) -> None:
-        """Mark the quantized weights as outdated, after an update of the weights."""
+        """Mark the quantized weights as outdated, after an update of the weights. A collective call with `codes`."""
         self.weight_version += 1
+        if self.codes is not None:
+            self.codes.encode()
 
     def begin_step(self, *, collect_stats: bool) -> None:
         """Reset the step's statistics. `collect_stats`: count saturated and underflowed elements in this step."""
-        self.invalidate_weights()  # the last step updated the weights
         self.collects_stats = collect_stats and bool(self.names)
         self._amax.zero_()
         self._cast_counts.zero_()
+        self.invalidate_weights()  # the last step updated the weights
 
     def update_history(self) -> None:
         """Push the step's amax over all ranks to the history, after the last backward. A collective call."""

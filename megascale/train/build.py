@@ -123,12 +123,12 @@ def build_rank_run(
     wgrad = select.build_op("wgrad", context)
     buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
     buffers.share_embedding(embedding_chunks(config.model, p, mesh.coord.pp))
-    if p.zero == 3:
-        buffers.shard_weights(streams=p.resharding == "forward")
     for bucket in buffers.buckets if init_weights else ():
         with bucket.whole_weights():
             init_parameters(bucket.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
-    fp8_state = build_fp8(config.model, config.train, config.fp8, mesh, context)
+    fp8_state = build_fp8(config.model, config.train, config.fp8, mesh, context, buffers if p.zero == 3 else None)
+    if p.zero == 3:
+        buffers.shard_weights(streams=p.resharding == "forward")
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
@@ -182,15 +182,22 @@ def build_tensor_parallel(
 
 
 def build_fp8(
-    model: ModelConfig, train: TrainConfig, fp8: Fp8Config, mesh: Mesh, context: OpContext
-) -> Fp8State | None:
-    """Build the statistics of FP8 operands, with the kernels of the selected backend; None without FP8."""
+    model: ModelConfig, train: TrainConfig, fp8: Fp8Config, mesh: Mesh, context: OpContext,
+    sharded: ParamAndGradBuffers | None,
+) -> Fp8State | None:  # fmt: skip
+    """Build the statistics of FP8 operands, with the kernels of the selected backend; None without FP8. `sharded`: the
+    buffers, if weights are sharded.
+    """
     if not train.quantizes:
         return None
+    from megascale.parallel.fp8_codes import ShardedCodes
     from megascale.parallel.fp8_state import Fp8State
 
     kernels = select.build_op("linear", context)
-    return Fp8State(model, fp8, fp8_layers(model, train, fp8), mesh, context.device.torch_device, kernels)
+    state = Fp8State(model, fp8, fp8_layers(model, train, fp8), mesh, context.device.torch_device, kernels)
+    if sharded is not None:
+        state.codes = ShardedCodes(sharded.buckets, state, mesh.tp)
+    return state
 
 
 def build_optimizer(
