@@ -153,14 +153,9 @@ class BucketLayout:
 
     @property
     def fp8_numel(self) -> int:
-        """The elements of the first parameters, as far as they are weights of linear layers or of experts whose GEMMs
-        may run in FP8.
-        """
-
-        def may(slot: Slot) -> bool:
-            return slot.parameter.fp8 or (self.has_experts and slot.parameter.is_matrix)
-
-        return max((slot.stop for slot in itertools.takewhile(may, self.slots)), default=0)
+        """The elements of the first weights, as far as FP8 may run their GEMMs: of linear layers, or of experts."""
+        may = (slot.parameter.fp8 or (self.has_experts and slot.parameter.is_matrix) for slot in self.slots)
+        return max((slot.stop for slot, _ in itertools.takewhile(all, zip(self.slots, may, strict=True))), default=0)
 
     @property
     def padding(self) -> list[tuple[int, int]]:

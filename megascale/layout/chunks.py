@@ -152,9 +152,7 @@ def _split(modules: list[_Module], min_numel: int, max_numel: int) -> list[list[
 
 
 class BucketSize(NamedTuple):
-    """A bucket's first module, its number of elements with padding, the axes whose ranks' gradients are summed, and the
-    elements of the first weights that may be FP8 (`BucketLayout.fp8_numel`).
-    """
+    """A bucket's first module, and of its layout the elements with padding, `reduce_axes` and `fp8_numel`."""
 
     first_module: str
     numel: int

@@ -28,7 +28,7 @@ class Bucket:
 
     - `storage`, and of it `weights`, `grad`, `shard`, `group` and `replicas` (`parallel.bucket_storage.Storage`)
     - `parameters`: by name, of NaN while sharded weights are not gathered (`bind_weights`), or gathered as codes
-    - `decoders`: by the name of a parameter that is gathered as codes, the function from its codes to the matrix
+    - `coded`: by the name of a parameter that is gathered as codes, this rank's, with the scales of the whole
     - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied
     - `tied_group`: the ranks that share a tied embedding; of one rank otherwise
     - `users`: the number of this rank's chunks that use it, in which its gradients are complete in the last of them
@@ -52,7 +52,7 @@ class Bucket:
         self.weights, self.grad, self.shard = storage.weights, storage.grad, storage.shard
         self.group, self.replicas = storage.group, storage.replicas
         self.parameters: dict[str, nn.Parameter] = {}
-        self.decoders: dict[str, Callable[[Tensor], Quantized]] = {}
+        self.coded: dict[str, Quantized] = {}
         self._missing = self.weights.new_full((), math.nan)
         whole = None if layout.shard_axes.weight else self.weights
         for slot in layout.slots:
@@ -95,9 +95,10 @@ class Bucket:
         """
         (codes, rest), first = self.sharded.views(memory), self.sharded.coded
         for slot in self.layout.slots:
-            parameter, decode = self.parameters[slot.parameter.name], self.decoders.get(slot.parameter.name)
-            if decode is not None:
-                parameter.gathered = decode(codes[slot.start : slot.stop])  # type: ignore[attr-defined]
+            parameter, part = self.parameters[slot.parameter.name], self.coded.get(slot.parameter.name)
+            if part is not None:
+                matrix = codes[slot.start : slot.stop].view(-1, parameter.shape[-1])
+                parameter.gathered = part.gathered(matrix, part.scale)  # type: ignore[attr-defined]
             else:
                 parameter.data = rest[slot.start - first : slot.stop - first].view(parameter.shape)
 

@@ -282,9 +282,7 @@ class ShardedAll(ShardedEach):
         return works
 
     def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gathered weights in `memory`: the codes of the first `coded` elements and what follows them, u8, and
-        the rest in the compute dtype.
-        """
+        """Return what is gathered into `memory`: codes, u8 [size], if there are any, and the rest."""
         at = self.layout.numel if self.coded else 0
         return memory[:at], memory[at:].view(self.weights.dtype)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ from megascale.layout.buckets import ALIGNMENT, Slot
 from megascale.layout.chunks import BucketSize
 from megascale.ops.fp8 import scales_of
 from megascale.ops.quantized import Quantized
-from megascale.ops.recipe import Quantizer
 from megascale.parallel.bucket import Bucket
 from megascale.parallel.fp8_state import Fp8State
 
@@ -51,9 +48,9 @@ class _Part(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Weights that the ranks of `group` shard: this rank's `parts`, and `amaxes` and `scales` of all blocks, f32."""
+    """Weights of `buckets` of the same ranks: this rank's `parts`, and `amaxes` and `scales` of all blocks, f32."""
 
-    group: Group
+    buckets: Sequence[Bucket]
     parts: Sequence[_Part]
     amaxes: Tensor
     scales: Tensor
@@ -64,41 +61,38 @@ class ShardedCodes:
 
     def __init__(self, buckets: Iterable[Bucket], state: Fp8State, tp: Group) -> None:
         self._state, self._tp, self._quantizer = state, tp, state.recipe.weight
-        self._buckets = list[Bucket]()
+        by_axes = dict[tuple[str, ...], list[Bucket]]()
         for bucket in buckets:
             size = BucketSize.of(bucket.first_module, bucket.layout)
             if coded := size.coded(state.layers, self._quantizer.block):
                 bucket.sharded.keep_codes(coded)
-                self._buckets.append(bucket)
-        kinds = groupby(sorted(self._buckets, key=_reduce_axes), key=_reduce_axes)
-        self._weights = [self._shard(list(buckets)) for _, buckets in kinds]
+                by_axes.setdefault(size.reduce_axes, []).append(bucket)
+        self._weights = [self._shard(each) for each in by_axes.values()]
 
     def encode(self) -> None:
         """Cast this rank's shards after an update of the weights. A collective call."""
         own = self._state.uses_own_amax(self._quantizer)
-        for bucket in self._buckets:
-            bucket.storage.acquire_weights()
-        for weights in self._weights:
-            with profiler_range("quantize"):
-                self._write_amaxes(weights, own)
+        for buckets, parts, amaxes, scales in self._weights:
+            for bucket in buckets:
+                bucket.storage.acquire_weights()
             if own:
-                all_reduce(weights.group, weights.amaxes, "max", label="fp8 amax")
-            if own and self._quantizer.block == TENSOR:
-                all_reduce(self._tp, weights.amaxes, "max", label="fp8 amax")
+                self._find(parts, amaxes.zero_(), buckets[0].storage.inner)
+            elif self._quantizer.scaling == "delayed":
+                for part in parts:
+                    part.amaxes.copy_(self._state.history_amax(part.name))
             with profiler_range("quantize"):
-                weights.scales.copy_(scales_of(weights.amaxes, self._quantizer.element))
-                for part in weights.parts:
+                scales.copy_(scales_of(amaxes, self._quantizer.element))
+                for part in parts:
                     self._cast(part)
 
-    def _write_amaxes(self, weights: _Weights, own: bool) -> None:
-        """Write the amaxes of this rank's elements, if scales are their `own`, or those expected from the history."""
-        if own:
-            weights.amaxes.zero_()
-        for part in weights.parts:
-            if own and len(part.values):
-                part.amaxes.copy_(self._quantizer.amax(part.padded))
-            elif not own and self._quantizer.scaling == "delayed":
-                part.amaxes.copy_(self._state.history_amax(part.name))
+    def _find(self, parts: Sequence[_Part], amaxes: Tensor, shards: Group) -> None:
+        """Find the amaxes of all blocks, of which `parts` have some: their elements are in `shards`, and on tp."""
+        with profiler_range("quantize"):
+            for part in parts:
+                if len(part.values):
+                    part.amaxes.copy_(self._quantizer.amax(part.padded))
+        for group in (shards, *([self._tp] if self._quantizer.block == TENSOR else [])):
+            all_reduce(group, amaxes, "max", label="fp8 amax")
 
     def _cast(self, part: _Part) -> None:
         if not len(part.values):
@@ -111,44 +105,29 @@ class ShardedCodes:
 
     def _shard(self, buckets: Sequence[Bucket]) -> _Weights:
         """Allocate amaxes and scales of the weights of `buckets`, which the same ranks shard."""
-        quantizer, device, parts = self._quantizer, buckets[0].weights.device, list[_Part]()
-        of_bucket = [(bucket, slot) for bucket in buckets for slot in bucket.layout.slots]
-        slots = [(bucket, slot) for bucket, slot in of_bucket if slot.stop <= bucket.sharded.coded]
+        quantizer, (rows, k), device = self._quantizer, self._quantizer.block, buckets[0].weights.device
+        slots = [(b, slot) for b in buckets for slot in b.layout.slots if slot.stop <= b.sharded.coded]
         shapes = [bucket.parameters[slot.parameter.name].flatten(0, -2).shape for bucket, slot in slots]
-        rows, k = quantizer.block
-        grids = [() if rows is None or k is None else (shape[0] // rows, shape[1] // k) for shape in shapes]
+        grids = [(shape[0] // rows, shape[1] // k) if rows and k else () for shape in shapes]
         sizes = [*map(math.prod, grids)]
         amaxes, scales = torch.zeros(2, sum(sizes), dtype=torch.float32, device=device)
-        for (bucket, slot), shape, grid, *flat in zip(
-            slots, shapes, grids, amaxes.split(sizes), scales.split(sizes), strict=True
-        ):
-            largest, scale = (of_weight.view(grid) for of_weight in flat)
-            bucket.decoders[slot.parameter.name] = partial(_decode, shape, scale, quantizer)
-            parts.append(_part(bucket, slot, shape[1], largest, rows))
+        parts, of_weights = list[_Part](), (flat.split(sizes) for flat in (amaxes, scales))
+        for (bucket, slot), shape, grid, *flat in zip(slots, shapes, grids, *of_weights, strict=True):
+            largest, scale = (each.view(grid) for each in flat)
+            part = _part(bucket, slot, largest, rows, shape[1] if rows else ALIGNMENT)
+            bucket.coded[part.name] = Quantized(part.codes.view(quantizer.element.dtype), scale, quantizer.block)
+            parts.append(part)
             if quantizer.scaling == "static":
                 largest.fill_(self._state.static_amaxes(slot.parameter.parts[0].std)["weight"])
-        return _Weights(buckets[0].storage.inner, parts, amaxes, scales)
+        return _Weights(buckets, parts, amaxes, scales)
 
 
-def _reduce_axes(bucket: Bucket) -> tuple[str, ...]:
-    return bucket.layout.reduce_axes
-
-
-def _part(bucket: Bucket, slot: Slot, k: int, amaxes: Tensor, rows: int | None) -> _Part:
-    """Cut this rank's part, of no elements if there is none, from a weight of rows of k with `amaxes` of its blocks of
-    `rows` each; None: one block.
-    """
+def _part(bucket: Bucket, slot: Slot, amaxes: Tensor, rows: int | None, k: int) -> _Part:
+    """Cut this rank's part from a weight, in `rows` of k elements of a block; None: in k elements of the only one."""
     start, stop = bucket.storage.held
     low = min(max(slot.start, start), slot.stop)
-    high = max(low, min(slot.stop, stop))
-    k = ALIGNMENT if rows is None else k  # shards have whole runs of so many elements
-    unit = k * (rows or 1)
+    high, unit = max(low, min(slot.stop, stop)), k * (rows or 1)
     first, last = (low - slot.start) // unit, -(-(high - slot.start) // unit)
     before, after = low - slot.start - first * unit, last * unit - (high - slot.start)
     values, codes = (flat[low - start : high - start] for flat in (bucket.weights, bucket.sharded.codes))
-    own = amaxes if rows is None else amaxes[first:last]
-    return _Part(slot.parameter.name, values, codes, before, after, k, own)
-
-
-def _decode(shape: torch.Size, scale: Tensor, quantizer: Quantizer, codes: Tensor) -> Quantized:
-    return Quantized(codes.view(quantizer.element.dtype).view(shape), scale, quantizer.block)
+    return _Part(slot.parameter.name, values, codes, before, after, k, amaxes[first:last] if rows else amaxes)

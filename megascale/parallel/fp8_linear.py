@@ -146,8 +146,7 @@ class Fp8Gemms(LinearGemms):
         """Return W [n, k] for forward: as it was gathered, or cast."""
         operand: Quantized | None = getattr(weight, "gathered", None)
         if operand is None:
-            by_row, by_column = self._cuts
-            both = self.state.codes is None
+            both, (by_row, by_column) = self.state.codes is None, (self.shard_dim == 0, self.shard_dim == 1)
             operand = self._cast("weight", weight, rows_sharded=by_row, k_sharded=by_column, with_transpose=both)
         return replace(operand, use_fast_accum=True)
 
@@ -157,17 +156,13 @@ class Fp8Gemms(LinearGemms):
         if quantizer.block.serves_transpose:
             operand = quantizer.transpose(forward or self._forward_weight(weight))
         else:
-            by_row, by_column = self._cuts
-            given, known = quantizer.turned(weight), known_column_amax(weight)
-            operand = self._cast("weight", given, rows_sharded=by_column, k_sharded=by_row, amax=known, skip_stats=True)
+            given, known, by_row = quantizer.turned(weight), known_column_amax(weight), self.shard_dim == 0
+            operand = self._cast(
+                "weight", given, rows_sharded=not by_row, k_sharded=by_row, amax=known, skip_stats=True
+            )
         # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
         # accumulate in fp32.
         return replace(operand, use_fast_accum=self.state.fast_dgrad)
-
-    @property
-    def _cuts(self) -> tuple[bool, bool]:
-        """The weight is a tp shard of its rows, of its columns."""
-        return self.tp.size > 1 and self.shard_dim == 0, self.tp.size > 1 and self.shard_dim == 1
 
     def _cast(
         self, operand: str, x: Tensor, *, rows_sharded: bool = False, k_sharded: bool = False,

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, islice
 
 import torch
@@ -65,9 +64,8 @@ class ShardedWeights:
     def __init__(self, units: Sequence[Sequence[Unit]], *, streams: bool, overlap: bool) -> None:
         self._units, self._streams, self._overlap = units, streams, overlap
         largest = max(unit.nbytes for unit in chain(*units))
-        shard = next(chain(*units)).buckets[0].weights
-        self._allocate = partial(shard.new_empty, dtype=torch.uint8)
-        self._free = [self._allocate(largest) for _ in range(SLOTS if streams else 0)]
+        self._shard = next(chain(*units)).buckets[0].weights.view(torch.uint8)
+        self._free = [self._shard.new_empty(largest) for _ in range(SLOTS if streams else 0)]
         self._uses = deque[_Use]()
 
     def gather(self, chunk: int, *, backward: bool) -> None:
@@ -112,7 +110,7 @@ class ShardedWeights:
             use.slot = self._free.pop() if self._streams else None
             sizes = [bucket.sharded.gathered_bytes for bucket in use.buckets]
             with use.buckets[0].group.recorder.memory_kind("buffers"):
-                parts = map(self._allocate, sizes) if use.slot is None else use.slot[: sum(sizes)].split(sizes)
+                parts = map(self._shard.new_empty, sizes) if use.slot is None else use.slot[: sum(sizes)].split(sizes)
                 use.wholes = dict(zip(use.buckets, parts, strict=True))
             for bucket, whole in use.wholes.items():
                 use.arriving += bucket.sharded.gather_into(whole)

@@ -15,7 +15,6 @@ from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.format.state import Progress
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
-from megascale.config.backends import Fp8Config
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
@@ -126,7 +125,7 @@ def build_rank_run(
     for bucket in buffers.buckets if init_weights else ():
         with bucket.whole_weights():
             init_parameters(bucket.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
-    fp8_state = build_fp8(config.model, config.train, config.fp8, mesh, context, buffers if p.zero == 3 else None)
+    fp8_state = build_fp8(config, mesh, context, buffers)
     if p.zero == 3:
         buffers.shard_weights(streams=p.resharding == "forward")
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
@@ -181,22 +180,19 @@ def build_tensor_parallel(
     return TensorParallel(group, parallel.sp, bool(overlap), fused, gpu=not device.is_cpu, domino=domino)
 
 
-def build_fp8(
-    model: ModelConfig, train: TrainConfig, fp8: Fp8Config, mesh: Mesh, context: OpContext,
-    sharded: ParamAndGradBuffers | None,
-) -> Fp8State | None:  # fmt: skip
-    """Build the statistics of FP8 operands, with the kernels of the selected backend; None without FP8. `sharded`: the
-    buffers, if weights are sharded.
+def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext, buffers: ParamAndGradBuffers) -> Fp8State | None:
+    """Build the statistics of FP8 operands, and the codes of sharded weights, with the kernels of the selected backend;
+    None without FP8.
     """
-    if not train.quantizes:
+    if not config.train.quantizes:
         return None
     from megascale.parallel.fp8_codes import ShardedCodes
     from megascale.parallel.fp8_state import Fp8State
 
-    kernels = select.build_op("linear", context)
-    state = Fp8State(model, fp8, fp8_layers(model, train, fp8), mesh, context.device.torch_device, kernels)
-    if sharded is not None:
-        state.codes = ShardedCodes(sharded.buckets, state, mesh.tp)
+    kernels, layers = select.build_op("linear", context), fp8_layers(config.model, config.train, config.fp8)
+    state = Fp8State(config.model, config.fp8, layers, mesh, context.device.torch_device, kernels)
+    if config.parallel.zero == 3:
+        state.codes = ShardedCodes(buffers.buckets, state, mesh.tp)
     return state
 
 

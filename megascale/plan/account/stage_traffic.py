@@ -92,19 +92,18 @@ class StageTraffic:
             yield from (each._replace(times=count) for each in self._messages(path))
 
     def _weight_amaxes(self, block: BlockSpec, recompute: RecomputePolicy, visits: int) -> Iterator[CommOp]:
-        """List the all-reduces of the amaxes of a block's FP8 weights: once a step; or if weights are sharded of those
-        without codes, with every cast in which tp shards a scale's elements, of dgrad or of forwards.
+        """List the all-reduces of the amaxes of a block's FP8 weights: once a step; of sharded ones without codes with
+        every cast in which tp shards a scale's elements, for dgrad if it shards rows, else for forwards.
         """
-        sizes = replace(self.sizes, fp8=True)
-        sharded, facts = self.config.parallel.zero == 3, RECIPES[self.config.fp8.recipe].facts
-        for part in block if not (sharded and facts["weight"].block.serves_transpose) else ():
+        sharded, weight = self.config.parallel.zero == 3, RECIPES[self.config.fp8.recipe].facts["weight"]
+        for part in block if not (sharded and weight.block.serves_transpose) else ():
             forwards = 2 if recompute.full and not is_skippable(block, part) else 1
-            for weight in (param for param in part.params("", self.config.model) if param.fp8):
-                dimension = weight.sharding["tp"]
+            for param in (param for param in part.params("", self.config.model) if param.fp8):
+                dimension = param.sharding["tp"]
+                whole = param.parts[0].shape[1 - dimension]  # of the dimension that tp does not shard
                 times = visits * (forwards if dimension == 1 else 1) if sharded else 1
-                whole = weight.parts[0].shape[1 - dimension]  # of the dimension that tp does not shard
-                amaxes = sizes.amaxes(weight.name.removeprefix("."), 1, whole)
-                yield from (each._replace(times=times) for each in amaxes)
+                for amaxes in replace(self.sizes, fp8=True).amaxes(param.name.removeprefix("."), 1, whole):
+                    yield amaxes._replace(times=times)
 
     def _ends(self) -> Iterator[CommOp]:
         """List the collectives over tp of embedding and head for a micro-batch. The loss has chunks of tokens."""
