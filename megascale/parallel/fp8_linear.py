@@ -94,10 +94,10 @@ class Fp8Gemms(LinearGemms):
         return grad if isinstance(grad, Quantized) else self._cast("gradient", grad, with_transpose=True)
 
     def weight_for_forward(self, weight: Tensor) -> Operand:
-        return self._forward_weight(weight) if self.state.codes else self._kept_weights(weight)[0]
+        return self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
 
     def weight_for_dgrad(self, weight: Tensor) -> Operand:
-        return self._dgrad_weight(weight) if self.state.codes else self._kept_weights(weight)[1]
+        return self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         assert isinstance(operand, Quantized), "the operand comes from `input_operand` or `grad_operand`"
@@ -146,7 +146,7 @@ class Fp8Gemms(LinearGemms):
         """Return W [n, k] for forward: as it was gathered, or cast."""
         operand: Quantized | None = getattr(weight, "gathered", None)
         if operand is None:
-            both, (by_row, by_column) = self.state.codes is None, (self.shard_dim == 0, self.shard_dim == 1)
+            both, (by_row, by_column) = self.state.cast_shards is None, (self.shard_dim == 0, self.shard_dim == 1)
             operand = self._cast("weight", weight, rows_sharded=by_row, k_sharded=by_column, with_transpose=both)
         return replace(operand, use_fast_accum=True)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from megascale.ops.fp8 import TORCH_KERNELS, CastRecord, Fp8Kernels
 from megascale.ops.recipe import Quantizer, build_recipe
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.record.label import Label
-
-if TYPE_CHECKING:
-    from megascale.parallel.fp8_codes import ShardedCodes
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class Fp8State:
     Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward. `layers`: those with
     FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their event labels.
     `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
-    `token_groups`: the groups over which micro-batches have their tokens. `codes`: of sharded weights, which have
-    operands only where they are used.
+    `token_groups`: the groups over which micro-batches have their tokens. `cast_shards`: if weights are sharded, casts
+    this rank's (`parallel.fp8_codes`); then no operand of a weight is kept for the step.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class Fp8State:
         largest = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self._largest, self._largest_of = largest, dict(zip(self.names, largest.unbind(), strict=True))
         self.weight_version = 0
-        self.codes: ShardedCodes | None = None
+        self.cast_shards: Callable[[], None] | None = None
         self.collects_stats = False
 
     def uses_own_amax(self, quantizer: Quantizer) -> bool:
@@ -97,10 +94,10 @@ class Fp8State:
         }
 
     def invalidate_weights(self) -> None:
-        """Mark the quantized weights as outdated, after an update of the weights. A collective call with `codes`."""
+        """Mark quantized weights as outdated, after an update of the weights. A collective call if they are sharded."""
         self.weight_version += 1
-        if self.codes is not None:
-            self.codes.encode()
+        if self.cast_shards is not None:
+            self.cast_shards()
 
     def begin_step(self, *, collect_stats: bool) -> None:
         """Reset the step's statistics. `collect_stats`: count saturated and underflowed elements in this step."""

@@ -192,7 +192,7 @@ def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext, buffers: ParamA
     kernels, layers = select.build_op("linear", context), fp8_layers(config.model, config.train, config.fp8)
     state = Fp8State(config.model, config.fp8, layers, mesh, context.device.torch_device, kernels)
     if config.parallel.zero == 3:
-        state.codes = ShardedCodes(buffers.buckets, state, mesh.tp)
+        state.cast_shards = ShardedCodes(buffers.buckets, state, mesh.tp).encode
     return state
 
 

@@ -31,11 +31,11 @@ class Fp8GroupedGemms(GroupedGemms):
     _weights: tuple[Quantized, ...] = ()
 
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        operand = self._forward_weight(weight) if self.state.codes else self._kept_weights(weight)[0]
+        operand = self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
         return self._gemm("input", x, operand, groups)
 
     def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        operand = self._dgrad_weight(weight) if self.state.codes else self._kept_weights(weight)[1]
+        operand = self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
         return self._gemm("gradient", grad, operand, groups)
 
     def _gemm(self, operand: OperandName, x: Tensor, weight: Quantized, groups: RowGroups) -> Tensor:
