@@ -28,8 +28,8 @@ from megascale.parallel.fp8_state import Fp8State
 
 
 class _Part(NamedTuple):
-    """This rank's part of a weight: `values` in the compute dtype, and `codes`, u8. In its first and last row of blocks,
-    of `k` elements, others have those `before` and `after` it. `amaxes`: of the blocks in these rows.
+    """This rank's part of a weight: `values` in the compute dtype, and `codes`, u8. Other ranks have the elements
+    `before` and `after` it in its first and last row of blocks, of `k` elements. `amaxes`: of the blocks in these rows.
     """
 
     name: str
