@@ -91,13 +91,12 @@ def jobs(
 
 def with_sharded_weights(config: RunConfig, reshard: str) -> RunConfig:
     """Return the configuration with sharded weights, released as `reshard` says or if the layout has no such way as its
-    default does; without FP8.
+    default does.
     """
-    train = config.train.model_copy(update={"precision": "bf16"} if config.train.quantizes else {})
     overlap, found = config.overlap.model_copy(update={"bucket_bytes": "auto"}), config
     for way in ("keep", reshard):
         parallel = config.parallel.model_copy(update={"zero": 3, "reshard": way})
-        each = config.model_copy(update={"parallel": parallel, "train": train, "overlap": overlap})
+        each = config.model_copy(update={"parallel": parallel, "overlap": overlap})
         found = found if any(run_rules(RULES, dict(each))) else each
     return found
 

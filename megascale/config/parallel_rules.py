@@ -138,7 +138,6 @@ def sharded_weights(
         ("overlap.bucket_bytes", overlap.bucket_bytes != "auto", "every layer has a bucket", "auto"),
         ("overlap.tp", overlap.tp == "domino", "two halves of a micro-batch are in different layers", "true"),
         ("parallel.vocab_pp", parallel.vocab_pp, "passes use the vocabulary's weights at any time", "0"),
-        ("train.precision", train.quantizes, "every rank has fp8 copies of whole weights", "bf16"),
     ):
         if fails:
             yield Finding(key, f"{message} (parallel.zero = 3)", f"{hint}, or parallel.zero = 2")

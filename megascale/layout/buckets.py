@@ -152,6 +152,12 @@ class BucketLayout:
         return "pp" in self.slots[0].parameter.sharding
 
     @property
+    def fp8_numel(self) -> int:
+        """The elements of the first weights, as far as FP8 may run their GEMMs: of linear layers, or of experts."""
+        may = (slot.parameter.fp8 or (self.has_experts and slot.parameter.is_matrix) for slot in self.slots)
+        return max((slot.stop for slot, _ in itertools.takewhile(all, zip(self.slots, may, strict=True))), default=0)
+
+    @property
     def padding(self) -> list[tuple[int, int]]:
         """The ranges (start, stop) after slots that belong to no parameter."""
         return [(slot.stop, end) for slot, end in self._slot_ends if slot.stop < end]

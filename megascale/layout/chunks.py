@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from megascale.catalog.recipes import ScaleBlock
 from megascale.config.backends import Fp8Config
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
@@ -151,11 +152,25 @@ def _split(modules: list[_Module], min_numel: int, max_numel: int) -> list[list[
 
 
 class BucketSize(NamedTuple):
-    """A bucket's first module, its number of elements with padding, and the axes whose ranks' gradients are summed."""
+    """A bucket's first module, and of its layout the elements with padding, `reduce_axes` and `fp8_numel`."""
 
     first_module: str
     numel: int
     reduce_axes: tuple[str, ...] = DATA_AXES
+    fp8_numel: int = 0
+
+    @classmethod
+    def of(cls, first_module: str, layout: BucketLayout) -> BucketSize:
+        return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel)
+
+    def coded(self, layers: range, weight: ScaleBlock) -> int:
+        """Count the first elements that are gathered as FP8 codes if weights are sharded: weights of FP8 `layers`,
+        where the codes of a `weight` serve forward and dgrad, of experts in parts of rows.
+        """
+        kind, _, number = self.first_module.partition(".")
+        experts = self.reduce_axes != DATA_AXES
+        serves = weight.serves_transpose and not (experts and weight.rows is None)
+        return self.fp8_numel if serves and kind == "layers" and int(number) in layers else 0
 
     def shard(self, topology: Topology) -> int:
         """Count the elements of a shard over the inner ranks of those whose gradients are summed."""
@@ -181,7 +196,7 @@ def bucket_sizes(
         key = tuple(module.params[0].name for module in modules)
         if key not in known:
             known[key] = [pack(bucket, topology) for bucket in _params_of_buckets(modules)]
-        return [BucketSize(modules[0].name, layout.numel, layout.reduce_axes) for layout in known[key]]
+        return [BucketSize.of(modules[0].name, layout) for layout in known[key]]
 
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")

@@ -46,6 +46,13 @@ def amax(x: Tensor, block: ScaleBlock) -> Tensor:
     return magnitude.amax(-1 if block.rows == 1 else (1, 3)).float()
 
 
+def scales_of(amaxes: Tensor, element: Fp8Format) -> Tensor:
+    """Return the scales, f32, by the amaxes of their blocks: at least MIN_SCALE, to keep the inverse finite; not a
+    number if the amax is not.
+    """
+    return torch.where(amaxes == 0, 1.0, (amaxes / element.max_value).clamp(min=MIN_SCALE))
+
+
 def cast(
     x: Tensor, expected: Tensor | None, block: ScaleBlock, element: Fp8Format, with_transpose: bool,
     record: CastRecord | None,
@@ -54,8 +61,7 @@ def cast(
     if with_transpose and block == ROW:
         keep_amax(x, columns=amax(x.reshape(-1, x.shape[-1]).t(), ROW))
     largest = amax(x, block) if expected is None else expected
-    # at least MIN_SCALE, to keep the inverse finite; not a number if amax is not
-    scale = torch.where(largest == 0, 1.0, (largest / element.max_value).clamp(min=MIN_SCALE))
+    scale = scales_of(largest, element)
     wide = in_blocks(x, block).to(torch.float32, copy=True)
     if expected is not None:  # else an infinity has the factor zero
         wide.nan_to_num_(torch.nan, torch.nan, torch.nan)

@@ -17,8 +17,9 @@ from megascale.comm.mesh import Mesh
 from megascale.layout.buckets import Slot, pack
 from megascale.layout.chunks import module_of
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
+from megascale.ops.quantized import Quantized
 from megascale.ops.wgrad import Wgrad
-from megascale.parallel.bucket_storage import build_storage
+from megascale.parallel.bucket_storage import ShardedAll, build_storage
 from megascale.parallel.grad_accumulation import Accumulation, accumulate_grad
 
 
@@ -26,7 +27,8 @@ class Bucket:
     """Parameters of a chunk in one contiguous buffer, and their gradients in another.
 
     - `storage`, and of it `weights`, `grad`, `shard`, `group` and `replicas` (`parallel.bucket_storage.Storage`)
-    - `parameters`: by name, of NaN while sharded weights are not gathered (`bind_weights`)
+    - `parameters`: by name, of NaN while sharded weights are not gathered (`bind_weights`), or gathered as codes
+    - `coded`: by the name of a parameter that is gathered as codes, this rank's, with the scales of the whole
     - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied
     - `tied_group`: the ranks that share a tied embedding; of one rank otherwise
     - `users`: the number of this rank's chunks that use it, in which its gradients are complete in the last of them
@@ -50,6 +52,7 @@ class Bucket:
         self.weights, self.grad, self.shard = storage.weights, storage.grad, storage.shard
         self.group, self.replicas = storage.group, storage.replicas
         self.parameters: dict[str, nn.Parameter] = {}
+        self.coded: dict[str, Quantized] = {}
         self._missing = self.weights.new_full((), math.nan)
         whole = None if layout.shard_axes.weight else self.weights
         for slot in layout.slots:
@@ -67,6 +70,12 @@ class Bucket:
         """This rank's shard of the weights, a view."""
         return self.storage.shard_weights
 
+    @property
+    def sharded(self) -> ShardedAll:
+        """The storage of weights that are sharded."""
+        assert isinstance(self.storage, ShardedAll), "every rank has all weights"
+        return self.storage
+
     def shards(self) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
         """Yield this rank's shard of each parameter."""
         yield from ((self.parameters[slot.parameter.name], slot.parameter) for slot in self.layout.slots)
@@ -78,6 +87,20 @@ class Bucket:
         for slot in self.layout.slots:
             parameter = self.parameters[slot.parameter.name]
             parameter.data = self._view(whole, slot, parameter.shape)
+            parameter.gathered = None  # type: ignore[attr-defined]
+
+    def bind_gathered(self, memory: Tensor) -> None:
+        """Make the parameters views of `memory` (`ShardedAll.gather_into`); or leave them NaN, with the matrix of their
+        codes as `gathered`.
+        """
+        (codes, rest), first = self.sharded.views(memory), self.sharded.coded
+        for slot in self.layout.slots:
+            parameter, part = self.parameters[slot.parameter.name], self.coded.get(slot.parameter.name)
+            if part is not None:
+                matrix = codes[slot.start : slot.stop].view(-1, parameter.shape[-1])
+                parameter.gathered = part.gathered(matrix, part.scale)  # type: ignore[attr-defined]
+            else:
+                parameter.data = rest[slot.start - first : slot.stop - first].view(parameter.shape)
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:

@@ -242,17 +242,49 @@ class ShardedEach(Sharded):
 
 
 class ShardedAll(ShardedEach):
-    """As `ShardedEach`, with this rank's shard of the weights alone."""
+    """As `ShardedEach`, with this rank's shard of the weights alone.
+
+    The first `coded` elements may be gathered as FP8 codes, of which `codes`, u8 [size of the part], has this rank's:
+    then a byte for every element of the bucket is gathered, and the rest of it, such as norms, in the compute dtype.
+    Few shards have that, so it is a sum of bytes over the ranks, of which the others add zeros.
+    """
+
+    coded = 0
+    codes: Tensor
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of all weights as they are gathered."""
+        rest = self.weights.itemsize * (self.layout.numel - self.coded)
+        return rest + (self.layout.numel if self.coded else 0)
+
+    def keep_codes(self, coded: int) -> None:
+        """Gather the first `coded` elements as `codes`, which the caller writes."""
+        self.coded, self.codes = coded, self.weights.new_zeros(len(self.weights), dtype=torch.uint8)
 
     def start_gather(self) -> None:
         """Send what outer ranks have updated of this rank's weights; all are gathered where they are used."""
         if self.shard != self.held:
             self._gathering = all_gather(self.outer, self.weights, self.shard_weights, label=self.label, wait=False)
 
-    def gather_into(self, whole: Tensor) -> Work:
-        """Start to gather all weights into `whole` [size]."""
+    def gather_into(self, memory: Tensor) -> list[Work]:
+        """Start to gather all weights into `memory`, u8 [gathered_bytes]."""
         self.acquire_weights()
-        return all_gather(self.inner, whole, self.weights, label=self.label, wait=False)
+        codes, rest = self.views(memory)
+        if not self.coded:
+            return [all_gather(self.inner, rest, self.weights, label=self.label, wait=False)]
+        works = [all_gather(self.inner, codes, self.codes, label=self.label, wait=False)]
+        if len(rest):
+            (start, stop), end = self.held, self.coded
+            rest.zero_()
+            rest[max(0, start - end) : max(0, stop - end)] = self.weights[max(0, end - start) :]
+            works.append(all_reduce(self.inner, rest.view(torch.uint8), label=f"{self.label} rest", wait=False))
+        return works
+
+    def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is gathered into `memory`: codes, u8 [size], if there are any, and the rest."""
+        at = self.layout.numel if self.coded else 0
+        return memory[:at], memory[at:].view(self.weights.dtype)
 
 
 def build_storage(layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str) -> Storage:

@@ -11,7 +11,8 @@ ranks, and if it covers all tokens of a micro-batch, over the ranks along cp tha
 serve the transpose too, the same codes serve rowwise and columnwise: they are all-gathered and saved for backward, and
 transposed for wgrad. Otherwise the high-precision tensor is saved, and quantized a second time for wgrad: if scales are
 of rows, by the amaxes of columns that the first cast keeps with it (`ops.known_amax`). Weights are quantized once per
-step, not once per micro-batch.
+step, not once per micro-batch; sharded ones, of which no rank keeps a whole, before they are gathered
+(`parallel.fp8_codes`), or with every use.
 
 `Fp8Gemms` are the GEMMs of one layer, with the model's `parallel.fp8_state`; `build_linear_gemms` returns them, or
 high-precision GEMMs for a layer that is not FP8.
@@ -93,10 +94,10 @@ class Fp8Gemms(LinearGemms):
         return grad if isinstance(grad, Quantized) else self._cast("gradient", grad, with_transpose=True)
 
     def weight_for_forward(self, weight: Tensor) -> Operand:
-        return self._quantized_weights(weight)[0]
+        return self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
 
     def weight_for_dgrad(self, weight: Tensor) -> Operand:
-        return self._quantized_weights(weight)[1]
+        return self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         assert isinstance(operand, Quantized), "the operand comes from `input_operand` or `grad_operand`"
@@ -132,27 +133,36 @@ class Fp8Gemms(LinearGemms):
         assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8"
         return self.state.recipe.gemm(x, weight, dtype)
 
-    def _quantized_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
+    def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
         if self._version != self.state.weight_version:
-            self._version, self._weights = self.state.weight_version, self._quantize_weight(weight.detach())
+            x = weight.detach()  # keeps the amaxes of its columns
+            with self.tp.group.recorder.memory_kind("parameters"):
+                forward = self._forward_weight(x)
+                self._weights = forward, self._dgrad_weight(x, forward)
+            self._version = self.state.weight_version
         return self._weights
 
-    def _quantize_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """Quantize a weight [n, k] for forward, and its transpose [k, n] for dgrad."""
-        quantizer, sharded = self.state.recipe.weight, self.tp.size > 1
-        by_row, by_column = sharded and self.shard_dim == 0, sharded and self.shard_dim == 1
-        with self.tp.group.recorder.memory_kind("parameters"):
-            rowwise = self._cast("weight", weight, rows_sharded=by_row, k_sharded=by_column, with_transpose=True)
-            if quantizer.block.serves_transpose:
-                turned = rowwise.t()
-            else:
-                given, known = quantizer.turned(weight), known_column_amax(weight)
-                turned = self._cast(
-                    "weight", given, rows_sharded=by_column, k_sharded=by_row, amax=known, skip_stats=True
-                )
-            # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
-            # accumulate in fp32.
-            return replace(rowwise, use_fast_accum=True), replace(turned, use_fast_accum=self.state.fast_dgrad)
+    def _forward_weight(self, weight: Tensor) -> Quantized:
+        """Return W [n, k] for forward: as it was gathered, or cast."""
+        operand: Quantized | None = getattr(weight, "gathered", None)
+        if operand is None:
+            both, (by_row, by_column) = self.state.cast_shards is None, (self.shard_dim == 0, self.shard_dim == 1)
+            operand = self._cast("weight", weight, rows_sharded=by_row, k_sharded=by_column, with_transpose=both)
+        return replace(operand, use_fast_accum=True)
+
+    def _dgrad_weight(self, weight: Tensor, forward: Quantized | None = None) -> Quantized:
+        """Return W^T [k, n] for dgrad: the transpose of what forward used if its scales serve it, or cast."""
+        quantizer = self.state.recipe.weight
+        if quantizer.block.serves_transpose:
+            operand = quantizer.transpose(forward or self._forward_weight(weight))
+        else:
+            given, known, by_row = quantizer.turned(weight), known_column_amax(weight), self.shard_dim == 0
+            operand = self._cast(
+                "weight", given, rows_sharded=not by_row, k_sharded=by_row, amax=known, skip_stats=True
+            )
+        # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
+        # accumulate in fp32.
+        return replace(operand, use_fast_accum=self.state.fast_dgrad)
 
     def _cast(
         self, operand: str, x: Tensor, *, rows_sharded: bool = False, k_sharded: bool = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,8 @@ class Fp8State:
     Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward. `layers`: those with
     FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their event labels.
     `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
-    `token_groups`: the groups over which micro-batches have their tokens.
+    `token_groups`: the groups over which micro-batches have their tokens. `cast_shards`: if weights are sharded, casts
+    this rank's (`parallel.fp8_codes`); then no operand of a weight is kept for the step.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Fp8State:
         largest = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self._largest, self._largest_of = largest, dict(zip(self.names, largest.unbind(), strict=True))
         self.weight_version = 0
+        self.cast_shards: Callable[[], None] | None = None
         self.collects_stats = False
 
     def uses_own_amax(self, quantizer: Quantizer) -> bool:
@@ -92,15 +94,17 @@ class Fp8State:
         }
 
     def invalidate_weights(self) -> None:
-        """Mark the quantized weights as outdated, after an update of the weights."""
+        """Mark quantized weights as outdated, after an update of the weights. A collective call if they are sharded."""
         self.weight_version += 1
+        if self.cast_shards is not None:
+            self.cast_shards()
 
     def begin_step(self, *, collect_stats: bool) -> None:
         """Reset the step's statistics. `collect_stats`: count saturated and underflowed elements in this step."""
-        self.invalidate_weights()  # the last step updated the weights
         self.collects_stats = collect_stats and bool(self.names)
         self._amax.zero_()
         self._cast_counts.zero_()
+        self.invalidate_weights()  # the last step updated the weights
 
     def update_history(self) -> None:
         """Push the step's amax over all ranks to the history, after the last backward. A collective call."""

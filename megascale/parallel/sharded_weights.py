@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+import torch
 from torch import Tensor
 
 from megascale.comm.work import Work
 from megascale.parallel.bucket import Bucket
-from megascale.parallel.bucket_storage import ShardedAll
 
 SLOTS = 2
 
@@ -37,13 +37,13 @@ class Unit:
     buckets: Sequence[Bucket]
 
     @property
-    def numel(self) -> int:
-        return sum(bucket.layout.numel for bucket in self.buckets)
+    def nbytes(self) -> int:
+        return sum(bucket.sharded.gathered_bytes for bucket in self.buckets)
 
 
 @dataclass(eq=False)
 class _Use:
-    """A gather of a unit's `buckets` for `times` uses in a row. Once it has begun, `wholes` has the memory of each, in
+    """A gather of a unit's `buckets` for `times` uses in a row. Once it has begun, `wholes` has the bytes of each, in
     the pool's `slot` if there is one.
     """
 
@@ -63,8 +63,8 @@ class ShardedWeights:
 
     def __init__(self, units: Sequence[Sequence[Unit]], *, streams: bool, overlap: bool) -> None:
         self._units, self._streams, self._overlap = units, streams, overlap
-        largest = max(unit.numel for unit in chain(*units))
-        self._shard = next(chain(*units)).buckets[0].weights
+        largest = max(unit.nbytes for unit in chain(*units))
+        self._shard = next(chain(*units)).buckets[0].weights.view(torch.uint8)
         self._free = [self._shard.new_empty(largest) for _ in range(SLOTS if streams else 0)]
         self._uses = deque[_Use]()
 
@@ -87,7 +87,7 @@ class ShardedWeights:
             work.wait()
         use.arriving.clear()
         for bucket, whole in use.wholes.items():
-            bucket.bind_weights(whole)
+            bucket.bind_gathered(whole)
 
     def leave(self) -> None:
         """Leave the unit that has run, and start to gather the next but one into its slot; or keep it."""
@@ -108,13 +108,12 @@ class ShardedWeights:
             if use.wholes or not use.buckets:
                 continue
             use.slot = self._free.pop() if self._streams else None
-            sizes = [bucket.layout.numel for bucket in use.buckets]
+            sizes = [bucket.sharded.gathered_bytes for bucket in use.buckets]
             with use.buckets[0].group.recorder.memory_kind("buffers"):
                 parts = map(self._shard.new_empty, sizes) if use.slot is None else use.slot[: sum(sizes)].split(sizes)
                 use.wholes = dict(zip(use.buckets, parts, strict=True))
             for bucket, whole in use.wholes.items():
-                assert isinstance(bucket.storage, ShardedAll)
-                use.arriving.append(bucket.storage.gather_into(whole))
+                use.arriving += bucket.sharded.gather_into(whole)
             for work in use.arriving if not self._overlap else ():
                 work.wait()
 

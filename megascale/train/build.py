@@ -15,7 +15,6 @@ from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.format.state import Progress
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
-from megascale.config.backends import Fp8Config
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
@@ -123,12 +122,12 @@ def build_rank_run(
     wgrad = select.build_op("wgrad", context)
     buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
     buffers.share_embedding(embedding_chunks(config.model, p, mesh.coord.pp))
-    if p.zero == 3:
-        buffers.shard_weights(streams=p.resharding == "forward")
     for bucket in buffers.buckets if init_weights else ():
         with bucket.whole_weights():
             init_parameters(bucket.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
-    fp8_state = build_fp8(config.model, config.train, config.fp8, mesh, context)
+    fp8_state = build_fp8(config, mesh, context, buffers)
+    if p.zero == 3:
+        buffers.shard_weights(streams=p.resharding == "forward")
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
@@ -181,16 +180,20 @@ def build_tensor_parallel(
     return TensorParallel(group, parallel.sp, bool(overlap), fused, gpu=not device.is_cpu, domino=domino)
 
 
-def build_fp8(
-    model: ModelConfig, train: TrainConfig, fp8: Fp8Config, mesh: Mesh, context: OpContext
-) -> Fp8State | None:
-    """Build the statistics of FP8 operands, with the kernels of the selected backend; None without FP8."""
-    if not train.quantizes:
+def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext, buffers: ParamAndGradBuffers) -> Fp8State | None:
+    """Build the statistics of FP8 operands, and the codes of sharded weights, with the kernels of the selected backend;
+    None without FP8.
+    """
+    if not config.train.quantizes:
         return None
+    from megascale.parallel.fp8_codes import ShardedCodes
     from megascale.parallel.fp8_state import Fp8State
 
-    kernels = select.build_op("linear", context)
-    return Fp8State(model, fp8, fp8_layers(model, train, fp8), mesh, context.device.torch_device, kernels)
+    kernels, layers = select.build_op("linear", context), fp8_layers(config.model, config.train, config.fp8)
+    state = Fp8State(config.model, config.fp8, layers, mesh, context.device.torch_device, kernels)
+    if config.parallel.zero == 3:
+        state.cast_shards = ShardedCodes(buffers.buckets, state, mesh.tp).encode
+    return state
 
 
 def build_optimizer(

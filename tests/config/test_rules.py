@@ -1034,11 +1034,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
                 "parallel.vocab_pp",
                 "passes use the vocabulary's weights at any time",
             ),
-            (
-                {"train__precision": "fp8", "model__hidden_size": 64, "model__ffn_size": 64},
-                "train.precision",
-                "every rank has fp8 copies of whole weights",
-            ),
         )
     ),
     ("HYBRID", HYBRID | {"parallel__cp_mode": "ulysses"}, {"parallel.cp_mode": "has no effect (parallel.hybrid_dp"}),

@@ -96,8 +96,10 @@ def test_updated_weights_reach_the_ranks_that_hold_them(zero: int, topology: Top
         for bucket in buffers.buckets:
             gathered.append(bucket.weights)
             if isinstance(bucket.storage, ShardedAll):
-                gathered[-1] = bucket.weights.new_empty(bucket.layout.numel)
-                bucket.storage.gather_into(gathered[-1]).wait()
+                memory = bucket.weights.new_empty(bucket.sharded.gathered_bytes, dtype=torch.uint8)
+                for work in bucket.sharded.gather_into(memory):
+                    work.wait()
+                gathered[-1] = bucket.sharded.views(memory)[1]
         held = [(bucket.storage.share, bucket.layout.numel) for bucket in buffers.buckets]
         return [(whole, *of_rank) for whole, of_rank in zip(gathered, held, strict=True)]
 

@@ -205,6 +205,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
     "pp2": {"parallel__pp": 2},
     "dp2": {"parallel__dp": 2},
+    "dp2 zero3": {"parallel__dp": 2, "parallel__zero": 3},
 }
 
 

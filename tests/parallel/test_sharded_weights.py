@@ -21,6 +21,19 @@ BF16 = {"train__precision": "bf16"}
 V = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v"}
 FULL = {"train__recompute": "full"}
 
+SMALL = {"hidden_size": 64, "seq_length": 32}
+TENSORS, GPT_TENSORS = (
+    (LLAMA | SMALL | {"ffn_size": 96}),
+    (GPT | SMALL | {"tie_embeddings": False}),
+)
+BLOCKS = LLAMA | {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128}
+EXPERTS = BLOCKS | {"experts": 4, "experts_per_token": 2, "expert_ffn_size": 128}
+
+
+def fp8(recipe: str) -> dict[str, Any]:
+    return {"train__precision": "fp8", "fp8__recipe": recipe, "batch__global": 4}
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied dp4 bf16": (GPT, {"parallel__dp": 4, **BF16}),
     "dp2 tp2 sp": (GPT, {"parallel__dp": 2, "parallel__tp": 2, "parallel__sp": True, "model__dropout": 0.1}),
@@ -71,8 +84,35 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "parallel__dp": 2, "data__attention_mask": "document", "data__document_length": 5, "train__mlp_tiles": 2,
         },
     ),
+    "fp8 tensorwise dp4": (TENSORS, {"parallel__dp": 4, **fp8("tensorwise")}),
+    "fp8 tensorwise dp2 tp2 sp, biases": (
+        GPT_TENSORS, {"parallel__dp": 2, "parallel__tp": 2, "parallel__sp": True, **fp8("tensorwise")},
+    ),
+    "fp8 tensorwise dp2 cp2, muon": (
+        TENSORS, {"parallel__dp": 2, "parallel__cp": 2, **fp8("tensorwise"), "optimizer__name": "muon"},
+    ),
+    "fp8 delayed dp2 pp2 vpp2, full recomputation": (
+        TENSORS, {"parallel__dp": 2, "parallel__pp": 2, "parallel__vpp": 2, **FULL, **fp8("delayed")},
+    ),
+    "fp8 delayed dp4 in groups, averages": (
+        TENSORS, {"parallel__dp": 4, "parallel__dp_shard": 2, "train__weight_average": "ema", **fp8("delayed")},
+    ),
+    "fp8 static dp2 v, all layers": (
+        TENSORS,
+        {"parallel__dp": 2, **V, **fp8("static"), "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0},
+    ),
+    "fp8 rowwise dp2 tp2, full recomputation": (
+        TENSORS, {"parallel__dp": 2, "parallel__tp": 2, **FULL, **fp8("rowwise")},
+    ),
+    "fp8 rowwise dp2 ep2": (EXPERTS, {"parallel__dp": 2, "parallel__ep": 2, **fp8("rowwise")}),
+    "fp8 blockwise dp4": (BLOCKS, {"parallel__dp": 4, **fp8("blockwise")}),
+    "fp8 blockwise dp4 ep2": (EXPERTS, {"parallel__dp": 4, "parallel__ep": 2, **fp8("blockwise")}),
+    "fp8 tensorwise, one rank": (TENSORS, fp8("tensorwise")),
 }  # fmt: skip
-QUICK = ("tied dp4 bf16", "dp2 pp2 vpp2 bf16, full recomputation", "tied dp2 v bf16, selective recomputation")
+QUICK = (
+    "tied dp4 bf16", "dp2 pp2 vpp2 bf16, full recomputation", "tied dp2 v bf16, selective recomputation",
+    "fp8 tensorwise dp4",
+)  # fmt: skip
 
 
 def trained(run: Any) -> tuple[list[float], list[Any]]:

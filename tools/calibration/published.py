@@ -121,7 +121,8 @@ class PublishedStep(StepParts):
     @cached_property
     def modules(self) -> dict[Place, tuple[Buckets, ...]]:
         def shared(buckets: Buckets) -> Buckets:
-            return tuple((axes, n // (self.system.shards if axes == ("edp",) else 1)) for axes, n in buckets)
+            shards = {axes: self.system.shards if axes == ("edp",) else 1 for axes, _, _ in buckets}
+            return tuple((axes, n // shards[axes], sent // shards[axes]) for axes, n, sent in buckets)
 
         return {place: tuple(map(shared, modules)) for place, modules in super().modules.items()}
 

@@ -59,6 +59,7 @@ class MicroBatchSizes:
     lengths in a row with a document mask. `granularity` of FP8 scales, from the tensor itself if `current`; `fp8`: the
     linear layers run FP8 GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
     all-gather; `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
+    `cast_where_used`: FP8 operands of weights are not kept for the step.
     """
 
     model: ModelConfig
@@ -83,6 +84,7 @@ class MicroBatchSizes:
     gathers_tokens: bool = False
     token_blocks: int = 1
     split: bool = False
+    cast_where_used: bool = False
 
     @property
     def tokens(self) -> int:

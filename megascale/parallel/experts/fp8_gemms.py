@@ -30,11 +30,13 @@ class Fp8GroupedGemms(GroupedGemms):
     _version: int = -1
     _weights: tuple[Quantized, ...] = ()
 
-    def forward(self, x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-        return self._gemm("input", x, self._quantized(matrices)[0], groups)
+    def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        operand = self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
+        return self._gemm("input", x, operand, groups)
 
-    def dgrad(self, grad: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-        return self._gemm("gradient", grad, self._quantized(matrices)[1], groups)
+    def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        operand = self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
+        return self._gemm("gradient", grad, operand, groups)
 
     def _gemm(self, operand: OperandName, x: Tensor, weight: Quantized, groups: RowGroups) -> Tensor:
         if not len(x):
@@ -44,23 +46,38 @@ class Fp8GroupedGemms(GroupedGemms):
             rows = recipe.quantizer(operand).encode(x)
         return scaled_grouped_gemm(rows, weight, groups, x.dtype, recipe.gemm)
 
-    def _quantized(self, matrices: Tensor) -> tuple[Quantized, ...]:
+    def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
         if self._version != self.state.weight_version:
-            with self.recorder.memory_kind("parameters"), profiler_range("quantize"):
-                forward, dgrad = self._stack(matrices), self._stack(matrices.transpose(1, 2))
+            with self.recorder.memory_kind("parameters"):
+                self._weights = self._forward_weight(weight), self._dgrad_weight(weight)
             self._version = self.state.weight_version
-            self._weights = replace(forward, use_fast_accum=True), replace(dgrad, use_fast_accum=self.state.fast_dgrad)
         return self._weights
+
+    def _forward_weight(self, weight: Tensor) -> Quantized:
+        """Return all W for forward: as they were gathered, or cast."""
+        operand: Quantized | None = getattr(weight, "gathered", None)
+        return replace(operand or self._stack(weight.flatten(1, -2)), use_fast_accum=True)
+
+    def _dgrad_weight(self, weight: Tensor) -> Quantized:
+        """Return all W^T for dgrad: transposes of those that were gathered, or cast."""
+        operand: Quantized | None = getattr(weight, "gathered", None)
+        if operand is None:
+            operand = self._stack(weight.flatten(1, -2).transpose(1, 2))
+        else:
+            turned = (part.view(len(weight), -1, part.shape[1]).transpose(1, 2) for part in operand.tensors)
+            operand = operand.gathered(*(part.flatten(0, 1) for part in turned))
+        return replace(operand, use_fast_accum=self.state.fast_dgrad)
 
     def _stack(self, matrices: Tensor) -> Quantized:
         """Quantize one matrix at a time, whose temporary memory is many times the result's."""
         encode, (experts, n, _) = self.state.recipe.weight.encode, matrices.shape
-        first = encode(matrices[0].contiguous())
-        stack = first.gathered(first.codes.repeat(experts, 1), first.scale.repeat(experts, 1))
-        for expert in range(1, experts):
-            part = encode(matrices[expert].contiguous())
-            for place, values in zip(stack[expert * n : (expert + 1) * n].tensors, part.tensors, strict=True):
-                place.copy_(values)
+        with profiler_range("quantize"):
+            first = encode(matrices[0].contiguous())
+            stack = first.gathered(first.codes.repeat(experts, 1), first.scale.repeat(experts, 1))
+            for expert in range(1, experts):
+                part = encode(matrices[expert].contiguous())
+                for place, values in zip(stack[expert * n : (expert + 1) * n].tensors, part.tensors, strict=True):
+                    place.copy_(values)
         return stack
 
 

@@ -12,17 +12,17 @@ from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, acc
 
 
 class GroupedGemms:
-    """The GEMMs of experts with activations x [r, k] or their gradients [r, n], in the tensors' dtype; of `matrices`
-    [experts, n, k]. A subclass may quantize.
+    """The GEMMs of experts with activations x [r, k] or their gradients [r, n], in the tensors' dtype; of `weight`
+    [experts, ..., k], whose dimensions between are the n outputs. A subclass may quantize.
     """
 
-    def forward(self, x: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         """Compute x W_e^T [r, n]."""
-        return grouped_gemm(x, matrices, groups)
+        return grouped_gemm(x, weight.flatten(1, -2), groups)
 
-    def dgrad(self, grad: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+    def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         """Compute grad W_e [r, k]."""
-        return grouped_gemm(grad, matrices.transpose(-2, -1), groups)
+        return grouped_gemm(grad, weight.flatten(1, -2).transpose(-2, -1), groups)
 
 
 HIGH_PRECISION_GROUPS = GroupedGemms()
@@ -50,8 +50,8 @@ class _GroupedLinear(torch.autograd.Function):
         gemms: GroupedGemms,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, factors)
-        ctx.groups, ctx.gemms, matrices = groups, gemms, weight.view(len(weight), -1, x.shape[1])
-        out = gemms.forward(x, matrices, groups)
+        ctx.groups, ctx.gemms = groups, gemms
+        out = gemms.forward(x, weight, groups)
         if bias is not None:
             add_biases_(out, bias.flatten(1), factors, groups)
         return out
@@ -59,8 +59,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, factors = ctx.saved_tensors
-        grad, matrices = grads[0].contiguous(), weight.view(len(weight), -1, x.shape[1])
-        grad_x = ctx.gemms.dgrad(grad, matrices, ctx.groups)
+        grad = grads[0].contiguous()
+        grad_x = ctx.gemms.dgrad(grad, weight, ctx.groups)
         grad_bias = grad_factors = None
         if bias is not None:
             total, grad_factors = bias_gradients(grad, bias.flatten(1), factors, ctx.groups)

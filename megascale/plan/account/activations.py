@@ -49,6 +49,9 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
     cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + (1 + sizes.compute if of_block.grain == "row" else 0)
     casting = cast * max(elements) if fp8 else 0
+    if fp8 and sizes.cast_where_used:  # the operands of the largest weight, of codes a transpose in backward
+        forward = max(forward + max(elements), casting) if of_block.grain == "row" else forward
+        backward, casting = max(backward + max(elements), casting), 0
     experts = sum(part.expert_numel for part in block) // sizes.ep
     whole = sum(part.whole_numel for part in block)
     weights = sum(elements) + whole + experts

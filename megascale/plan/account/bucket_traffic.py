@@ -2,8 +2,8 @@
 
 For N elements in buckets, a bytes in the accumulation dtype and c in the compute dtype, data parallelism all-reduces
 a N (zero = 0), or reduce-scatters a N (zero = 2 or 3: every micro-batch) and all-gathers c N (zero = 3: as often as
-`parallel.reshard` says, with "forward" up to twice every micro-batch). Copies of a shard of n inner ranks all-reduce
-a N / n besides, once; or if they shard the state, reduce-scatter that and all-gather c N / n.
+`parallel.reshard` says, with "forward" up to twice every micro-batch; N of FP8 codes). Copies of a shard of n inner
+ranks all-reduce a N / n besides, once; or if they shard the state, reduce-scatter that and all-gather c N / n.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.recipes import RECIPES, TENSOR, QuantizerSpec
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import BucketLayout, pack
-from megascale.layout.chunks import chunk_buckets, module_of, shares_embedding, stages_of
-from megascale.layout.parts.microbatch_sizes import CommOp
+from megascale.layout.chunks import BucketSize, chunk_buckets, module_of, shares_embedding, stages_of
+from megascale.layout.parts.microbatch_sizes import FP32, CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
 from megascale.plan.account.rank_actions import step_order
+from megascale.plan.account.sizes import coded_elements, gathered_bytes
 from megascale.plan.account.stage_matrices import exchange_axes, sent_elements, stage_places
 from megascale.schedule.resharding import count_gathers
 
@@ -37,6 +39,7 @@ class BucketTraffic:
 
     def all(self) -> Iterator[CommOp]:
         yield from self._gradients()
+        yield from self._amaxes()
         if is_mixed(self.config.optimizer):
             yield from self._matrix_messages()
         if OPTIMIZERS[self.config.optimizer.name].facts["unit_of_work"] == "param_norms":
@@ -65,7 +68,7 @@ class BucketTraffic:
             if ranks > 1:
                 yield CommOp(group, operation, wide * bucket.numel, "gradients", times=times)
             if ranks > 1 and sharded.state:
-                yield CommOp(group, "all_gather", compute * bucket.numel, "weights", times=self._gathers(bucket))
+                yield from (op._replace(times=self._gathers(bucket)) for op in self._weights(bucket, group))
             if bucket.copies > bucket.state_copies:
                 yield CommOp("dp.replicate", "reduce_scatter", wide * bucket.numel // ranks, "gradients")
                 yield CommOp("dp.replicate", "all_gather", compute * bucket.numel // ranks, "weights")
@@ -77,6 +80,32 @@ class BucketTraffic:
                 yield CommOp("tp", "all_reduce", wide * partial, "partial gradients")
             if shared and [slot.parameter.name for slot in bucket.slots] == [TOKEN_EMBEDDING]:
                 yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")
+
+    def _weights(self, bucket: BucketLayout, group: str) -> Iterator[CommOp]:
+        """List the collectives of a gather: of codes, and of the rest beside them."""
+        size = BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket)
+        rest = gathered_bytes(self.config, size)
+        if coded_elements(self.config, size):
+            yield CommOp(group, "all_gather", bucket.numel, "weights")
+            rest -= bucket.numel
+            yield from [CommOp(group, "all_reduce", rest, "rest")] if rest else []
+        else:
+            yield CommOp(group, "all_gather", rest, "weights")
+
+    def _amaxes(self) -> Iterator[CommOp]:
+        """List the reductions of the amaxes of weights that are gathered as codes."""
+        c, topology, blocks = self.config, topology_of(self.config.parallel), Counter[tuple[str, ...]]()
+        weight: QuantizerSpec = RECIPES[c.fp8.recipe].facts["weight"]
+        rows, k = weight.block
+        for _, bucket in self._buckets if weight.scaling == "current" else ():
+            coded = coded_elements(c, BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket))
+            weights = sum(slot.stop <= coded for slot in bucket.slots)
+            blocks[bucket.inner_axes] += coded // (rows * k) if rows and k else weights
+        for axes, count in blocks.items():
+            if count and topology.size(*axes) > 1:
+                yield CommOp(group_name(topology, axes), "all_reduce", FP32 * count, "fp8 amax")
+            if count and topology.tp > 1 and weight.block == TENSOR:
+                yield CommOp("tp", "all_reduce", FP32 * count, "fp8 amax")
 
     @cached_property
     def _module_gathers(self) -> Counter[str]:

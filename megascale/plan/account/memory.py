@@ -36,7 +36,7 @@ from megascale.plan.account.rank_actions import (
     rank_order,
     representative_microbatches,
 )
-from megascale.plan.account.sizes import micro_batch_sizes
+from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, state_bytes
 from megascale.schedule.ir import RankSchedule, weights_at_once
 
@@ -222,14 +222,14 @@ class JobMemory:
         chunk, or of all. A head that is tied to an embedding of its chunk uses it.
         """
         reshard, chunks = self.config.parallel.resharding, [_by_module(buckets) for buckets in held]
-        modules = [[sum(bucket.numel for bucket in module) for module in chunk] for chunk in chunks]
+        modules = [[sum(gathered_bytes(self.config, b) for b in module) for module in chunk] for chunk in chunks]
         if reshard == "forward":
             pooled = max(chain(*modules), default=0)
             if self._ties_chunk:
                 pooled = max(pooled, modules[0][0] + modules[0][-1])
-            return self.sizes.compute * 2 * pooled
-        elements = [sum(chunk) for chunk in modules]
-        return self.sizes.compute * (sum(elements) if reshard == "keep" else max(elements, default=0))
+            return 2 * pooled
+        of_chunks = [sum(chunk) for chunk in modules]
+        return sum(of_chunks) if reshard == "keep" else max(of_chunks, default=0)
 
     @property
     def _ties_chunk(self) -> bool:

@@ -8,6 +8,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
+from megascale.layout.chunks import BucketSize, fp8_layers
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.topology import DATA_AXES, topology_of
@@ -17,6 +18,19 @@ from megascale.plan.account.attended import expected_documents
 def data_ranks(parallel: ParallelConfig) -> int:
     """Count the ranks with replicas of a bucket, over data and context parallelism."""
     return topology_of(parallel).size(*DATA_AXES)
+
+
+def coded_elements(config: RunConfig, bucket: BucketSize) -> int:
+    """Count the elements of a bucket that are gathered as FP8 codes."""
+    weight = RECIPES[config.fp8.recipe].facts["weight"].block
+    sharded = config.parallel.zero == 3
+    return bucket.coded(fp8_layers(config.model, config.train, config.fp8), weight) if sharded else 0
+
+
+def gathered_bytes(config: RunConfig, bucket: BucketSize) -> int:
+    """Size the weights of a bucket as they are gathered (`bucket_storage.ShardedAll`)."""
+    coded, compute = coded_elements(config, bucket), config.train.element_bytes[0]
+    return compute * (bucket.numel - coded) + (bucket.numel if coded else 0)
 
 
 def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSizes:
@@ -34,5 +48,5 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
         p.cp_mode == "allgather", expected_documents(config.model, config.data) if within else (),
         recipe["granularity"], recipe["scaling"] == "current", ep=p.ep, imbalance=imbalance,
         gathers_tokens=p.ep > 1 and config.moe.dispatcher == "all_gather", token_blocks=config.moe.token_blocks,
-        split=p.schedule is not None and SCHEDULES[p.schedule].facts["split"],
+        split=p.schedule is not None and SCHEDULES[p.schedule].facts["split"], cast_where_used=p.zero == 3,
     )  # fmt: skip

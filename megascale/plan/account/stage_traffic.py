@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
@@ -84,14 +85,25 @@ class StageTraffic:
                 sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []
                 visits = self.layout.placement.visits(self.stage, chunk, m)
                 yield from (each._replace(times=parts * count * visits) for each in sent)
-                params = (param for part in block for param in part.params("", config.model))
-                for weight in (param for param in params if param.fp8) if p.tp > 1 and quantized else ():
-                    whole = weight.parts[0].shape[1 - weight.sharding["tp"]]  # of the dimension that tp does not shard
-                    amaxes = sizes[quantized].amaxes(weight.name.removeprefix("."), 1, whole)
-                    yield from (each._replace(times=count) for each in amaxes)
+                amaxes = self._weight_amaxes(block, recompute, visits) if p.tp > 1 and quantized else ()
+                yield from (each._replace(times=count * each.times) for each in amaxes)
         yield from (each._replace(times=m) for each in self._ends())
         for path, count in self.layout.placement.counted_paths(m).items():
             yield from (each._replace(times=count) for each in self._messages(path))
+
+    def _weight_amaxes(self, block: BlockSpec, recompute: RecomputePolicy, visits: int) -> Iterator[CommOp]:
+        """List the all-reduces of the amaxes of a block's FP8 weights: once a step; of sharded ones without codes with
+        every cast in which tp shards a scale's elements, for dgrad if it shards rows, else for forwards.
+        """
+        sharded, weight = self.config.parallel.zero == 3, RECIPES[self.config.fp8.recipe].facts["weight"]
+        for part in block if not (sharded and weight.block.serves_transpose) else ():
+            forwards = 2 if recompute.full and not is_skippable(block, part) else 1
+            for param in (param for param in part.params("", self.config.model) if param.fp8):
+                dimension = param.sharding["tp"]
+                whole = param.parts[0].shape[1 - dimension]  # of the dimension that tp does not shard
+                times = visits * (forwards if dimension == 1 else 1) if sharded else 1
+                for amaxes in replace(self.sizes, fp8=True).amaxes(param.name.removeprefix("."), 1, whole):
+                    yield amaxes._replace(times=times)
 
     def _ends(self) -> Iterator[CommOp]:
         """List the collectives over tp of embedding and head for a micro-batch. The loss has chunks of tokens."""

@@ -1,9 +1,10 @@
 """State of a rank between steps: parameters, gradients and optimizer state, exactly (`state_bytes`).
 
 For N parameters of c bytes in the compute and a in the accumulation dtype, d ranks that shard and ZeRO stage z
-(Rajbhandari et al. 2020): parameters c N, plus 2 bytes per FP8 weight; gradients a N, for z = 2 a N / d; optimizer
-(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights. Parameters of
-experts are divided by the ranks along edp. State of whole matrices is on their owners (`account.optimizer_state`).
+(Rajbhandari et al. 2020): parameters c N, for z = 3 divided by d, plus 2 bytes per FP8 weight, or 1 / d of its code;
+gradients a N, for z >= 2 divided by d; optimizer (k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the
+two dtypes differ, master weights. Parameters of experts are divided by the ranks along edp. State of whole matrices is
+on their owners (`account.optimizer_state`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, linears
 from megascale.layout.buckets import SHARDED
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
-from megascale.layout.topology import DATA_AXES, inner_axes, topology_of
+from megascale.layout.topology import topology_of
 from megascale.plan.account.optimizer_state import StageOptimizer
+from megascale.plan.account.sizes import coded_elements
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,6 @@ class StateBytes:
 def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRAINER) -> StateBytes:
     """Count the state of a rank of a pipeline stage, for a resolved configuration."""
     facts, topology = PRECISIONS[config.train.precision].facts, topology_of(config.parallel)
-    ranks = topology.size(*inner_axes(DATA_AXES))
     compute, accumulate = config.train.element_bytes
     zero = config.parallel.zero
     sharded = SHARDED[zero]
@@ -63,9 +64,13 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     cast = sum(layer.weight_numel for block in quantized for layer in linears(block)) // config.parallel.tp
     if RECIPES[config.fp8.recipe].facts["granularity"] != "tensor":
         cast += sum(part.expert_numel for block in quantized for part in block) // config.parallel.ep
-    cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
+    beside = storage.fp8_weights == "beside"
+    cast_bytes = (facts["fp8_weight_bytes"] - (0 if beside else compute)) * cast
     chunks = bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
     elements, shard, state = stage_elements(chunks, topology)
+    if "weight" in sharded:  # codes
+        coded = (bucket for bucket in chain(*chunks) if coded_elements(config, bucket))
+        cast_bytes = sum(bucket.shard(topology) for bucket in coded) if beside else 0
     of_shards = {"weight": shard, "gradient": shard, "state": state}
     held = {kind: numel if kind in sharded else elements for kind, numel in of_shards.items()}
     averages = {
@@ -77,9 +82,8 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     copies = averages[config.train.weight_average] + config.sites.state_tensors
     master_bytes = (master if facts["master_weights"] else 0) + accumulate * copies
     alone = storage.masters_alone and facts["master_weights"] and "weight" in sharded
-    weights = compute * held["weight"] + cast_bytes * cast // (ranks if "weight" in sharded else 1)
     return StateBytes(
-        parameters=0 if alone else weights,
+        parameters=0 if alone else compute * held["weight"] + cast_bytes,
         gradients=accumulate * held["gradient"],
         optimizer=StageOptimizer(config, stage).state_bytes(zero) + master_bytes * held["state"],
     )

@@ -142,25 +142,24 @@ class TpCollectives:
         return max(least * sent, sent - gemm) if overlaps else sent
 
 
-Buckets = tuple[tuple[tuple[str, ...], int], ...]
-"""The axes over which buckets are reduced, and their elements."""
+Buckets = tuple[tuple[tuple[str, ...], int, int], ...]
+"""The axes over which buckets are reduced, their elements, and the bytes of their weights as they are gathered."""
 
 
 @dataclass(frozen=True)
 class DataParallel:
     """Data-parallel collectives. `groups`: link and ranks by the axes of a reduction, of those that shard; `copies`: of
-    those with the same shards; `sharded`: ZeRO stage 1 or higher; `gradient`, `weight`: bytes of an element.
+    those with the same shards; `sharded`: ZeRO stage 1 or higher; `gradient`: bytes of an element.
     """
 
     groups: Mapping[tuple[str, ...], tuple[Route, int]]
     copies: tuple[Route, int]
     sharded: bool
     gradient: int
-    weight: int
 
     @classmethod
-    def of_layout(cls, hardware: Hardware, p: ParallelConfig, sharded: bool, sizes: tuple[int, int]) -> DataParallel:
-        """Build from a layout; `sizes`: bytes of an element of gradients and of weights."""
+    def of_layout(cls, hardware: Hardware, p: ParallelConfig, sharded: bool, gradient: int) -> DataParallel:
+        """Build from a layout; `gradient`: bytes of an element."""
         topology = topology_of(p)
         strides = {DATA_AXES: topology.tp, ("edp",): topology.ep}
 
@@ -169,7 +168,7 @@ class DataParallel:
 
         groups = {axes: group(topology.size(*inner_axes(axes)), stride) for axes, stride in strides.items()}
         inner = topology.tp * topology.size(*inner_axes(DATA_AXES))
-        return cls(groups, group(topology.dp_replicate, inner), sharded, *sizes)
+        return cls(groups, group(topology.dp_replicate, inner), sharded, gradient)
 
     @property
     def network(self) -> bool:
@@ -178,24 +177,25 @@ class DataParallel:
 
     def shard(self, buckets: Buckets) -> float:
         """Count the elements of this rank's shards of buckets."""
-        return sum(numel / (self.groups[axes][1] if self.sharded else 1) for axes, numel in buckets)
+        return sum(numel / (self.groups[axes][1] if self.sharded else 1) for axes, numel, _ in buckets)
 
     def reduce(self, buckets: Buckets) -> float:
         """Time the gradient reduction of buckets."""
-        return self._seconds("reduce_scatter" if self.sharded else "all_reduce", self.gradient, buckets)
+        sent = ((axes, self.gradient * numel) for axes, numel, _ in buckets)
+        return self._seconds("reduce_scatter" if self.sharded else "all_reduce", sent)
 
     def sum_copies(self, buckets: Buckets) -> float:
         """Time the sum of buckets' shards over their copies, at a step's end."""
         route, ranks = self.copies
-        shards = (self.gradient * numel / self.groups[axes][1] for axes, numel in buckets)
+        shards = (self.gradient * numel / self.groups[axes][1] for axes, numel, _ in buckets)
         return sum(route.collective("all_reduce", nbytes, ranks) for nbytes in shards)
 
     def gather(self, buckets: Buckets) -> float:
         """Time the weight all-gather of buckets, 0 without sharding."""
-        return self._seconds("all_gather", self.weight, buckets) if self.sharded else 0.0
+        return self._seconds("all_gather", ((axes, sent) for axes, _, sent in buckets)) if self.sharded else 0.0
 
-    def _seconds(self, operation: Operation, size: int, buckets: Buckets) -> float:
-        links = ((*self.groups[axes], size * numel) for axes, numel in buckets)
+    def _seconds(self, operation: Operation, sent: Iterable[tuple[tuple[str, ...], int]]) -> float:
+        links = ((*self.groups[axes], nbytes) for axes, nbytes in sent)
         return sum(route.collective(operation, nbytes, ranks) for route, ranks, nbytes in links)
 
 

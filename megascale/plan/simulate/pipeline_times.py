@@ -8,10 +8,11 @@ from functools import cache, cached_property, partial
 from typing import Self
 
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import bucket_sizes, held_chunks, stages_of
+from megascale.layout.chunks import bucket_sizes, fp8_layers, held_chunks, stages_of
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import joined_chunks
 from megascale.layout.stages import Place
+from megascale.plan.account.sizes import gathered_bytes
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
@@ -65,25 +66,28 @@ class PipelineTimes:
     @cached_property
     def dp(self) -> DataParallel:
         p, sizes = self.config.parallel, self.layers.sizes
-        element_bytes = self.stack.gradient_bytes or sizes.wide, sizes.compute
         hardware = by_stage(self.hardware, p, self.config.world_size)
-        return DataParallel.of_layout(hardware, p, p.zero > 0, element_bytes)
+        return DataParallel.of_layout(hardware, p, p.zero > 0, self.stack.gradient_bytes or sizes.wide)
 
     @cached_property
     def modules(self) -> dict[Place, tuple[Buckets, ...]]:
         """Every chunk's buckets, by the modules that they begin with. Chunks of equally many layers, with experts and
-        without, share a result, but for the model's ends.
+        without, in FP8 and not, share a result, but for the model's ends.
         """
         c, p, stages = self.config, self.config.parallel, stages_of(self.config.model, self.config.parallel)
+        fp8 = fp8_layers(c.model, c.train, c.fp8)
         known, sizes = dict[tuple[int, ...], tuple[Buckets, ...]](), dict[Place, tuple[Buckets, ...]]()
         for rank, chunk in itertools.product(range(p.pp), held_chunks(p)):
             stage, shared = stages.index(rank, chunk), chunk == p.vpp
             layers = range(0) if shared else stages.layers(stage)
-            key = len(layers), sum(map(c.model.has_experts, layers)), stage == 0, stage == stages.count - 1, shared
+            experts, quantized = sum(map(c.model.has_experts, layers)), sum(layer in fp8 for layer in layers)
+            key = len(layers), experts, quantized, stage == 0, stage == stages.count - 1, shared
             if key not in known:
                 (buckets,) = bucket_sizes(c.model, p, c.overlap, c.train, rank, [chunk])
                 modules = itertools.groupby(buckets, lambda bucket: bucket.first_module)
-                known[key] = tuple(tuple((each.reduce_axes, each.numel) for each in own) for _, own in modules)
+                known[key] = tuple(
+                    tuple((each.reduce_axes, each.numel, gathered_bytes(c, each)) for each in own) for _, own in modules
+                )
             sizes[rank, chunk] = known[key]
         return sizes
 

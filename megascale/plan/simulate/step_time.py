@@ -65,7 +65,7 @@ class StepParts(PipelineTimes):
         p, (compute, wide) = self.config.parallel, self.config.train.element_bytes
         stages = [StageOptimizer(self.config, rank) for rank in range(p.pp)]
         held = [tuple(chain(*(self.buckets[rank, chunk] for chunk in held_chunks(p)))) for rank in range(p.pp)]
-        elements = max(sum(numel for _, numel in buckets) for buckets in held)
+        elements = max(sum(numel for _, numel, _ in buckets) for buckets in held)
         shard = max(self.dp.shard(buckets) for buckets in held)
         gradients = shard if p.zero >= 2 else elements
         masters = wide * shard if facts["master_weights"] else 0

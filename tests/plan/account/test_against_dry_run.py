@@ -137,6 +137,13 @@ SHARDED = {
     "inner ranks, state": {"parallel__dp": 8, "parallel__dp_shard": 4, "parallel__zero": 1},
     "keep": {"parallel__dp": 4, "parallel__pp": 2, "parallel__reshard": "keep"},
     "microbatch": {"parallel__dp": 4, "parallel__pp": 2, "parallel__vpp": 2, "parallel__reshard": "microbatch"},
+    "forward, codes": {"parallel__dp": 8, "train__precision": "fp8", "model__vocab_size": 1000},
+    "forward, rows without codes": {
+        "parallel__dp": 8, "train__precision": "fp8", "fp8__recipe": "rowwise", "model__vocab_size": 1000,
+    },
+    "keep, codes of blocks": {
+        "parallel__dp": 4, "parallel__pp": 2, "train__precision": "fp8", "fp8__recipe": "blockwise",
+    },
     "forward, split": {
         "parallel__dp": 4, "parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v",
         "parallel__reshard": "forward",

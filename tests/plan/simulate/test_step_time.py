@@ -228,7 +228,8 @@ def test_zero_3_exposes_the_collectives_of_units() -> None:
     parts = StepParts(load_config(CONFIG, ["batch.global=256", *keys], world_size=256), HARDWARE, shown)
     gathers = [parts.dp.gather(module) for module in parts.modules[0, 0]]
     sent = 2 * sum(gathers) - gathers[-1] + gathers[0] + parts.dp.reduce(parts.buckets[0, 0])
-    assert parts.dp.gradient == parts.dp.weight == 2 and len(gathers) == parts.config.model.num_layers + 2
+    assert parts.dp.gradient == 2 and len(gathers) == parts.config.model.num_layers + 2
+    assert all(nbytes == 2 * numel for _, numel, nbytes in parts.buckets[0, 0])
     assert of(*keys, gpus=256, stack=shown).causes["dp"] == pytest.approx(sent)
     hidden = of(*keys, gpus=256, stack=stack).causes["dp"]
     ends = parts.dp.reduce(parts.modules[0, 0][0]) + sum(gathers[:2])
@@ -262,9 +263,16 @@ def test_shards_in_a_node_are_gathered_over_its_links() -> None:
     assert hybrid.dp.gather(buckets) < whole.dp.gather(buckets) and whole.dp.sum_copies(buckets) == 0
     route, copies = hybrid.dp.copies
     assert copies == 16 and route.bandwidth == pytest.approx(whole.dp.groups["cp", "dp"][0].bandwidth / 8)
-    moved = 2 * 15 / 16 * 4 * sum(numel for _, numel in buckets) / 8 / route.bandwidth
+    moved = 2 * 15 / 16 * 4 * sum(numel for _, numel, _ in buckets) / 8 / route.bandwidth
     assert hybrid.dp.sum_copies(buckets) == pytest.approx(moved, rel=0.1)
     assert hybrid.step_s < whole.step_s
+
+
+def test_fp8_weights_are_gathered_in_half_the_time() -> None:
+    """But for the first and the last layer, embedding and head."""
+    parts = StepParts(load_config(CONFIG, [*FLAT, "parallel.zero=3", "train.precision=fp8"], 256), HARDWARE, STACK)
+    gathers = [parts.dp.gather(module) for module in parts.modules[0, 0]]
+    assert all(gathers[1] == gathers[-2] > 1.7 * coded for coded in gathers[2:-2])
 
 
 def test_gathers_hide_from_a_number_of_tokens_on() -> None:

@@ -1,0 +1,102 @@
+"""Sharded FP8 weights are gathered as codes: of as many bytes as planned, with scales that all ranks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
+from megascale.layout.topology import topology_of
+from megascale.parallel import fp8_codes
+from megascale.plan.account.traffic import step_traffic
+from tests.marks import only_quick
+from tests.parallel.test_sharded_weights import BLOCKS, EXPERTS, FULL, TENSORS, fp8
+from tests.runs import build_run, config_of, curve_of, settings, traffic_of
+from tests.thread_world import run_threads
+from tests.worlds import run_world
+
+ALL = {"fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
+WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensorwise dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("tensorwise")}),
+    "delayed dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("delayed")}),
+    "blockwise dp2": (BLOCKS, {**fp8("blockwise"), **ALL}),
+    "blockwise dp2 ep2": (EXPERTS, {"parallel__ep": 2, **fp8("blockwise")}),
+    "rowwise dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("rowwise"), **FULL}),
+    "rowwise dp2 tp2 pp2 keep": (TENSORS, {"parallel__tp": 2, "parallel__pp": 2, **fp8("rowwise")}),
+}
+
+
+def configured(folder: Path, model: dict[str, Any], **keys: Any) -> RunConfig:
+    return config_of(settings(model, folder, parallel__dp=2, **{"parallel__zero": 3, **keys}), folder)
+
+
+def sent(run: Any) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return calls and bytes of the second step, by group and operation: the first has no amax history."""
+    curve_of(run, 2)
+    found = {(group, kind): of for group, kinds in traffic_of(run, 2).items() for kind, of in kinds.items()}
+    found.pop(("ep", "all_to_all"), None)  # by the loads of experts
+    return found
+
+
+@pytest.mark.parametrize("name", only_quick(WORLDS, "tensorwise dp2 tp2"))
+def test_bytes_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
+    model, keys = WORLDS[name]
+    config = configured(tmp_path, model, **keys)
+    for rank, found in enumerate(run_threads(config, sent)):
+        planned = step_traffic(config, topology_of(config.parallel).coord(rank))
+        planned.pop(("ep", "all_to_all"), None)
+        assert found == planned
+
+
+def test_codes_have_half_the_bytes(tmp_path: Path) -> None:
+    """Of an FP8 layer's 30,720 weights; 128 gains of norms are a sum over the ranks."""
+    codes = configured(tmp_path, TENSORS, **fp8("tensorwise"), **ALL)
+    wide = configured(tmp_path, TENSORS, batch__global=4, train__precision="bf16")
+    (coded, _), (whole, _) = run_threads(codes, sent), run_threads(wide, sent)
+    gathers = 4 * 2 * codes.num_microbatches  # of 4 layers, in forward and in backward
+    calls, nbytes = coded["dp", "all_gather"]
+    assert (calls, nbytes + gathers * (30_720 + 128)) == whole["dp", "all_gather"]
+    amaxes = 4 * 16  # of 16 weights
+    assert coded["dp", "all_reduce"] == (gathers + 1, gathers * 2 * 128 + amaxes)
+
+
+def curve(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
+    return curve_of(build_run(rank, config), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_processes_have_the_bits_of_zero_2(recipe: str, tmp_path: Path) -> None:
+    runs = [
+        configured(tmp_path, TENSORS, **fp8(recipe), parallel__zero=zero, **more)
+        for zero, more in ((2, {"overlap__bucket_bytes": 1}), (3, {}))
+    ]
+    first, second = (run_world(2, curve, config) for config in runs)
+    assert first == second
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.slow)])
+def test_scales_that_ranks_do_not_share_change_the_bits(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unplugged: without the maximum over ranks a rank casts its shard by its own amax."""
+    config = configured(tmp_path, BLOCKS if recipe == "blockwise" else TENSORS, **fp8(recipe))
+    expected = run_threads(config, lambda run: curve_of(run, 2))
+    monkeypatch.setattr(fp8_codes, "all_reduce", lambda *_, **__: None)
+    assert run_threads(config, lambda run: curve_of(run, 2)) != expected
+
+
+def statistics(run: Any) -> Any:
+    curve_of(run, 1)
+    return run.fp8_state.take_cast_stats()
+
+
+@pytest.mark.parametrize("recipe", only_quick(["tensorwise", "rowwise", "blockwise"], "tensorwise"))
+def test_statistics_of_casts_are_those_of_zero_2(recipe: str, tmp_path: Path) -> None:
+    model = BLOCKS if recipe == "blockwise" else TENSORS
+    configs = [configured(tmp_path, model, **fp8(recipe), parallel__zero=zero) for zero in (2, 3)]
+    (two, _), (three, _) = (run_threads(config, statistics) for config in configs)
+    assert two == three and "layers.1.mlp.down.weight" in two
