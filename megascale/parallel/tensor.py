@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor
 from megascale.comm.work import Work
 from megascale.ops.quantized import Quantized
 from megascale.parallel.domino import Edge, EnterLayers, LeaveLayers
-from megascale.parallel.grad_accumulation import accumulate_bias_grad, detached, left_for_w
+from megascale.parallel.grad_accumulation import WeightGradients, accumulate_bias_grad, detached, left_for_w
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
 from megascale.parallel.segments import Steps, finish
@@ -133,34 +134,33 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (restore_input,), tensors = _saved_sources(ctx)
+        (restore_input,), tensors, left = _saved_sources(ctx)
         tp: TensorParallel = ctx.tp
         label, gemms = ctx.label, ctx.gemms
         weights, biases = _weights_and_biases(tensors)
+        param_grads: list[Tensor | None] = [None] * len(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
         # Quantized before the all-gather starts: quantization may all-reduce an amax, which would queue behind the
         # all-gather on the same communicator.
         grad_operands = [g.grad_operand(grad) for g, grad in zip(gemms, grads, strict=True)]
 
-        def start_wgrad() -> Callable[[], list[Tensor | None]]:
+        def start_wgrad() -> Callable[[], None]:
             x = restore_input()  # before the all-gather of x: a recomputation of x does not overlap a collective
             # Without sp, full_x is x.
             full_x, gathering = tp.gather_operand(x, label.for_backward("wgrad input"), wait=not tp.overlap)
 
-            def finish() -> list[Tensor | None]:
+            def finish() -> None:
                 gathering.wait()
                 x_operand = gemms[0].operand_for_wgrad("input", full_x)
-                param_grads: list[Tensor | None] = []
-                for g, operand, grad, weight, bias in zip(gemms, grad_operands, grads, weights, biases, strict=True):
-                    source = g.wgrad_source(grad, operand)
-                    param_grads.append(g.accumulate_wgrad(weight, g.operand_for_wgrad("gradient", source), x_operand))
-                    param_grads.append(accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None)
-                return param_grads
+                for i, (g, operand, grad) in enumerate(zip(gemms, grad_operands, grads, strict=True)):
+                    grad_operand = g.operand_for_wgrad("gradient", g.wgrad_source(grad, operand))
+                    param_grads[2 * i] = g.accumulate_wgrad(weights[i], grad_operand, x_operand)
+                    if (bias := biases[i]) is not None:
+                        param_grads[2 * i + 1] = accumulate_bias_grad(bias, flatten_tokens(grad))
 
             return finish
 
-        left = left_for_w(weights[0])
-        finish_wgrad = start_wgrad() if left is None else None
+        finish_wgrad = start_wgrad() if left is None else partial(left.add_started, start_wgrad)
         # dgrad, while x is all-gathered
         dgrad_weights = [g.weight_for_dgrad(weight) for g, weight in zip(gemms, weights, strict=True)]
         grad_x = gemms[0].gemm(grad_operands[0], dgrad_weights[0], None, grads[0].dtype)
@@ -168,11 +168,7 @@ class _ColumnParallel(torch.autograd.Function):
             g.gemm_out(grad_x, grad_operand, weight, add=True)
         # All-reduce, or reduce-scatter with sp.
         grad_x, reducing = tp.reduce(grad_x, label.for_backward("gradient"), wait=not tp.overlap)
-        param_grads: list[Tensor | None] = [None] * len(tensors)
-        if finish_wgrad is not None:  # while grad_x is reduced
-            param_grads = finish_wgrad()
-        elif left is not None:
-            left.add_started(start_wgrad)
+        finish_wgrad()  # while grad_x is reduced
         if ctx.edge is None:
             reducing.wait()
         else:
@@ -217,10 +213,10 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tp: TensorParallel = ctx.tp
         gemms: Sequence[LinearGemms] = ctx.gemms
-        restore_inputs, tensors = _saved_sources(ctx)
+        restore_inputs, tensors, left = _saved_sources(ctx)
         weights, biases = _weights_and_biases(tensors)
         grad, inputs = grads[0].contiguous(), list[Operand]()
-        weight_grads: list[Tensor | None] = [None] * len(weights)
+        param_grads: list[Tensor | None] = [None] * len(tensors)
         first = gemms[0]  # all layers have the same output gradient
 
         def accumulate_wgrads(full_grad: Operand, rows: slice) -> None:
@@ -230,9 +226,9 @@ class _RowParallel(torch.autograd.Function):
             grad_operand = first.operand_for_wgrad("gradient", full_grad if is_full else full_grad[rows])
             for i, (g, x, weight) in enumerate(zip(gemms, inputs, weights, strict=True)):
                 x_operand = g.operand_for_wgrad("input", x if is_full else x[rows])
-                wgrad, total = g.accumulate_wgrad(weight, grad_operand, x_operand), weight_grads[i]
+                wgrad, total = g.accumulate_wgrad(weight, grad_operand, x_operand), param_grads[2 * i]
                 if wgrad is not None:  # None: accumulated in main_grad
-                    weight_grads[i] = wgrad if total is None else total + wgrad
+                    param_grads[2 * i] = wgrad if total is None else total + wgrad
 
         dgrad_weights = [
             WeightOperand(g.weight_for_dgrad(weight), None, g) for g, weight in zip(gemms, weights, strict=True)
@@ -251,17 +247,17 @@ class _RowParallel(torch.autograd.Function):
             full_grad, input_grads = gather_matmul(weights, label=label, on_rows=on_rows, gathering=gathering)
             if on_rows is None:
                 accumulate_wgrads(full_grad, slice(0, full_grad.shape[0]))
+            # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
+            for i, bias in enumerate(biases):
+                if bias is not None:
+                    param_grads[2 * i + 1] = accumulate_bias_grad(bias, flatten_tokens(grad))
             return input_grads
 
-        if (left := left_for_w(weights[0])) is None:
+        if left is None:
             input_grads = dgrad_and_wgrad(dgrad_weights, label, gathering)
         else:
             _, input_grads = gather_matmul(dgrad_weights, label=label, gathering=gathering)
             left.add(partial(dgrad_and_wgrad, [], ctx.label.for_backward("wgrad gradient")))
-        param_grads: list[Tensor | None] = []
-        # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
-        for weight_grad, bias in zip(weight_grads, biases, strict=True):
-            param_grads += [weight_grad, accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None]
         return None, None, None, None, None, None, *input_grads, *param_grads
 
 
@@ -283,19 +279,19 @@ def _save_for_wgrad(
         else:
             saved.append(x if recompute is None else recompute.x)
             ctx.restore.append((1, (lambda x: x) if recompute is None else recompute.function))
+    ctx.sources = len(saved)
     ctx.save_for_backward(*saved, *params)
 
 
-def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
-    """Return a function per source that restores or recomputes the source, and the saved parameters. Sources that wait
-    for W are `detached`.
+def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None], WeightGradients | None]:
+    """Return a function per source that restores or recomputes the source, the saved parameters, and the queue for the
+    work on their gradients in an I (`left_for_w`), for which sources are `detached`.
     """
     saved = ctx.saved_tensors
-    restore: list[Callable[[], Operand]] = []
-    for count, function in ctx.restore:
-        restore.append(partial(function, *detached(saved[:count])))
-        saved = saved[count:]
-    return restore, saved
+    sources, params = saved[: ctx.sources], saved[ctx.sources :]
+    left = left_for_w(params[0])
+    parts = iter(sources if left is None else detached(sources))
+    return [partial(function, *islice(parts, count)) for count, function in ctx.restore], params, left
 
 
 def _weights_and_biases(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
