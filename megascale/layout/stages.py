@@ -46,17 +46,17 @@ class Placement:
     barriers: int = 0
     skip_ratio: float = 0.0
 
-    @property
+    @cached_property
     def p(self) -> int:
         """Number of pipeline ranks."""
         return len(self.stages)
 
-    @property
+    @cached_property
     def v(self) -> int:
         """Number of model chunks per rank."""
         return len(self.stages[0])
 
-    @property
+    @cached_property
     def count(self) -> int:
         return len(self.places)
 

@@ -43,6 +43,7 @@ class Attention(nn.Module):
         self._recompute = context.recompute.attention
         self._place = name
         self._index = index
+        self._qkv_label, self._out_label = (Label.for_layer(index, part) for part in ("qkv", "out"))
         self._heads = model.num_heads // tp.size
         self._kv_heads = model.num_kv_heads // tp.size
         self._counts = [self._heads, self._kv_heads, self._kv_heads]
@@ -62,9 +63,8 @@ class Attention(nn.Module):
         `compute_output` as in `row_parallel_steps`.
         """
         heads = yield from self.attend(x_sbh, batch, recompute_input)
-        label = Label.for_layer(self._index, "out")
         rows = [heads], [self.out.params]
-        return (yield from row_parallel_steps(*rows, self._tp, label, compute_output=compute_output))
+        return (yield from row_parallel_steps(*rows, self._tp, self._out_label, compute_output=compute_output))
 
     forward = run_through(steps)
 
@@ -75,8 +75,7 @@ class Attention(nn.Module):
 
     def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[tuple[Tensor, ...]]:
         """Map x [s, b, h] to this rank's q, k and v [s, b, ...]. `recompute_input` as in `forward`."""
-        label = Label.for_layer(self._index, "qkv")
-        return column_parallel_steps(x_sbh, [self.qkv.params], self._tp, label, recompute_input)
+        return column_parallel_steps(x_sbh, [self.qkv.params], self._tp, self._qkv_label, recompute_input)
 
     def core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
         """Map this rank's q, k and v [s, b, ...] to attention output [s, b, heads x head_dim], perhaps recomputed."""
@@ -147,7 +146,7 @@ class Attention(nn.Module):
         boundaries, shard = (None, None) if batch is None else (batch.boundaries, batch.shard)
         if shard is not None and self._cp is not None:
             place = self._window, shard, boundaries, self._index
-            return self._cut(self._cp.attention(q, k, v, *place, self.sinks))
+            return self._join(self._cp.attention(q, k, v, *place, self.sinks))
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         exchange: KVExchange | None = None
         if batch is not None and batch.keys is not None:
@@ -162,11 +161,11 @@ class Attention(nn.Module):
         else:
             mask = AttentionMask(self._window, boundaries, keep, self._model.dropout)
             out_bhsd = self._attend(q, k, v, mask)
-        return self._cut(out_bhsd.permute(2, 0, 1, 3))
+        return self._join(out_bhsd.permute(2, 0, 1, 3))
 
-    def _cut(self, out_sbnd: Tensor) -> Tensor:
-        """Return the heads of attention's result [s, b, heads, d], without padding, side by side."""
-        return out_sbnd[..., : self._model.value_head_dim].flatten(2)
+    def _join(self, out_sbnd: Tensor) -> Tensor:
+        """Return the heads of attention's result [s, b, heads, d] side by side."""
+        return out_sbnd.flatten(2)
 
 
 def self_attention(context: LayerContext, index: int) -> Attention:

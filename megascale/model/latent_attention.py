@@ -76,3 +76,6 @@ class LatentAttention(Attention):
         q_rope, k_rope = self._rotate(q_rope, n, *angles), self._rotate(k_rope.unsqueeze(2), 1, *angles)
         q, k = torch.cat((q, q_rope), -1), torch.cat((k, k_rope.expand(-1, -1, n, -1)), -1)
         return super().rope_and_attend([q, k, F.pad(v, (0, m.qk_head_dim - v_dim))], None, keep, batch)
+
+    def _join(self, out_sbnd: Tensor) -> Tensor:
+        return super()._join(out_sbnd[..., : self._model.value_head_dim])

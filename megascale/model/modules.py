@@ -52,11 +52,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = context.parameters[f"{name}.weight"]
         self.bias = context.parameters.get(f"{name}.bias")
-        self._gemms = context.linear_gemms(name)
-
-    @property
-    def params(self) -> LinearParams:
-        return LinearParams(self.weight, self.bias, self._gemms)
+        self.params = LinearParams(self.weight, self.bias, context.linear_gemms(name))
 
 
 class Norm(nn.Module):

@@ -94,8 +94,9 @@ class Stage(nn.Module):
         block = BLOCKS[model.block].load()
         trunk = [index for index in layers if index < model.num_layers]
         self.layers = nn.ModuleDict({str(index): block(context, index) for index in trunk})
-        exits = [index + 1 for index in trunk if index + 1 in model.exits]
-        self.exits = nn.ModuleDict({str(after): Head(context, vocabulary, after) for after in exits})
+        self.exits = nn.ModuleDict(
+            {str(index): Head(context, vocabulary, index + 1) for index in trunk if index + 1 in model.exits}
+        )
         self.head = Head(context, vocabulary) if last else None
         self.ends_in_loss = self.head is not None and hasattr(self.head, "weight")
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
@@ -123,27 +124,20 @@ class Stage(nn.Module):
     ) -> Steps[Tensor]:
         """Run all layers: recomputed ones, and unless `cut` all, in a step as modules, with their hooks. Of two halves
         the leading one is the first in a layer, and in backward the last to leave it. `losses`: gets those of early
-        exits; a segment passes on those before it.
+        exits, for which an evaluation has no weights; a segment passes on those before it.
         """
+        exits = set(self.exits) if batch.exits or torch.is_grad_enabled() else set()
         for index, block in self.layers.items():
             x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
             if cut and isinstance(block, SteppedBlock) and not self._recompute:
                 x_sbh = yield from beside(losses or [], block.steps(x_sbh, batch))
             else:
                 x_sbh = self._run_block(block, x_sbh, batch)
-            x_sbh = self._exit(index, x_sbh, batch, losses)
-        return x_sbh
-
-    def _exit(self, index: str, x_sbh: Tensor, batch: MicroBatch, losses: list[Tensor] | None) -> Tensor:
-        """Add the loss of the early exit after a layer, if there is one, and return the exit's input. An evaluation
-        has no weights of exits.
-        """
-        after = int(index) + 1
-        if losses is None or str(after) not in self.exits or not (batch.exits or torch.is_grad_enabled()):
-            return x_sbh
-        x_sbh = self._bucket_boundary(exit_name(after), x_sbh)
-        losses.append(self.exits[str(after)](x_sbh, batch))
-        batch.exits[after].total = losses[-1].detach()
+            if losses is not None and index in exits:
+                after = int(index) + 1
+                x_sbh = self._bucket_boundary(exit_name(after), x_sbh)
+                losses.append(self.exits[index](x_sbh, batch))
+                batch.exits[after].total = losses[-1].detach()
         return x_sbh
 
     def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:

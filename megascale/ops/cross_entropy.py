@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -39,12 +40,12 @@ class Targets:
     weights: Tensor
     valid: int
 
-    @property
+    @cached_property
     def is_local(self) -> Tensor:
         """Mark labels in this rank's shard, bool [t]."""
         return (self.columns >= 0) & (self.columns < self.valid)
 
-    @property
+    @cached_property
     def local_columns(self) -> Tensor:
         """The labels' columns, 0 of labels on another rank."""
         return self.columns.masked_fill(~self.is_local, 0)

@@ -13,7 +13,8 @@ operands; W calls them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,17 @@ def left_for_w(parameter: Tensor) -> WeightGradients | None:
     return accumulation.left
 
 
+@contextmanager
+def leaving(parameters: Iterable[Tensor], left: WeightGradients) -> Iterator[None]:
+    """Leave the work on the gradients of parameters, of a backward in a `with` block, in a queue for its W."""
+    accumulations: list[Accumulation] = [parameter.accumulation for parameter in parameters]  # type: ignore[attr-defined]
+    for accumulation in accumulations:
+        accumulation.left = left
+    yield
+    for accumulation in accumulations:
+        accumulation.left = None
+
+
 def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) -> bool:
     """Leave work(parameter, *operands) for W in an I. Returns False if it is to be done at once."""
     if (left := left_for_w(parameter)) is not None:
@@ -100,8 +112,6 @@ def detached(operands: Sequence[object]) -> list[object]:
 
 def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add grad^T x to the gradient of `weight` [n, k], for grad [t, n] and x [t, k]."""
-    if leaves(accumulate_wgrad, weight, grad, x):
-        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
         return grad.t() @ x
@@ -112,8 +122,6 @@ def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad: ScaledWgrad) -> Tensor | None:
     """Add grad x^T to the gradient of `weight` [n, k], for quantized grad [n, t] and x [k, t]."""
-    if leaves(accumulate_scaled_wgrad, weight, grad, x, wgrad):
-        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     total = torch.empty_like(weight, dtype=torch.float32) if main is None else main
     wgrad(total, grad, x, main is not None and _mark_begun(weight))
@@ -136,8 +144,6 @@ def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
 
 def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
     """Add the sum over rows of grad [t, n] to the gradient of `bias` [n]."""
-    if leaves(accumulate_bias_grad, bias, grad):
-        return None
     main: Tensor | None = getattr(bias, "main_grad", None)
     if main is None:
         return grad.sum(0)

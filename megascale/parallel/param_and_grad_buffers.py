@@ -39,7 +39,7 @@ from megascale.layout.chunks import module_of
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec
 from megascale.ops.wgrad import Wgrad, torch_wgrad
 from megascale.parallel.bucket import Bucket
-from megascale.parallel.grad_accumulation import WeightGradients
+from megascale.parallel.grad_accumulation import WeightGradients, leaving
 from megascale.parallel.sharded_weights import ShardedWeights, Unit
 
 
@@ -182,16 +182,9 @@ class ParamAndGradBuffers:
     def input_gradient(self, chunk: int, left: WeightGradients) -> Iterator[None]:
         """Leave the work on the gradients of a chunk's weights, of a backward inside, in a queue for its W."""
         self._left = left
-        accumulations = [
-            parameter.accumulation  # type: ignore[attr-defined]
-            for parameter in self.parameters(chunk).values()
-        ]
-        for accumulation in accumulations:
-            accumulation.left = left
-        yield
+        with leaving(self.parameters(chunk).values(), left):
+            yield
         self._left = None
-        for accumulation in accumulations:
-            accumulation.left = None
 
     def enter_modules(self, chunk: int, at: int) -> None:
         """Have the weights of bucket group `at` of a chunk, whose modules a forward reaches after the group before."""

@@ -309,10 +309,11 @@ class _Execution:
         """Keep the result of an F or B for its SEND, or for the stage of this rank that takes it; at an end of the
         pipeline give it to the passes.
         """
-        takes = self._placement.along_path(self._stage(made), 1 if made.kind is Kind.F else -1, made.microbatch)
         if self._neighbours(made).target is not None:
             self._to_send[made] = result
-        elif takes is not None:
+            return
+        takes = self._placement.along_path(self._stage(made), 1 if made.kind is Kind.F else -1, made.microbatch)
+        if takes is not None:
             self._handed[made._replace(chunk=self._placement.places[takes][1])] = result
         else:
             assert self._p.passes is not None, f"nothing takes the result of {made}"

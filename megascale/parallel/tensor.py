@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ from torch import Tensor
 from megascale.comm.work import Work
 from megascale.ops.quantized import Quantized
 from megascale.parallel.domino import Edge, EnterLayers, LeaveLayers
-from megascale.parallel.grad_accumulation import accumulate_bias_grad, detached, left_for_w
-from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
+from megascale.parallel.grad_accumulation import WeightGradients, accumulate_bias_grad, detached, left_for_w
+from megascale.parallel.linear_gemms import Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
 from megascale.parallel.segments import Steps, finish
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel, all_gather_matmul, matmul_reduce_scatter
@@ -63,12 +64,12 @@ def column_parallel_steps(
     recompute_input: Recomputation | None = None,
 ) -> Steps[tuple[Tensor, ...]]:  # fmt: skip
     """Apply several column-parallel layers to x with one all-gather of x and one reduction of its gradient."""
-    gemms, label, edge = [layer.gemms for layer in layers], Label.from_part(label), Edge() if tp.domino else None
-    tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
+    label, edge = Label.from_part(label), Edge() if tp.domino else None
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     if edge is not None:
-        x = EnterLayers.apply(x, edge, gemms[0], tp, label)
+        x = EnterLayers.apply(x, edge, layers[0].gemms, tp, label)
         yield None
-    return _ColumnParallel.apply(tp, label, gemms, recompute_input, edge, x, *tensors)
+    return _ColumnParallel.apply(tp, label, layers, recompute_input, edge, x, *parameters)
 
 
 def row_parallel_steps(
@@ -83,16 +84,16 @@ def row_parallel_steps(
     placeholder that stays connected to autograd: recomputation in backward (`recompute_in_backward`) needs only the
     tensors that the layers save.
     """
-    gemms, label, edge = [layer.gemms for layer in layers], Label.from_part(label), Edge() if tp.domino else None
+    label, edge = Label.from_part(label), Edge() if tp.domino else None
     recompute_inputs = recompute_inputs or [None] * len(inputs)
-    tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     if edge is not None:
         yield None
-    out = _RowParallel.apply(tp, label, gemms, recompute_inputs, compute_output, edge, *inputs, *tensors)
+    out = _RowParallel.apply(tp, label, layers, recompute_inputs, compute_output, edge, *inputs, *parameters)
     if edge is None:
         return out
     yield None
-    return LeaveLayers.apply(out, edge, gemms[0], tp, label)
+    return LeaveLayers.apply(out, edge, layers[0].gemms, tp, label)
 
 
 def shared_by_heads(x: Tensor, tp: TensorParallel, label: LabelLike = "") -> Tensor:
@@ -117,62 +118,54 @@ class _SharedByHeads(torch.autograd.Function):
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tp: TensorParallel, label: Label, gemms: Sequence[LinearGemms],
-        recompute_input: Recomputation | None, edge: Edge | None, x: Tensor, *tensors: Tensor | None,
+        ctx: Any, tp: TensorParallel, label: Label, layers: Sequence[LinearParams],
+        recompute_input: Recomputation | None, edge: Edge | None, x: Tensor, *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.tp, ctx.label, ctx.gemms, ctx.edge = tp, label, gemms, edge
-        weights, biases = _weights_and_biases(tensors)
-        # All layers quantize x alike: once is enough.
-        operand, gathering = edge.take_gathering() if edge else (gemms[0].input_operand(x), None)
-        weight_operands = [
-            WeightOperand(g.weight_for_forward(w), bias, g) for g, w, bias in zip(gemms, weights, biases, strict=True)
-        ]
-        _, outputs = all_gather_matmul(operand, weight_operands, tp, label, x.dtype, gathering=gathering)
-        _save_for_wgrad(ctx, [gemms[0].wgrad_source(x, operand)], [recompute_input], tensors)
+        ctx.tp, ctx.label, ctx.layers, ctx.edge = tp, label, layers, edge
+        first = layers[0].gemms  # all layers quantize x alike: once is enough
+        operand, gathering = edge.take_gathering() if edge else (first.input_operand(x), None)
+        weights = [WeightOperand(gemms.weight_for_forward(weight), bias, gemms) for weight, bias, gemms in layers]
+        _, outputs = all_gather_matmul(operand, weights, tp, label, x.dtype, gathering=gathering)
+        _save_for_wgrad(ctx, [first.wgrad_source(x, operand)], [recompute_input])
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (restore_input,), tensors = _saved_sources(ctx)
+        (restore_input,), left = _saved_sources(ctx)
         tp: TensorParallel = ctx.tp
-        label, gemms = ctx.label, ctx.gemms
-        weights, biases = _weights_and_biases(tensors)
+        layers: Sequence[LinearParams] = ctx.layers
+        label, first = ctx.label, layers[0].gemms
+        param_grads: list[Tensor | None] = [None] * (2 * len(layers))
         grads = tuple(grad.contiguous() for grad in grads)
         # Quantized before the all-gather starts: quantization may all-reduce an amax, which would queue behind the
         # all-gather on the same communicator.
-        grad_operands = [g.grad_operand(grad) for g, grad in zip(gemms, grads, strict=True)]
+        grad_operands = [layer.gemms.grad_operand(grad) for layer, grad in zip(layers, grads, strict=True)]
 
-        def start_wgrad() -> Callable[[], list[Tensor | None]]:
+        def start_wgrad() -> Callable[[], None]:
             x = restore_input()  # before the all-gather of x: a recomputation of x does not overlap a collective
             # Without sp, full_x is x.
             full_x, gathering = tp.gather_operand(x, label.for_backward("wgrad input"), wait=not tp.overlap)
 
-            def finish() -> list[Tensor | None]:
+            def finish() -> None:
                 gathering.wait()
-                x_operand = gemms[0].operand_for_wgrad("input", full_x)
-                param_grads: list[Tensor | None] = []
-                for g, operand, grad, weight, bias in zip(gemms, grad_operands, grads, weights, biases, strict=True):
-                    source = g.wgrad_source(grad, operand)
-                    param_grads.append(g.accumulate_wgrad(weight, g.operand_for_wgrad("gradient", source), x_operand))
-                    param_grads.append(accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None)
-                return param_grads
+                x_operand = first.operand_for_wgrad("input", full_x)
+                for i, (weight, bias, gemms) in enumerate(layers):
+                    grad, operand = grads[i], grad_operands[i]
+                    grad_operand = gemms.operand_for_wgrad("gradient", gemms.wgrad_source(grad, operand))
+                    param_grads[2 * i] = gemms.accumulate_wgrad(weight, grad_operand, x_operand)
+                    if bias is not None:
+                        param_grads[2 * i + 1] = accumulate_bias_grad(bias, flatten_tokens(grad))
 
             return finish
 
-        left = left_for_w(weights[0])
-        finish_wgrad = start_wgrad() if left is None else None
+        finish_wgrad = start_wgrad() if left is None else partial(left.add_started, start_wgrad)
         # dgrad, while x is all-gathered
-        dgrad_weights = [g.weight_for_dgrad(weight) for g, weight in zip(gemms, weights, strict=True)]
-        grad_x = gemms[0].gemm(grad_operands[0], dgrad_weights[0], None, grads[0].dtype)
-        for g, grad_operand, weight in zip(gemms[1:], grad_operands[1:], dgrad_weights[1:], strict=True):
-            g.gemm_out(grad_x, grad_operand, weight, add=True)
+        grad_x = first.gemm(grad_operands[0], first.weight_for_dgrad(layers[0].weight), None, grads[0].dtype)
+        for (weight, _, gemms), grad_operand in zip(layers[1:], grad_operands[1:], strict=True):
+            gemms.gemm_out(grad_x, grad_operand, gemms.weight_for_dgrad(weight), add=True)
         # All-reduce, or reduce-scatter with sp.
         grad_x, reducing = tp.reduce(grad_x, label.for_backward("gradient"), wait=not tp.overlap)
-        param_grads: list[Tensor | None] = [None] * len(tensors)
-        if finish_wgrad is not None:  # while grad_x is reduced
-            param_grads = finish_wgrad()
-        elif left is not None:
-            left.add_started(start_wgrad)
+        finish_wgrad()  # while grad_x is reduced
         if ctx.edge is None:
             reducing.wait()
         else:
@@ -183,27 +176,25 @@ class _ColumnParallel(torch.autograd.Function):
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tp: TensorParallel, label: Label, gemms: Sequence[LinearGemms],
+        ctx: Any, tp: TensorParallel, label: Label, layers: Sequence[LinearParams],
         recompute_inputs: Sequence[Recomputation | None], compute_output: bool, edge: Edge | None, *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
-        ctx.tp, ctx.label, ctx.gemms, ctx.edge = tp, label, gemms, edge
-        inputs, params = tensors[: len(gemms)], tensors[len(gemms) :]
-        weights, biases = _weights_and_biases(params)
-        operands = [g.input_operand(x) for g, x in zip(gemms, inputs, strict=True)]
-        sources = [g.wgrad_source(x, operand) for g, x, operand in zip(gemms, inputs, operands, strict=True)]
-        _save_for_wgrad(ctx, sources, recompute_inputs, params)
+        ctx.tp, ctx.label, ctx.layers, ctx.edge = tp, label, layers, edge
+        inputs, operands, sources = tensors[: len(layers)], list[Operand](), list[Operand]()
+        for layer, x in zip(layers, inputs, strict=True):
+            operands.append(layer.gemms.input_operand(x))
+            sources.append(layer.gemms.wgrad_source(x, operands[-1]))
+        _save_for_wgrad(ctx, sources, recompute_inputs)
         if not compute_output:
             seq, batch, _ = inputs[0].shape
             seq //= tp.size if tp.activations_sharded else 1
-            return inputs[0].new_zeros(()).expand(seq, batch, weights[0].shape[0])
-        weight_operands = [
-            WeightOperand(g.weight_for_forward(weight), None, g) for g, weight in zip(gemms, weights, strict=True)
-        ]
-        out, reducing = matmul_reduce_scatter(operands, weight_operands, tp, label, inputs[0].dtype, wait=edge is None)
+            return inputs[0].new_zeros(()).expand(seq, batch, layers[0].weight.shape[0])
+        weights = [WeightOperand(gemms.weight_for_forward(weight), None, gemms) for weight, _, gemms in layers]
+        out, reducing = matmul_reduce_scatter(operands, weights, tp, label, inputs[0].dtype, wait=edge is None)
 
         def end_reduction() -> None:
             reducing.wait()
-            for bias in biases:  # added once, after the reduction
+            for _, bias, _ in layers:  # added once, after the reduction
                 if bias is not None:
                     out.add_(bias)
 
@@ -216,27 +207,24 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tp: TensorParallel = ctx.tp
-        gemms: Sequence[LinearGemms] = ctx.gemms
-        restore_inputs, tensors = _saved_sources(ctx)
-        weights, biases = _weights_and_biases(tensors)
+        layers: Sequence[LinearParams] = ctx.layers
+        restore_inputs, left = _saved_sources(ctx)
         grad, inputs = grads[0].contiguous(), list[Operand]()
-        weight_grads: list[Tensor | None] = [None] * len(weights)
-        first = gemms[0]  # all layers have the same output gradient
+        param_grads: list[Tensor | None] = [None] * (2 * len(layers))
+        first = layers[0].gemms  # all layers have the same output gradient
 
         def accumulate_wgrads(full_grad: Operand, rows: slice) -> None:
             if not inputs:  # restored at the first call: for a wgrad in pieces, during the all-gather
                 inputs.extend(restore() for restore in restore_inputs)
             is_full = rows == slice(0, full_grad.shape[0])
             grad_operand = first.operand_for_wgrad("gradient", full_grad if is_full else full_grad[rows])
-            for i, (g, x, weight) in enumerate(zip(gemms, inputs, weights, strict=True)):
-                x_operand = g.operand_for_wgrad("input", x if is_full else x[rows])
-                wgrad, total = g.accumulate_wgrad(weight, grad_operand, x_operand), weight_grads[i]
+            for i, (weight, _, gemms) in enumerate(layers):
+                x_operand = gemms.operand_for_wgrad("input", inputs[i] if is_full else inputs[i][rows])
+                wgrad, total = gemms.accumulate_wgrad(weight, grad_operand, x_operand), param_grads[2 * i]
                 if wgrad is not None:  # None: accumulated in main_grad
-                    weight_grads[i] = wgrad if total is None else total + wgrad
+                    param_grads[2 * i] = wgrad if total is None else total + wgrad
 
-        dgrad_weights = [
-            WeightOperand(g.weight_for_dgrad(weight), None, g) for g, weight in zip(gemms, weights, strict=True)
-        ]
+        dgrad_weights = [WeightOperand(gemms.weight_for_dgrad(weight), None, gemms) for weight, _, gemms in layers]
         # Called by `all_gather_matmul` for rows of dY that are complete: this rank's rows first, or all rows at once.
         on_rows = accumulate_wgrads if first.wgrad_in_pieces else None
         label, dtype = ctx.label.for_backward("gradient"), grad.dtype
@@ -251,25 +239,22 @@ class _RowParallel(torch.autograd.Function):
             full_grad, input_grads = gather_matmul(weights, label=label, on_rows=on_rows, gathering=gathering)
             if on_rows is None:
                 accumulate_wgrads(full_grad, slice(0, full_grad.shape[0]))
+            # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
+            for i, (_, bias, _) in enumerate(layers):
+                if bias is not None:
+                    param_grads[2 * i + 1] = accumulate_bias_grad(bias, flatten_tokens(grad))
             return input_grads
 
-        if (left := left_for_w(weights[0])) is None:
+        if left is None:
             input_grads = dgrad_and_wgrad(dgrad_weights, label, gathering)
         else:
             _, input_grads = gather_matmul(dgrad_weights, label=label, gathering=gathering)
             left.add(partial(dgrad_and_wgrad, [], ctx.label.for_backward("wgrad gradient")))
-        param_grads: list[Tensor | None] = []
-        # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
-        for weight_grad, bias in zip(weight_grads, biases, strict=True):
-            param_grads += [weight_grad, accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None]
         return None, None, None, None, None, None, *input_grads, *param_grads
 
 
-def _save_for_wgrad(
-    ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None],
-    params: Sequence[Tensor | None],
-) -> None:  # fmt: skip
-    """Save the inputs' wgrad sources (`LinearGemms.wgrad_source`) and the parameters for backward.
+def _save_for_wgrad(ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None]) -> None:
+    """Save the inputs' wgrad sources (`LinearGemms.wgrad_source`) for backward.
 
     For a source with a `Recomputation`, the tensor from which backward recomputes the source is saved instead.
     Quantized sources are always saved: recomputation would include another cast.
@@ -283,23 +268,13 @@ def _save_for_wgrad(
         else:
             saved.append(x if recompute is None else recompute.x)
             ctx.restore.append((1, (lambda x: x) if recompute is None else recompute.function))
-    ctx.save_for_backward(*saved, *params)
+    ctx.save_for_backward(*saved)
 
 
-def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
-    """Return a function per source that restores or recomputes the source, and the saved parameters. Sources that wait
-    for W are `detached`.
+def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], WeightGradients | None]:
+    """Return a function per source that restores or recomputes the source, and the queue for the work on the gradients
+    of parameters in an I (`left_for_w`), for which sources are `detached`.
     """
-    saved = ctx.saved_tensors
-    restore: list[Callable[[], Operand]] = []
-    for count, function in ctx.restore:
-        restore.append(partial(function, *detached(saved[:count])))
-        saved = saved[count:]
-    return restore, saved
-
-
-def _weights_and_biases(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Split (weight, bias, weight, bias, ...) into weights and biases."""
-    weights = [tensor for tensor in tensors[0::2] if tensor is not None]
-    assert 2 * len(weights) == len(tensors), "every layer has a weight"
-    return weights, list(tensors[1::2])
+    left = left_for_w(ctx.layers[0].weight)
+    saved = iter(ctx.saved_tensors if left is None else detached(ctx.saved_tensors))
+    return [partial(function, *islice(saved, count)) for count, function in ctx.restore], left

@@ -116,9 +116,10 @@ class TensorParallel:
 
     def fused_for(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> SymmetricMemory | None:
         """Return torch's fused operators if they can run these GEMMs, with `rows` rows per rank."""
-        fused = self.symmetric_memory if self.activations_sharded and self.overlap else None
+        if (fused := self.symmetric_memory if self.activations_sharded and self.overlap else None) is None:
+            return None
         blocks = {x.block if isinstance(x, Quantized) else None for x in (*inputs, *weights)}
-        if fused is None or not can_fuse(rows, len(inputs), blocks):
+        if not can_fuse(rows, len(inputs), blocks):
             return None
         return fused if blocks == {None} or fused.has_scaled_matmul() else None
 

@@ -50,7 +50,7 @@ def noted_step(rank: Rank, config: RunConfig) -> Log:
     run = build_run(rank, config)
     for module in run.stages[0].modules():
         if isinstance(module, Linear):
-            module._gemms = Noting()
+            module.params = module.params._replace(gemms=Noting())
     issue = run.mesh.tp.issue
 
     def noting(operation: str, label: Any, *args: Any, wait: bool) -> Any:

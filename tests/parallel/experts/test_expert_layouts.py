@@ -54,6 +54,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 dp2 ep4": {"cp": 2, "dp": 2, "ep": 4},
     "pp2 dp2 ep2": {"pp": 2, "dp": 2, "ep": 2, "zero": 0},
     "tp2 sp cp2 dp2 ep8": {"tp": 2, "sp": True, "cp": 2, "dp": 2, "ep": 8},
+    "pp2 dp4 ep2": {"pp": 2, "dp": 4, "ep": 2},
+    "tp2 sp pp2 dp2 ep4": {"tp": 2, "sp": True, "pp": 2, "dp": 2, "ep": 4},
     "tp2 sp pp2 dp2 ep2 zero2": {"tp": 2, "sp": True, "pp": 2, "dp": 2, "ep": 2, "zero": 2},
     "pp2 vpp2 dp4 ep4": {"pp": 2, "vpp": 2, "dp": 4, "ep": 4},
 }

@@ -140,7 +140,7 @@ def biases(rank: Rank, of: RunConfig) -> list[float]:
 
 def test_biases_have_the_same_bits_in_every_layout(tmp_path: Path) -> None:
     """They follow counts, which are integers."""
-    model, changes = SHARED | {"balance_bias": True}, {"moe__bias_rate": 0.01, "train__steps": 4}
+    model, changes = SHARED | {"balance_bias": True}, {"moe__bias_rate": 0.01, "train__steps": 10}
     (alone,) = run_world(1, biases, config(model, tmp_path, **changes))
     assert any(alone)
     for found in run_world(4, biases, config(model, tmp_path, "tp2 sp dp2 ep4", **changes)):
