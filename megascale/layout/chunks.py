@@ -151,11 +151,14 @@ def _split(modules: list[_Module], min_numel: int, max_numel: int) -> list[list[
 
 
 class BucketSize(NamedTuple):
-    """A bucket's first module, its number of elements with padding, and the axes whose ranks' gradients are summed."""
+    """A bucket's first module, its number of elements with padding, the axes whose ranks' gradients are summed, and the
+    parameters among it that have the vocabulary's rows.
+    """
 
     first_module: str
     numel: int
     reduce_axes: tuple[str, ...] = DATA_AXES
+    tables: frozenset[str] = frozenset()
 
     def shard(self, topology: Topology) -> int:
         """Count the elements of a shard over the inner ranks of those whose gradients are summed."""
@@ -181,7 +184,7 @@ def bucket_sizes(
         key = tuple(module.params[0].name for module in modules)
         if key not in known:
             known[key] = [pack(bucket, topology) for bucket in _params_of_buckets(modules)]
-        return [BucketSize(modules[0].name, layout.numel, layout.reduce_axes) for layout in known[key]]
+        return [BucketSize(modules[0].name, each.numel, each.reduce_axes, _tables(each)) for each in known[key]]
 
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")
@@ -214,6 +217,11 @@ def _module(name: str, params: list[ParamSpec], topology: Topology) -> _Module:
 def _params_of_buckets(modules: list[_Module]) -> list[list[ParamSpec]]:
     """The parameters of the buckets of modules: of one bucket for all parameters with equal reductions."""
     return split_by_reduce_axes(itertools.chain(*(module.params for module in modules)))
+
+
+def _tables(layout: BucketLayout) -> frozenset[str]:
+    parameters = (slot.parameter for slot in layout.slots)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in ("embedding", "head"))
 
 
 def _modules_of_buckets(

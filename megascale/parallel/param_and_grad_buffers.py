@@ -25,7 +25,7 @@ contributions is zeroed before its reduction. Padding is zeroed when a buffer is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -182,16 +182,9 @@ class ParamAndGradBuffers:
     def input_gradient(self, chunk: int, left: WeightGradients) -> Iterator[None]:
         """Leave the work on the gradients of a chunk's weights, of a backward inside, in a queue for its W."""
         self._left = left
-        accumulations = [
-            parameter.accumulation  # type: ignore[attr-defined]
-            for parameter in self.parameters(chunk).values()
-        ]
-        for accumulation in accumulations:
-            accumulation.left = left
-        yield
+        with left_in(self.parameters(chunk).values(), left):
+            yield
         self._left = None
-        for accumulation in accumulations:
-            accumulation.left = None
 
     def enter_modules(self, chunk: int, at: int) -> None:
         """Have the weights of bucket group `at` of a chunk, whose modules a forward reaches after the group before."""
@@ -308,6 +301,17 @@ class _BucketBoundary(torch.autograd.Function):
         # Later modules' gradients are complete: autograd accumulates gradients before it runs other nodes.
         ctx.buffers.leave_modules(*ctx.place)
         return grads[0], None, None, None
+
+
+@contextmanager
+def left_in(parameters: Iterable[nn.Parameter], left: WeightGradients) -> Iterator[None]:
+    """Leave the work on the gradients of parameters in a queue, of a backward inside."""
+    accumulations = [parameter.accumulation for parameter in parameters]  # type: ignore[attr-defined]
+    for accumulation in accumulations:
+        accumulation.left = left
+    yield
+    for accumulation in accumulations:
+        accumulation.left = None
 
 
 def _is_tied(names: Collection[str]) -> bool:

@@ -12,7 +12,6 @@ Time by rank, p = 2 ranks, v = 2 chunks, m = 4 micro-batches; F10: forward on ch
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from megascale.schedule.ir import Action, RankSchedule, backward, forward
 from megascale.schedule.one_f_one_b import alternate, one_f_one_b
@@ -31,25 +30,15 @@ def interleaved_1f1b(p: int, v: int, m: int, rank: int) -> RankSchedule:
     return alternate(forwards, backwards, warmup=first + 2 * (p - rank - 1))
 
 
-class Interleaved(NamedTuple):
-    """The forwards and the backwards of a rank, each in their order. `first`: forwards before the `first` one of the
-    last chunk, after which the last rank starts backward.
+def interleave(p: int, v: int, m: int) -> tuple[list[Action], list[Action], int]:
+    """Return the forwards and the backwards of m micro-batches, each in their order, in groups, equal on all p ranks;
+    and the number of forwards before the first one of the last chunk, after which the last rank starts backward.
     """
-
-    forwards: list[Action]
-    backwards: list[Action]
-    first: int
-
-
-def interleave(p: int, v: int, m: int) -> Interleaved:
-    """Order the chunks of m micro-batches, in their groups; equal on all p ranks."""
     sizes = group_sizes(p, m)
     groups = [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
-    return Interleaved(
-        [forward(chunk, i) for group in groups for chunk in range(v) for i in group],
-        [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group],
-        (v - 1) * sizes[0],
-    )
+    forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
+    backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
+    return forwards, backwards, (v - 1) * sizes[0]
 
 
 def group_sizes(p: int, m: int) -> list[int]:

@@ -54,9 +54,8 @@ from megascale.schedule.ir import RankSchedule, forwards_only
 from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
-from megascale.train.exit_losses import ExitLosses
+from megascale.train.further_losses import FurtherLosses
 from megascale.train.op_context import op_context
-from megascale.train.prediction_steps import PredictionSteps
 from megascale.train.run import Dtypes, Hooks, Run
 from megascale.train.stop import StopRequest
 
@@ -270,10 +269,8 @@ def build_step_hooks(
         from megascale.train.expert_steps import ExpertSteps
 
         hooks.add(ExpertSteps(expert_state))
-    if config.model.mtp_layers:
-        hooks.add(PredictionSteps())
-    if config.model.exits:
-        hooks.add(ExitLosses())
+    if config.model.mtp_layers or config.model.exits:
+        hooks.add(FurtherLosses())
     return hooks
 
 

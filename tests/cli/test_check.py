@@ -133,7 +133,7 @@ def test_another_package_s_schedule_is_run_symbolically(
         (f"{__name__}:one_f_one_b", {"placement": "w"}, "'theirs' has the unknown placement 'w'  -> one of loop, v"),
         (f"{__name__}:one_f_one_b", {"peak": 2}, "parallel.schedule: TypeError: 'int' object is not callable"),
         (f"{__name__}:one_f_one_b", {"peak": lambda p, v, m: 1}, "rank 0 has 2 micro-batches live, more than 1"),
-        (f"{__name__}:one_f_one_b", {"periodik": True}, "the unknown fact 'periodik', none of multi_chunk, "),
+        (f"{__name__}:one_f_one_b", {"periodik": True}, "the unknown fact 'periodik', none of v, "),
         (f"{__name__}:one_f_one_b", {}, ""),
     ],
 )

@@ -54,7 +54,7 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
     layers = range(config.model.num_layers)
     stage = Stage(given(config.model, parameters), layers, True, True)
     batch = whole_batch(config)
-    stage(None, batch).losses[0].total.backward()
+    stage(None, batch).loss.backward()
     tokens = batch.labels.numel()
     return {name: parameter.grad / tokens for name, parameter in parameters.items() if parameter.grad is not None}
 

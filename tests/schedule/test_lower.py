@@ -53,7 +53,7 @@ def test_no_waits_deadlock(
 ) -> None:
     """In training and evaluation: by the graph, and by hosts that wait before every action."""
     facts = SCHEDULES[name].facts
-    chunks = (facts["v"],) if facts["v"] else chunks if facts["multi_chunk"] else (1,)
+    chunks = (facts["v"],) if facts["v"] else chunks
     for p, v, m in product(ranks, chunks, micro_batches):
         compute, placement = schedule_of(name, p, v, m)
         lowered = lower(compute, placement, reduce_each=True)

@@ -87,7 +87,7 @@ def reference_loss(rank: Rank, config: Any) -> float:
             batch = run.valid_loader.batch(BATCH * index)
             for row in range(BATCH):
                 micro_batch = batch.micro_batch(row)
-                total += float(run.stages[0](None, micro_batch).losses[0].total)
+                total += float(run.stages[0](None, micro_batch).loss)
                 tokens += micro_batch.labels.numel()
     return total / tokens
 

@@ -220,7 +220,7 @@ def test_schedules_keep_the_first_micro_batch_apart(name: str) -> None:
     """
     card = SCHEDULES[name]
     for p in (1, 2, 3, 4):
-        for v in (1, 2, 3) if card.facts["multi_chunk"] and p > 1 else (1,):
+        for v in (1, 2, 3) if card.facts["v"] is None and p > 1 else (1,):
             for m in range(1, 12):
                 apart = True
                 for rank in range(p):

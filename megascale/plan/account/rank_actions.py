@@ -1,5 +1,5 @@
 """Walks through the actions of a pipeline rank: which there are (`rank_order`), the peak of their memory (`peak_of`),
-the inputs of blocks that are kept (`most_inputs`), and the receives that are posted (`posted_receives`).
+and the receives that are posted (`posted_receives`).
 """
 
 from __future__ import annotations
@@ -115,19 +115,6 @@ def _transient(kind: Kind, chunk: ChunkBytes, older: int, *, again: bool) -> int
     if kind in (Kind.B, Kind.VT):
         return chunk.unit.backward if again else chunk.follows
     return older + (chunk.unit.backward - chunk.unsharded if kind is Kind.I else chunk.unit.forward)
-
-
-def most_inputs(order: RankSchedule, inputs: Sequence[int]) -> int:
-    """Count the most inputs of blocks that are kept from forward to backward, `inputs` by a micro-batch on a chunk."""
-    dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
-    held = most = 0
-    for kind, chunk, microbatch in each_action(order):
-        if kind in (Kind.B, Kind.W):
-            held -= inputs[chunk]
-        elif kind is Kind.R or (kind is Kind.F and (chunk, microbatch) not in dropped):
-            held += inputs[chunk]
-        most = max(most, held)
-    return most
 
 
 def posted_receives(schedule: str, p: int, v: int, m: int, stage: int) -> int:

@@ -25,6 +25,7 @@ from megascale.ops.rope import layer_rope, rope_table
 from megascale.parallel.experts.dispatcher import ExpertChoice
 from megascale.parallel.grad_accumulation import WeightGradients, left_for_w
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.param_and_grad_buffers import left_in
 from megascale.plan.dryrun.resource_counter import (
     BytesByKind,
     CommCall,
@@ -140,7 +141,7 @@ class ModuleCostCache:
         saved, (saves_input,) = self._held(baseline, storages)
         left = WeightGradients()
         if edge is not None:
-            with _left_in(module, left) if self.split else nullcontext():
+            with left_in(module.parameters(), left) if self.split else nullcontext():
                 torch.autograd.backward((edge,), (torch.ones((), dtype=self.grad_dtype),))
             backward = self._cost(starts[-1])
             leaf.grad = None
@@ -310,17 +311,6 @@ def _without_values(choice: ExpertChoice) -> ExpertChoice:
     counts = torch.empty_like(choice.counts)
     nbytes = sum(tensor.nbytes for tensor in _tensors(choice)) - counts.nbytes
     return ExpertChoice(torch.empty(nbytes, dtype=torch.uint8), (), counts)
-
-
-@contextmanager
-def _left_in(module: nn.Module, left: WeightGradients) -> Iterator[None]:
-    """Leave the work on the gradients of a module's weights while the block runs."""
-    accumulations = [parameter.accumulation for parameter in module.parameters()]  # type: ignore[attr-defined]
-    for accumulation in accumulations:
-        accumulation.left = left
-    yield
-    for accumulation in accumulations:
-        accumulation.left = None
 
 
 @contextmanager
