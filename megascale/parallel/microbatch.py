@@ -121,6 +121,3 @@ class StepBatch:
     def loss_tokens(self) -> float:
         """The number of labels that count in the loss, or the sum of their weights; zero on ranks without tokens."""
         return sum(micro_batch.loss_tokens for micro_batch in self.micro_batches)
-
-    def micro_batch(self, index: int) -> MicroBatch:
-        return self.micro_batches[index]

@@ -38,7 +38,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megascale.comm.group import TrackedWork
-from megascale.layout.stages import Placement
 from megascale.parallel.activation_messages import P2PActivationSpec
 from megascale.parallel.grad_accumulation import WeightGradients
 from megascale.parallel.microbatch import MicroBatch, StageOutput, StepBatch
@@ -80,13 +79,12 @@ class PipelineExecutor:
     """Runs schedules on this rank's stages, a stage per model chunk."""
 
     def __init__(
-        self, stages: Sequence[PipelineStage], placement: Placement, buffers: ParamAndGradBuffers, mesh: Mesh,
-        p2p_spec: P2PActivationSpec, loss_dtype: torch.dtype, *, overlap: bool = True,
-        offload: ActivationOffload | None = None,
+        self, stages: Sequence[PipelineStage], buffers: ParamAndGradBuffers, mesh: Mesh, p2p_spec: P2PActivationSpec,
+        loss_dtype: torch.dtype, *, overlap: bool = True, offload: ActivationOffload | None = None,
     ) -> None:  # fmt: skip
         """`overlap`: messages overlap with compute; otherwise the sender's compute waits for them."""
         self.stages = stages
-        self.placement = placement
+        self.placement = mesh.placement
         self.buffers = buffers
         self.channels = mesh.p2p  # messages between the pipeline's ranks
         self.recorder = mesh.recorder
@@ -200,7 +198,7 @@ class _Execution:
                 finish(self._compute(action))
             case _:
                 assert self._p.passes is not None, "only vocabulary parallelism has passes and exchanges"
-                loss = self._p.passes.run(action, self._batch.micro_batch(microbatch), training=self._training)
+                loss = self._p.passes.run(action, self._batch.micro_batches[microbatch], training=self._training)
                 if loss is not None:
                     self._loss += loss
 
@@ -224,7 +222,7 @@ class _Execution:
 
     def _forward(self, action: Action) -> Generator[None, None, None]:
         """Run a forward, which saves its input only if it is recomputed before its backward."""
-        micro_batch, x = self._batch.micro_batch(action.microbatch), self._wait_received(action)
+        micro_batch, x = self._batch.micro_batches[action.microbatch], self._wait_received(action)
         dropped = action[1:] in self._recomputed
         if dropped:
             self._dropped[action[1:]] = x
@@ -246,7 +244,7 @@ class _Execution:
         """Run the chunk's forward, and return its output, detached. With gradients enabled, its autograd edges are
         saved: backward needs no more, and a sent output is freed when its send completes.
         """
-        stage, micro_batch = self._p.stages[action.chunk], self._batch.micro_batch(action.microbatch)
+        stage, micro_batch = self._p.stages[action.chunk], self._batch.micro_batches[action.microbatch]
         saves, cuts, received = torch.is_grad_enabled(), list[Cut](), None
         if saves and x is not None:
             x, received = graph_input(x)
@@ -305,7 +303,7 @@ class _Execution:
             edges, grads = saved.cuts.pop().take()
             yield
         if not any(microbatch == action.microbatch for _, microbatch in self._saved):
-            self._batch.micro_batch(action.microbatch).release()
+            self._batch.micro_batches[action.microbatch].release()
         if saved.received is not None:
             assert saved.received.grad is not None, "the chunk's output depends on its input"
             self._hand_on(action, saved.received.grad)
@@ -351,7 +349,7 @@ class _Execution:
 
     def _spec(self, action: Action) -> P2PActivationSpec:
         """The format of the micro-batch's messages."""
-        return self._p.p2p_spec.with_rows(self._batch.micro_batch(action.microbatch).planned_rows)
+        return self._p.p2p_spec.with_rows(self._batch.micro_batches[action.microbatch].planned_rows)
 
 
 def _label(action: Action, stage: int) -> Label:

@@ -72,6 +72,5 @@ def global_order(
 
 
 def _check_done(left: Sequence[Sequence[RankSchedule]]) -> None:
-    stuck = [f"rank {rank} at {own[-1]}" for rank, lists in enumerate(left) for own in lists if own]
-    if stuck:
+    if stuck := [f"rank {rank} at {own[-1]}" for rank, lists in enumerate(left) for own in lists if own]:
         raise ScheduleError(f"the schedule deadlocks: {', '.join(stuck)}")

@@ -139,8 +139,8 @@ def build_rank_run(
     average = build_average(config.train, optimizer, mesh)
     outer = build_outer(config.sites, optimizer.shards, config.model.total_layers, mesh)
     train, valid, valid_batches = build_loaders(config, mesh, on)
-    spec, placement, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), layout.placement, config.overlap.pp
-    pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
+    spec, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), config.overlap.pp
+    pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
     pipeline.passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
     policy = build_policy(config.data, config.batch, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None

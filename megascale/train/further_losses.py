@@ -43,10 +43,10 @@ def further_metrics(
     model: ModelConfig, train: TrainConfig, step: int, totals: Mapping[str, float]
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return `StepMetrics.exits` and `StepMetrics.mtp` of the totals of a step."""
-    weights = {"exits": {f"{n}": (exit_name(n), weight) for n, weight in exit_weights(model, train, step).items()}}
-    deeper = range(model.num_layers, model.total_layers)
-    weights["mtp"] = {f"{d}": (f"layers.{n}", train.mtp_loss_weight / len(deeper)) for d, n in enumerate(deeper, 1)}
-    return {
-        kind: {name: {"loss": totals[loss_of(at)] / (weight * totals["tokens"])} for name, (at, weight) in own.items()}
-        for kind, own in weights.items()
-    }
+    tokens, deeper = totals["tokens"], range(model.num_layers, model.total_layers)
+    weights = exit_weights(model, train, step).items()
+    exits = {f"{n}": totals[loss_of(exit_name(n))] / (weight * tokens) for n, weight in weights}
+    share = train.mtp_loss_weight / max(1, len(deeper))
+    depths = {f"{d}": totals[loss_of(f"layers.{n}")] / (share * tokens) for d, n in enumerate(deeper, 1)}
+    means = {"exits": exits, "mtp": depths}
+    return {kind: {name: {"loss": mean} for name, mean in own.items()} for kind, own in means.items()}

@@ -17,7 +17,7 @@ from megascale.core.registry import Card
 from megascale.core.units import format_bytes
 from megascale.layout.stages import placement_of
 from megascale.plan.account.memory import JobMemory
-from megascale.schedule.combined import combined_1f1b
+from megascale.schedule.interleaved import combined_1f1b
 from megascale.schedule.ir import Action, Kind, RankSchedule, ScheduleFn, backward, each_action, forward
 from megascale.schedule.lower import compute_order
 from megascale.schedule.one_f_one_b import one_f_one_b

@@ -132,9 +132,9 @@ def trained(rank: Rank, config: Any) -> tuple[Arrays, Array, Array]:
     run.buffers.finish_param_gather()
     run.checkpoints.save(run.progress)
     batch, (stage,) = run.train_loader.batch(0), run.stages
-    logits = logits_of(stage, batch.micro_batch(0)).transpose(0, 1)
+    logits = logits_of(stage, batch.micro_batches[0]).transpose(0, 1)
     shapes = {tensor.name: tensor.shape for tensor in model_tensors(config.model)}
-    tokens = batch.micro_batch(0).tokens.t()
+    tokens = batch.micro_batches[0].tokens.t()
     return join(shapes, [masters(run)]), tokens.numpy(), logits[..., : config.model.vocab_size].numpy()
 
 

@@ -69,7 +69,7 @@ def whole_batch(config: Any) -> Any:
     samples = build_mixture(mixture_spec(config, "train"))
     shape = BatchShape(total, total, 1)
     loader = Loader(samples, shape, 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu"))
-    return loader.batch(0).micro_batch(0)
+    return loader.batch(0).micro_batches[0]
 
 
 def clipped(run: Any) -> tuple[float, float, float, float]:

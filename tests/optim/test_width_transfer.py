@@ -58,7 +58,7 @@ def _plain(config: Any) -> Any:
 
 def change_of_logits(run: Any) -> float:
     """Return the root mean square change of the logits of a fixed batch by a few steps."""
-    (stage,), batch = run.pipeline.stages, run.train_loader.batch(0).micro_batch(0)
+    (stage,), batch = run.pipeline.stages, run.train_loader.batch(0).micro_batches[0]
     before = logits_of(stage, batch).clone()
     for _ in range(4):
         train_step(run, run.train_loader.batch(run.progress.samples))

@@ -148,7 +148,7 @@ def _logits(run: Run, batch: Any) -> Array | None:
     if run.mesh.topology.pp > 1:
         return None
     (stage,) = run.stages
-    parts = [logits_of(stage, batch.micro_batch(index)) for index in range(run.config.num_microbatches)]
+    parts = [logits_of(stage, batch.micro_batches[index]) for index in range(run.config.num_microbatches)]
     return torch.cat(parts, 1).transpose(0, 1).double().numpy()
 
 

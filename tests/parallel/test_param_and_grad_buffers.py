@@ -96,7 +96,7 @@ def test_bf16_gradients_accumulate_in_fp32(tmp_path: Path) -> None:
 
 def repeated(run: Any) -> tuple[Numbers, Numbers]:
     """Compute gradients of one micro-batch, and of 65 equal micro-batches."""
-    micro_batch, results = run.train_loader.batch(0).micro_batch(0), []
+    micro_batch, results = run.train_loader.batch(0).micro_batches[0], []
     for times in (1, 65):
         run.buffers.begin_step()
         for _ in range(times):

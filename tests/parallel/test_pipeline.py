@@ -242,13 +242,13 @@ class Sending:
 def mesh_of(*sends: Sending) -> Any:
     left = iter(sends)
     p2p = SimpleNamespace(send=lambda tensor, target, label: next(left), size=2, rank=0)
-    return SimpleNamespace(p2p=p2p, recorder=Recorder())
+    return SimpleNamespace(p2p=p2p, recorder=Recorder(), placement=looped(2, 1))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_sends_block_only_without_overlap(overlap: bool) -> None:
     mesh = mesh_of(sending := Sending())
-    pipeline = PipelineExecutor([], looped(2, 1), mesh, mesh, mesh, torch.float32, overlap=overlap)
+    pipeline = PipelineExecutor([], mesh, mesh, mesh, torch.float32, overlap=overlap)
     pipeline.send(torch.zeros(1), 1, Label())
     assert sending.completed != overlap
 
@@ -256,7 +256,7 @@ def test_sends_block_only_without_overlap(overlap: bool) -> None:
 def test_completed_sends_are_released_in_any_order() -> None:
     upwards, downwards = Sending(), Sending()
     mesh = mesh_of(upwards, downwards)
-    pipeline = PipelineExecutor([], looped(2, 1), mesh, mesh, mesh, torch.float32)
+    pipeline = PipelineExecutor([], mesh, mesh, mesh, torch.float32)
     tensors = [torch.zeros(1), torch.zeros(1)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     for target, tensor in enumerate(tensors):

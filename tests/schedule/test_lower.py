@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from lab.message_times import posted_ahead
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import looped, v_shaped
-from megascale.schedule.combined import combined_1f1b
-from megascale.schedule.interleaved import interleaved_1f1b
+from megascale.schedule.interleaved import combined_1f1b, interleaved_1f1b
 from megascale.schedule.ir import (
     SERVED,
     Action,

@@ -166,7 +166,7 @@ def test_tokens_that_count_are_those_of_the_first_micro_batch(tmp_path: Path) ->
     run = build_run(ALONE, configure("gpt", tmp_path, **keys))
     batch = run.train_loader.batch(0)
     masks = [micro_batch.mask for micro_batch in batch.micro_batches]
-    assert batch.micro_batch(0).loss_tokens == int(masks[0].sum()) < 16
+    assert batch.micro_batches[0].loss_tokens == int(masks[0].sum()) < 16
     assert batch.loss_tokens == sum(int(mask.sum()) for mask in masks)
 
 

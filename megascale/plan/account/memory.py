@@ -172,7 +172,7 @@ class JobMemory:
         model, chunks = self.config.model, list[list[UnitBytes]]()
         head = early = activations.head_bytes(self.sizes)
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
-        copied = model.embeds_last and self.layout.pp > 1 and not self._head_is_embedding
+        copied = model.embeds_last and self.layout.placement.p > 1 and not self._head_is_embedding
         tables = (not model.tie_embeddings) + copied
         head = head._replace(elements=tables * head.elements)
         begin_unit, end_unit = activations.embedding_bytes(self.sizes), head
@@ -189,7 +189,7 @@ class JobMemory:
             for layer in (layer for layer in layers if layer >= model.num_layers):
                 units += [self.layer(layer, recompute), further]
             chunks.append(units)
-        shared = [[activations.vocabulary_bytes(self.sizes, self.layout.pp, barriers)]] if barriers else []
+        shared = [[activations.vocabulary_bytes(self.sizes, self.layout.placement.p, barriers)]] if barriers else []
         return chunks + shared
 
     def _fused(self, stage: int) -> list[tuple[tuple[int, int], ...]]:
@@ -248,7 +248,7 @@ class JobMemory:
 
     def _starts(self) -> list[int]:
         """List the first stages of runs of stages with equal chunks."""
-        units = [*map(self._units, range(self.layout.pp))]
+        units = [*map(self._units, range(self.layout.placement.p))]
         return [stage for stage in range(len(units)) if stage == 0 or units[stage] != units[stage - 1]]
 
     def _chunk(self, units: Sequence[UnitBytes]) -> ChunkBytes:
