@@ -129,7 +129,7 @@ def layouts(draw: Draw, large: bool = False) -> dict[str, Any]:
     tp, pp = draw(st.sampled_from([1, 2, 4, 8] if large else [1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4]))
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     facts = {name: SCHEDULES[name].facts for name in SCHEDULES.names()}
-    able = [name for name in facts if (facts[name]["v"] or vpp) == vpp and (vpp == 1 or facts[name]["multi_chunk"])]
+    able = [name for name in facts if (facts[name]["v"] or vpp) == vpp]
     return {
         "tp": tp, "sp": tp > 1 and draw(booleans), "pp": pp, "vpp": vpp, "schedule": draw(st.sampled_from(able)),
         "dp": draw(st.sampled_from([1, 2, 16] if large else [1, 2, 3])), "zero": draw(st.sampled_from([0, 1, 2])),

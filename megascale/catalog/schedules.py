@@ -1,12 +1,8 @@
 """Pipeline schedules: functions (p, v, m, rank) that return the compute actions (`schedule.ir`) of a rank.
 
-p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 4 (F, B: forward, backward; time ->):
+p pipeline ranks, v model chunks per rank, m micro-batches (`schedule.one_f_one_b` draws one).
 
-    rank 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
-    rank 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
-    rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
-
-Facts: `multi_chunk`: v > 1 is possible; `v`: the only v. `unbounded_in_flight`: micro-batches in flight grow with m.
+Facts: `v`: the only v, None for any. `unbounded_in_flight`: micro-batches in flight grow with m.
 `periodic`: a few micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates
 all. `placement`: where the virtual stages are, a name of `layout.stages.PLACEMENTS`. `split`: some backwards are I and
 W, in two. `pairs`: some are in an `ir.Overlap`. `peak`: a function of p, v and m, the most micro-batches that are live
@@ -20,16 +16,23 @@ from typing import Any
 from megascale.core.registry import Card, Registry
 
 
-def largest_group(p: int, m: int) -> int:
-    """Return the size of the largest group of micro-batches that pass through the chunks together."""
-    return -(-m // max(1, m // p))
+def group_sizes(p: int, m: int) -> list[int]:
+    """Split m micro-batches into groups that pass through the chunks together (`schedule.interleaved`), of nearly equal
+    size, at least p unless m < p: larger groups, then smaller.
+
+    A group smaller than p would return to rank 0 for its next chunk before the group has left the last rank: the ranks
+    would deadlock in the steady phase.
+    """
+    count = max(1, m // p)
+    size, larger = divmod(m, count)
+    return [size + 1] * larger + [size] * (count - larger)
 
 
 LOOP = {
-    "multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False,
-    "pairs": False, "v": None, "peak": None,
+    "v": 1, "unbounded_in_flight": False, "periodic": True, "placement": "loop", "split": False, "pairs": False,
+    "peak": None,
 }  # fmt: skip
-V: dict[str, Any] = {"multi_chunk": True, "v": 2, "placement": "v", "split": True}
+V: dict[str, Any] = {"v": 2, "placement": "v", "split": True}
 
 
 def _schedule(name: str, help: str, target: str, peak: Callable[[int, int, int], int], **facts: Any) -> Card:
@@ -51,13 +54,13 @@ SCHEDULES = Registry(
         _schedule(
             "interleaved_1f1b", "1f1b with v chunks per rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
             "interleaved:interleaved_1f1b",
-            lambda p, v, m: p if v == 1 else (v - 1) * largest_group(p, m) + 2 * p - 1, multi_chunk=True,
+            lambda p, v, m: p if v == 1 else (v - 1) * group_sizes(p, m)[0] + 2 * p - 1, v=None,
         ),
         _schedule(
             "combined_1f1b",
             "interleaved_1f1b whose forwards hide the exchange of experts of backwards, and are hidden by them",
-            "combined:combined_1f1b", lambda p, v, m: (v - 1) * largest_group(p, m) + 2 * p,
-            multi_chunk=True, pairs=True,
+            "interleaved:combined_1f1b", lambda p, v, m: (v - 1) * group_sizes(p, m)[0] + 2 * p,
+            v=None, pairs=True,
         ),
         _schedule(
             "zb_h1", "1f1b with split backwards: a bubble of (p-1)(F+I-W) (Qi et al. 2023)",
@@ -66,8 +69,8 @@ SCHEDULES = Registry(
         _schedule(
             "interleaved_zb",
             "interleaved_1f1b with split backwards: a bubble of (p-1)(F+I-W)/v, and p micro-batches in flight",
-            "zero_bubble:interleaved_zb", lambda p, v, m: (v - 1) * largest_group(p, m) + p,
-            multi_chunk=True, split=True,
+            "zero_bubble:interleaved_zb", lambda p, v, m: (v - 1) * group_sizes(p, m)[0] + p,
+            v=None, split=True,
         ),
         _schedule(
             "zb_v",

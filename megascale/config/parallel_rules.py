@@ -89,15 +89,14 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that the schedule supports the number of model chunks per stage."""
     if not parallel.schedule:
         return
-    facts, vpp = SCHEDULES[parallel.schedule].facts, parallel.vpp
-    if vpp > 1 and not facts["multi_chunk"]:
-        facts_of = {name: card.facts for name, card in SCHEDULES.cards.items()}
-        suited = [name for name, of in facts_of.items() if of["multi_chunk"] and (of["v"] or vpp) == vpp]
+    only, vpp = SCHEDULES[parallel.schedule].facts["v"], parallel.vpp
+    if only == 1 and vpp > 1:
+        suited = [name for name, card in SCHEDULES.cards.items() if card.facts["v"] in (None, vpp)]
         message = f"{parallel.schedule} runs one chunk a stage, but vpp = {vpp}"
         yield Finding("parallel.schedule", message, f"{' or '.join(suited)}, or vpp = 1")
-    elif (facts["v"] or vpp) != vpp:
-        message = f"{parallel.schedule} runs {facts['v']} chunks a stage, but vpp = {vpp}"
-        yield Finding("parallel.vpp", message, f"vpp = {facts['v']}" + " and pp above 1" * (parallel.pp == 1))
+    elif only not in (None, vpp):
+        message = f"{parallel.schedule} runs {only} chunks a stage, but vpp = {vpp}"
+        yield Finding("parallel.vpp", message, f"vpp = {only}" + " and pp above 1" * (parallel.pp == 1))
 
 
 def skipped_stages(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:

@@ -152,16 +152,21 @@ def _split(modules: list[_Module], min_numel: int, max_numel: int) -> list[list[
 
 
 class BucketSize(NamedTuple):
-    """A bucket's first module, and of its layout the elements with padding, `reduce_axes` and `fp8_numel`."""
+    """A bucket's first module, and of its layout the elements with padding, `reduce_axes`, `fp8_numel`, and the
+    parameters that have the vocabulary's rows.
+    """
 
     first_module: str
     numel: int
     reduce_axes: tuple[str, ...] = DATA_AXES
     fp8_numel: int = 0
+    tables: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, first_module: str, layout: BucketLayout) -> BucketSize:
-        return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel)
+        kinds = {slot.parameter.name: slot.parameter.kind for slot in layout.slots}
+        tables = frozenset(name for name, kind in kinds.items() if kind in ("embedding", "head"))
+        return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel, tables)
 
     def coded(self, layers: range, weight: ScaleBlock) -> int:
         """Count the first elements that are gathered as FP8 codes if weights are sharded: weights of FP8 `layers`,

@@ -155,10 +155,6 @@ class Stages:
     starts: tuple[int, ...]
 
     @property
-    def pp(self) -> int:
-        return self.placement.p
-
-    @property
     def vpp(self) -> int:
         return self.placement.v
 

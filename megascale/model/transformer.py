@@ -17,11 +17,9 @@ from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
 from megascale.parallel.domino import in_halves
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
-from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
+from megascale.parallel.microbatch import MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
-from megascale.parallel.segments import Steps, beside, finish, run_through
-from megascale.parallel.tensor import column_parallel_linear
-from megascale.parallel.tp_overlap import LinearParams
+from megascale.parallel.segments import Steps, beside, finish
 from megascale.parallel.vocabulary import VocabularyRange
 
 
@@ -42,12 +40,6 @@ class Head(nn.Module):
         self._vocabulary = vocabulary
         self._tp = context.tp
         self._cross_entropy = context.operators.cross_entropy
-        self._softcap = context.model.logit_softcap
-
-    def logits(self, x_sbh: Tensor) -> Tensor:
-        """Compute this rank's columns of the logits, [s, b, rows of the weight], padding included."""
-        logits = column_parallel_linear(self.norm(x_sbh), LinearParams(self.weight), self._tp, "logits")
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, depth: int = 0) -> Tensor:
         """Compute the loss of the normed x, summed over the micro-batch's tokens; of a `depth` of multi-token
@@ -62,7 +54,7 @@ class Head(nn.Module):
             labels, weights = targets.labels, targets.weights * targets.constant
         if self._after:
             counted = torch.ones_like(labels) if weights is None else weights
-            x_sbh, weights = self.norm(x_sbh), counted.double() * batch.exits[self._after].weight
+            x_sbh, weights = self.norm(x_sbh), counted.double() * batch.exits[self._after]
         options = self._vocabulary, self._tp, self._cross_entropy
         return linear_cross_entropy(x_sbh, self.weight, labels, weights, *options)
 
@@ -102,25 +94,8 @@ class Stage(nn.Module):
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
-    def hidden_steps(
-        self, x_sbh: Tensor | None, batch: MicroBatch, losses: list[Tensor] | None = None, cut: bool = False
-    ) -> Steps[Tensor]:
-        """Compute the residual stream after this stage's layers, each in a step unless `cut`. `losses`: gets those of
-        early exits.
-        """
-        if self.embedding is not None:
-            if batch.tokens is None:
-                raise ValueError("the first stage needs tokens")
-            x_sbh = self.embedding(batch.tokens, batch, rows_sbh=x_sbh)
-        assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
-        if self._layers_in_halves:
-            return in_halves(self._layer_steps, x_sbh, batch)
-        return (yield from self._layer_steps(x_sbh, batch, leads=True, losses=losses, cut=cut))
-
-    hidden_states = run_through(hidden_steps)
-
     def _layer_steps(
-        self, x_sbh: Tensor, batch: MicroBatch, leads: bool, losses: list[Tensor] | None = None, cut: bool = True
+        self, x_sbh: Tensor, batch: MicroBatch, leads: bool, losses: dict[str, Tensor] | None = None, cut: bool = True
     ) -> Steps[Tensor]:
         """Run all layers: recomputed ones, and unless `cut` all, in a step as modules, with their hooks. Of two halves
         the leading one is the first in a layer, and in backward the last to leave it. `losses`: gets those of early
@@ -130,14 +105,13 @@ class Stage(nn.Module):
         for index, block in self.layers.items():
             x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
             if cut and isinstance(block, SteppedBlock) and not self._recompute:
-                x_sbh = yield from beside(losses or [], block.steps(x_sbh, batch))
+                x_sbh = yield from beside(losses or {}, block.steps(x_sbh, batch))
             else:
                 x_sbh = self._run_block(block, x_sbh, batch)
             if losses is not None and index in exits:
-                after = int(index) + 1
-                x_sbh = self._bucket_boundary(exit_name(after), x_sbh)
-                losses.append(self.exits[index](x_sbh, batch))
-                batch.exits[after].total = losses[-1].detach()
+                name = exit_name(int(index) + 1)
+                x_sbh = self._bucket_boundary(name, x_sbh)
+                losses[name] = self.exits[index](x_sbh, batch)
         return x_sbh
 
     def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
@@ -155,18 +129,24 @@ class Stage(nn.Module):
 
     def steps(self, x_sbh: Tensor | None, batch: MicroBatch, cut: bool = True) -> Steps[StageOutput]:
         """Compute the activation for the next stage and the losses, in segments (`parallel.segments`) if `cut`."""
-        exits = list[Tensor]()
-        x_sbh = yield from self.hidden_steps(x_sbh, batch, exits, cut)
-        early = [Loss(total, reported=False) for total in exits]
+        further = dict[str, Tensor]()
+        if self.embedding is not None:
+            if batch.tokens is None:
+                raise ValueError("the first stage needs tokens")
+            x_sbh = self.embedding(batch.tokens, batch, rows_sbh=x_sbh)
+        assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
+        if self._layers_in_halves:
+            x_sbh = in_halves(self._layer_steps, x_sbh, batch)
+        else:
+            x_sbh = yield from self._layer_steps(x_sbh, batch, leads=True, losses=further, cut=cut)
         if self.head is None:
-            return StageOutput(x_sbh, tuple(early))
+            return StageOutput(x_sbh, None, further)
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
         if not self.ends_in_loss:
             return StageOutput(x_sbh)
-        losses = [Loss(self.head(x_sbh, batch)), *early]
-        deeper = zip(batch.depths, self.predictions, strict=torch.is_grad_enabled())  # an evaluation has no targets
-        for depth, (targets, index) in enumerate(deeper, start=1):
-            x_sbh = self._run_block(self.predictions[index], self._bucket_boundary(f"layers.{index}", x_sbh), batch)
-            losses.append(Loss(self.head(x_sbh, batch, depth=depth), reported=False))
-            targets.loss = losses[-1].total.detach()
-        return StageOutput(None, tuple(losses))
+        loss = self.head(x_sbh, batch)
+        deeper = zip(batch.depths, self.predictions.items(), strict=torch.is_grad_enabled())  # an evaluation has none
+        for depth, (_, (index, layer)) in enumerate(deeper, start=1):
+            x_sbh = self._run_block(layer, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
+            further[f"layers.{index}"] = self.head(x_sbh, batch, depth=depth)
+        return StageOutput(None, loss, further)

@@ -4,9 +4,10 @@ what a stage returns for one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -24,22 +25,13 @@ if TYPE_CHECKING:
 class DepthTargets:
     """The targets of a depth of multi-token prediction: `labels` [s, b], i64, one token further ahead than the depth
     before. `weights` [s, b], f64: as `MicroBatch.mask`, and 0 where the label lies beyond the document or the sample;
-    `count`: their sum. In training `constant`, of the term of the loss, and its value `loss`.
+    `count`: their sum. In training `constant`, of the term of the loss.
     """
 
     labels: Tensor
     weights: Tensor
     count: float
     constant: Tensor | None = None
-    loss: Tensor | None = None
-
-
-@dataclass
-class ExitLoss:
-    """The `weight` of an early exit's loss in a step, and its weighted sum over a micro-batch, where the exit is."""
-
-    weight: float
-    total: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,8 @@ class MicroBatch:
     those of all ranks that share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of
     tokens, on every stage, if a planner has chosen it for this micro-batch. `expert_choices`: by layer the experts that
     tokens have chosen. `depths`: of multi-token prediction, on the last stage in training. `exits`: by the number of
-    layers before them the losses of early exits, in training.
+    layers before them the weights of early exits' losses, in training. `further_losses`: of this rank's stages, as in
+    `StageOutput.further`.
     """
 
     tokens: Tensor | None
@@ -67,7 +60,8 @@ class MicroBatch:
     planned_rows: int | None = None
     expert_choices: dict[int, ExpertChoice] = field(default_factory=dict)
     depths: tuple[DepthTargets, ...] = ()
-    exits: dict[int, ExitLoss] = field(default_factory=dict)
+    exits: dict[int, float] = field(default_factory=dict)
+    further_losses: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def halves(self) -> tuple[MicroBatch, ...]:
@@ -98,25 +92,18 @@ class MicroBatch:
                 half.release_masks()
 
 
-class Loss(NamedTuple):
-    """A term of the loss: `total`, a scalar, over this rank's tokens of a micro-batch, times `constant`, equal on all
-    ranks and in all micro-batches of a step.
+class StageOutput(NamedTuple):
+    """The activation for the next stage, None of the last, and the terms that this stage adds to the loss: to the
+    `loss` that a step reports, and `further` ones by module. A term is a scalar, a sum over this rank's tokens of a
+    micro-batch times a constant, equal on all ranks and in all micro-batches of a step.
 
     Gradients are sums of all terms, divided once by the labels of the step, when they are clipped. The cross-entropy of
-    these labels therefore has the constant 1; a mean over n others, weighted by a, has a x labels / n. `reported`: the
-    term is part of the loss that a step reports.
+    these labels therefore has the constant 1; a mean over n others, weighted by a, has a x labels / n.
     """
 
-    total: Tensor
-    constant: float = 1.0
-    reported: bool = True
-
-
-class StageOutput(NamedTuple):
-    """The activation for the next stage, None of the last, and the terms that this stage adds to the loss."""
-
     activation: Tensor | None
-    losses: tuple[Loss, ...] = ()
+    loss: Tensor | None = None
+    further: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -134,6 +121,3 @@ class StepBatch:
     def loss_tokens(self) -> float:
         """The number of labels that count in the loss, or the sum of their weights; zero on ranks without tokens."""
         return sum(micro_batch.loss_tokens for micro_batch in self.micro_batches)
-
-    def micro_batch(self, index: int) -> MicroBatch:
-        return self.micro_batches[index]

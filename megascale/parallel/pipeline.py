@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,10 +38,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megascale.comm.group import TrackedWork
-from megascale.layout.stages import Placement
 from megascale.parallel.activation_messages import P2PActivationSpec
 from megascale.parallel.grad_accumulation import WeightGradients
-from megascale.parallel.microbatch import MicroBatch, StageOutput
+from megascale.parallel.microbatch import MicroBatch, StageOutput, StepBatch
 from megascale.parallel.recompute import run_backward
 from megascale.parallel.segments import Cut, InputGradient, Steps, cut_graphs, finish, graph_input
 from megascale.record.label import Label
@@ -54,12 +54,6 @@ if TYPE_CHECKING:
     from megascale.parallel.vocabulary_passes import VocabularyPasses
 
 
-class Batch(Protocol):
-    """The micro-batches of a step on this rank."""
-
-    def micro_batch(self, index: int) -> MicroBatch: ...
-
-
 class PipelineStage(Protocol):
     """A model chunk's forward, at once and in segments. The first stage is given None."""
 
@@ -70,13 +64,12 @@ class PipelineStage(Protocol):
 
 @dataclass
 class _Saved:
-    """A forward's remains for its backward: the autograd edges of its activation, if it has one, and of its losses,
-    with their `constants`; the `cuts` between its segments; `received`, which gets the gradient of a received input;
-    and with offload the input of the chunk's last block.
+    """A forward's remains for its backward: the autograd edges of its activation, if it has one, and of its losses; the
+    `cuts` between its segments; `received`, which gets the gradient of a received input; and with offload the input of
+    the chunk's last block.
     """
 
     edges: list[GradientEdge]
-    constants: list[float]
     cuts: list[Cut]
     received: InputGradient | None
     offloaded: OffloadedInput | None
@@ -86,13 +79,12 @@ class PipelineExecutor:
     """Runs schedules on this rank's stages, a stage per model chunk."""
 
     def __init__(
-        self, stages: Sequence[PipelineStage], placement: Placement, buffers: ParamAndGradBuffers, mesh: Mesh,
-        p2p_spec: P2PActivationSpec, loss_dtype: torch.dtype, *, overlap: bool = True,
-        offload: ActivationOffload | None = None,
+        self, stages: Sequence[PipelineStage], buffers: ParamAndGradBuffers, mesh: Mesh, p2p_spec: P2PActivationSpec,
+        loss_dtype: torch.dtype, *, overlap: bool = True, offload: ActivationOffload | None = None,
     ) -> None:  # fmt: skip
         """`overlap`: messages overlap with compute; otherwise the sender's compute waits for them."""
         self.stages = stages
-        self.placement = placement
+        self.placement = mesh.placement
         self.buffers = buffers
         self.channels = mesh.p2p  # messages between the pipeline's ranks
         self.recorder = mesh.recorder
@@ -130,7 +122,7 @@ class PipelineExecutor:
         """Create a scalar for a loss or its gradient."""
         return torch.full((), value, dtype=self.loss_dtype, device=self.p2p_spec.device)
 
-    def run_actions(self, actions: RankSchedule, batch: Batch) -> Tensor:
+    def run_actions(self, actions: RankSchedule, batch: StepBatch) -> Tensor:
         """Run the actions of one training step, or of one evaluation: forward-only if no action is a backward.
 
         Returns the sum of the reported terms of the loss in this rank's micro-batches, a scalar; zero without any.
@@ -143,7 +135,7 @@ class PipelineExecutor:
 class _Execution:
     """State of one run of a list of actions."""
 
-    def __init__(self, pipeline: PipelineExecutor, batch: Batch, training: bool) -> None:
+    def __init__(self, pipeline: PipelineExecutor, batch: StepBatch, training: bool) -> None:
         self._p = pipeline
         self._batch = batch
         self._training = training
@@ -176,30 +168,39 @@ class _Execution:
                 for _ in zip_longest(self._by_turns(action.backward), self._by_turns(action.forward)):
                     self._p.release_sent()
                 continue
-            key = action[1:]  # chunk, micro-batch
-            match action.kind:  # recorder.action logs an event; recorder.scope only tags the collectives inside
-                case Kind.SEND_F | Kind.SEND_B:
-                    with recorder.scope(*key):
-                        self._send(action)
-                case Kind.RECV_F | Kind.RECV_B:
-                    with recorder.scope(*key):
-                        self._receive(action)
-                case Kind.WAIT_PARAMS | Kind.GATHER_F | Kind.GATHER_B | Kind.RELEASE | Kind.REDUCE:
-                    with recorder.scope(*key):
-                        self._move_parameters(action)
-                case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W:
-                    with recorder.action(action.kind.value, *key):
-                        finish(self._compute(action))
-                case _:
-                    assert self._p.passes is not None, "only vocabulary parallelism has passes and exchanges"
-                    batch = self._batch.micro_batch(action.microbatch)
-                    loss = self._p.passes.run(action, batch, training=self._training)
-                    if loss is not None:
-                        self._loss += loss
+            # an event of compute; `scope` only tags the communication inside
+            enter = partial(recorder.action, action.kind.value) if action.kind in COMPUTE_KINDS else recorder.scope
+            with enter(action.chunk, action.microbatch):
+                self._run(action)
             self._p.release_sent()
         if self._p.passes is not None:
             self._p.passes.finish()
         return self._loss
+
+    def _run(self, action: Action) -> None:
+        kind, chunk, microbatch = action
+        match kind:
+            case Kind.SEND_F | Kind.SEND_B:
+                self._send(action)
+            case Kind.RECV_F | Kind.RECV_B:
+                self._receive(action)
+            case Kind.WAIT_PARAMS:
+                self._p.buffers.wait_params(chunk)
+            case Kind.GATHER_F | Kind.GATHER_B:
+                self._p.buffers.gather_weights(chunk, backward=kind is Kind.GATHER_B)
+            case Kind.RELEASE:
+                self._p.buffers.release_weights(chunk)
+            case Kind.REDUCE:
+                if self._p.passes is not None and chunk == self._placement.v:
+                    self._p.passes.add_embedding_gradients()
+                self._p.buffers.start_chunk_reduction(chunk)
+            case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W:
+                finish(self._compute(action))
+            case _:
+                assert self._p.passes is not None, "only vocabulary parallelism has passes and exchanges"
+                loss = self._p.passes.run(action, self._batch.micro_batches[microbatch], training=self._training)
+                if loss is not None:
+                    self._loss += loss
 
     def _by_turns(self, action: Action) -> Iterator[None]:
         """Run an action segment by segment, each an event."""
@@ -211,28 +212,29 @@ class _Execution:
 
     def _compute(self, action: Action) -> Generator[None, None, object]:
         """Return the segments of an action of compute."""
-        key = action[1:]
         match action.kind:
             case Kind.F:
-                return self._forward(action, dropped=key in self._recomputed)
+                return self._forward(action)
             case Kind.R:
-                return self._run_stage(action, self._dropped.pop(key))
+                return self._run_stage(action, self._dropped.pop(action[1:]))
             case _:
-                return self._run_backward(action, is_last=key in self._last_backwards)
+                return self._run_backward(action)
 
-    def _forward(self, action: Action, *, dropped: bool) -> Generator[None, None, None]:
-        """Run a forward. `dropped`: it saves its input only, and is recomputed before its backward."""
-        micro_batch, x = self._batch.micro_batch(action.microbatch), self._wait_received(action)
+    def _forward(self, action: Action) -> Generator[None, None, None]:
+        """Run a forward, which saves its input only if it is recomputed before its backward."""
+        micro_batch, x = self._batch.micro_batches[action.microbatch], self._wait_received(action)
+        dropped = action[1:] in self._recomputed
         if dropped:
-            self._dropped[action.chunk, action.microbatch] = x
+            self._dropped[action[1:]] = x
         with torch.set_grad_enabled(self._training and not dropped):
             out = yield from self._run_stage(action, x)
-        for loss in (loss for loss in out.losses if loss.reported):
-            self._loss += loss.total if loss.constant == 1 else loss.constant * loss.total
+        if out.loss is not None:
+            self._loss += out.loss
+        micro_batch.further_losses.update(out.further)
         if out.activation is not None:
             self._hand_on(action, out.activation)
-        elif self._training and self._p.on_loss is not None:
-            self._p.on_loss(action.microbatch, micro_batch, out.losses[0].total)
+        elif self._training and self._p.on_loss is not None and out.loss is not None:
+            self._p.on_loss(action.microbatch, micro_batch, out.loss)
         if not self._training:
             micro_batch.release(forward_only=True)
         elif dropped:
@@ -242,21 +244,21 @@ class _Execution:
         """Run the chunk's forward, and return its output, detached. With gradients enabled, its autograd edges are
         saved: backward needs no more, and a sent output is freed when its send completes.
         """
-        stage, micro_batch = self._p.stages[action.chunk], self._batch.micro_batch(action.microbatch)
+        stage, micro_batch = self._p.stages[action.chunk], self._batch.micro_batches[action.microbatch]
         saves, cuts, received = torch.is_grad_enabled(), list[Cut](), None
         if saves and x is not None:
             x, received = graph_input(x)
         if saves and action[1:] in self._in_segments:
-            activation, losses = yield from cut_graphs(stage.steps(x, micro_batch), cuts)
+            out = yield from cut_graphs(stage.steps(x, micro_batch), cuts)
         else:
-            activation, losses = stage(x, micro_batch)
+            out = stage(x, micro_batch)
         if saves:
             offloaded = self._p.offload.end_forward() if self._p.offload is not None else None
-            roots = [*([] if activation is None else [activation]), *(loss.total for loss in losses)]
-            edges, constants = [get_gradient_edge(root) for root in roots], [loss.constant for loss in losses]
-            self._saved[action.chunk, action.microbatch] = _Saved(edges, constants, cuts, received, offloaded)
-        detached = tuple(loss._replace(total=loss.total.detach()) for loss in losses)
-        return StageOutput(None if activation is None else activation.detach(), detached)
+            roots = (out.activation, out.loss, *out.further.values())
+            edges = [get_gradient_edge(root) for root in roots if root is not None]
+            self._saved[action[1:]] = _Saved(edges, cuts, received, offloaded)
+        activation, loss = (None if root is None else root.detach() for root in out[:2])
+        return StageOutput(activation, loss, {module: loss.detach() for module, loss in out.further.items()})
 
     def _stage(self, action: Action) -> int:
         return self._placement.stage(self._p.channels.rank, action.chunk)
@@ -264,14 +266,14 @@ class _Execution:
     def _neighbours(self, action: Action) -> Neighbours:
         return neighbours(action, self._p.channels.rank, self._placement)
 
-    def _run_backward(self, action: Action, *, is_last: bool) -> Generator[None, None, None]:
-        """Run a backward, or a part of it. `is_last`: the chunk's last gradients before a reduction."""
+    def _run_backward(self, action: Action) -> Generator[None, None, None]:
+        """Run a backward, or a part of it."""
         key, buffers = action[1:], self._p.buffers
         if action.kind is Kind.I:
             left = self._left[key] = WeightGradients()
             yield from self._backward(action._replace(kind=Kind.B), left)
             return
-        with buffers.backward(action.chunk, last=is_last, final=key in self._final_backwards):
+        with buffers.backward(action.chunk, last=key in self._last_backwards, final=key in self._final_backwards):
             if action.kind is Kind.W:
                 self._left.pop(key).run()
             else:
@@ -286,7 +288,8 @@ class _Execution:
         if self._p.offload is not None and saved.offloaded is not None:  # loaded while the gradient arrives
             self._p.offload.fetch(saved.offloaded)
         grad = self._wait_received(action)
-        grads = [*([] if grad is None else [grad]), *map(self._p.loss_scalar, saved.constants)]
+        grads = [] if grad is None else [grad]
+        grads += [self._p.loss_scalar(1.0) for _ in saved.edges[len(grads) :]]
         (edges, saved.edges), grad = (saved.edges, []), None
         while True:
             behind = WeightGradients() if left is None and len(saved.cuts) % 2 else None
@@ -300,7 +303,7 @@ class _Execution:
             edges, grads = saved.cuts.pop().take()
             yield
         if not any(microbatch == action.microbatch for _, microbatch in self._saved):
-            self._batch.micro_batch(action.microbatch).release()
+            self._batch.micro_batches[action.microbatch].release()
         if saved.received is not None:
             assert saved.received.grad is not None, "the chunk's output depends on its input"
             self._hand_on(action, saved.received.grad)
@@ -318,21 +321,6 @@ class _Execution:
         else:
             assert self._p.passes is not None, f"nothing takes the result of {made}"
             self._p.passes.give(made, result)
-
-    def _move_parameters(self, action: Action) -> None:
-        """Gather, wait for or release a chunk's weights, or reduce its gradients."""
-        kind, chunk, buffers = action.kind, action.chunk, self._p.buffers
-        match kind:
-            case Kind.WAIT_PARAMS:
-                buffers.wait_params(chunk)
-            case Kind.RELEASE:
-                buffers.release_weights(chunk)
-            case Kind.REDUCE:
-                if self._p.passes is not None and chunk == self._placement.v:
-                    self._p.passes.add_embedding_gradients()
-                buffers.start_chunk_reduction(chunk)
-            case _:
-                buffers.gather_weights(chunk, backward=kind is Kind.GATHER_B)
 
     def _send(self, action: Action) -> None:
         made, target = action._replace(kind=SERVED[action.kind]), self._neighbours(action).target
@@ -362,7 +350,7 @@ class _Execution:
 
     def _spec(self, action: Action) -> P2PActivationSpec:
         """The format of the micro-batch's messages."""
-        return self._p.p2p_spec.with_rows(self._batch.micro_batch(action.microbatch).planned_rows)
+        return self._p.p2p_spec.with_rows(self._batch.micro_batches[action.microbatch].planned_rows)
 
 
 def _label(action: Action, stage: int) -> Label:

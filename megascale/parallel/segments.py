@@ -88,9 +88,9 @@ def run_through(steps: Callable[P, Steps[T]]) -> Callable[P, T]:
     return wraps(steps)(lambda *args, **kwargs: finish(steps(*args, **kwargs)))
 
 
-def beside(scalars: list[Tensor], steps: Steps[T]) -> Steps[T]:
-    """Run steps whose segments also pass on `scalars`, of graphs before them, and leave in the list what the last has:
-    the gradient of a scalar comes back to its own segment in backward.
+def beside(scalars: dict[str, Tensor], steps: Steps[T]) -> Steps[T]:
+    """Run steps whose segments also pass on `scalars`, of graphs before them, and leave there what the last has: the
+    gradient of a scalar comes back to its own segment in backward.
     """
     try:
         ends = next(steps)
@@ -98,8 +98,8 @@ def beside(scalars: list[Tensor], steps: Steps[T]) -> Steps[T]:
             if ends is None:
                 ends = steps.send((yield None))
                 continue
-            passed = yield (*ends, *scalars)
-            scalars[:] = passed[len(ends) :]
+            passed = yield (*ends, *scalars.values())
+            scalars.update(zip(scalars, passed[len(ends) :], strict=True))
             ends = steps.send(passed[: len(ends)])
     except StopIteration as end:
         return end.value

@@ -32,7 +32,7 @@ from megascale.parallel.recompute import run_backward
 from megascale.parallel.tp_overlap import TensorParallel, all_gather_matmul
 from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedding
 from megascale.record.label import Label
-from megascale.schedule.ir import COMPUTE_KINDS, Action, Kind
+from megascale.schedule.ir import Action, Kind
 
 
 @dataclass
@@ -113,36 +113,34 @@ class VocabularyPasses:
     def run(self, action: Action, batch: MicroBatch, *, training: bool) -> Tensor | None:
         """Run a pass, or start an exchange. VT of the rank with the last stage returns the loss, a sum over tokens."""
         kind, chunk, index = action
-        recorder, loss = self.ranks.recorder, None
-        enter = recorder.action if kind in COMPUTE_KINDS else lambda _, *key: recorder.scope(*key)
-        with enter(kind.value, chunk, index):
-            match kind:
-                case Kind.EMBED:
-                    assert batch.tokens is not None, "every stage reads the tokens"
-                    found = vocab_parallel_embedding(batch.tokens, self.embedding, self.vocabulary, self.tp)
-                    if found.requires_grad:
-                        self._edges[index] = get_gradient_edge(found)
-                    self.embedded.given[index] = found.detach()
-                    self.embedded.start(index)
-                case Kind.HIDDEN:
-                    self.hidden.start(index)
-                case Kind.VS:
-                    self._compute_logits(index, batch, training=training)
-                case Kind.STATS:  # the barrier
-                    state, label = self._logits[index], LABEL.with_suffix("statistics")
-                    own = torch.stack(state.own)
-                    state.exchange = all_gather(self.ranks, state.parts, own, label=label, wait=False)
-                case Kind.VT:
-                    with self.buffers.backward(chunk, last=False):
-                        loss = self._compute_gradients(index, training=training)
-                case Kind.HIDDEN_GRAD:
-                    if self.barriers == 1:
-                        self._scale_gradient(index)
-                    self.hidden_grads.start(index)
-                case Kind.EMBED_GRAD:
-                    self.add_embedding_gradients()
-                    self.embedded_grads.start(index)
-        return loss if self.hidden_grads.used else None
+        match kind:
+            case Kind.EMBED:
+                assert batch.tokens is not None, "every stage reads the tokens"
+                found = vocab_parallel_embedding(batch.tokens, self.embedding, self.vocabulary, self.tp)
+                if found.requires_grad:
+                    self._edges[index] = get_gradient_edge(found)
+                self.embedded.given[index] = found.detach()
+                self.embedded.start(index)
+            case Kind.HIDDEN:
+                self.hidden.start(index)
+            case Kind.VS:
+                self._compute_logits(index, batch, training=training)
+            case Kind.STATS:  # the barrier
+                state, label = self._logits[index], LABEL.with_suffix("statistics")
+                own = torch.stack(state.own)
+                state.exchange = all_gather(self.ranks, state.parts, own, label=label, wait=False)
+            case Kind.VT:
+                with self.buffers.backward(chunk, last=False):
+                    loss = self._compute_gradients(index, training=training)
+                return loss if self.hidden_grads.used else None
+            case Kind.HIDDEN_GRAD:
+                if self.barriers == 1:
+                    self._scale_gradient(index)
+                self.hidden_grads.start(index)
+            case Kind.EMBED_GRAD:
+                self.add_embedding_gradients()
+                self.embedded_grads.start(index)
+        return None
 
     def give(self, action: Action, result: Tensor) -> None:
         """Give the result of the last stage's F, or of the first stage's B."""

@@ -9,16 +9,13 @@ runs what is ready ahead of its turn, unless more would ever be live than in the
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 from megascale.layout.stages import v_shaped
 from megascale.schedule.dependencies import Result, dependencies, results
-from megascale.schedule.ir import Action, Kind, RankSchedule, forward
+from megascale.schedule.ir import LIVE, Action, Kind, RankSchedule, forward, most_live
 
 PERIOD = 6
-LIVE = {Kind.F: 1, Kind.I: 0, Kind.W: -1}
-"""How many more activations are live after an action."""
 
 
 class BuildingBlock(NamedTuple):
@@ -97,7 +94,7 @@ def squeezed(block: BuildingBlock, p: int, m: int) -> list[list[Action]]:
     """
     placement, schedule = v_shaped(p, 2), [list[Action]() for _ in range(p)]
     orders = [in_blocks(block, m, rank) for rank in range(p)]
-    most = max(max(accumulate(LIVE[action.kind] for action in order)) for order in orders)
+    most = max(most_live(order, (1, 1)) for order in orders)
     left = [[(action, dependencies(action, rank, placement)) for action in order] for rank, order in enumerate(orders)]
     live, done = [0] * p, set[Result]()
     while any(left):
@@ -106,7 +103,7 @@ def squeezed(block: BuildingBlock, p: int, m: int) -> list[list[Action]]:
             if (at := _next(order, live[rank], most, done)) is not None:
                 action, _ = order.pop(at)
                 schedule[rank].append(action)
-                live[rank] += LIVE[action.kind]
+                live[rank] += LIVE.get(action.kind, 0)
                 ended += results(action, rank, placement)
         done.update(ended)
     return schedule
@@ -121,8 +118,8 @@ def _next(order: list[tuple[Action, list[Result]]], live: int, most: int, done: 
                 return at
             weights = at if weights is None else weights
         passed.add((kind, chunk))
-        live += LIVE[kind]
+        live += LIVE.get(kind, 0)
         high = max(high, live)
-        if len(passed) == 2 * len(LIVE):
+        if len(passed) == 2 * 3:  # F, I and W of both chunks
             break
     return weights

@@ -6,7 +6,7 @@ is equal at both ends and that no waits for devices deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.layout.stages import Placement
 from megascale.schedule.dependencies import RESULTS
 from megascale.schedule.global_order import global_order
-from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action
+from megascale.schedule.ir import Action, Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action, most_live
 
 PASSES = {(Kind.F, *again, *last) for again in ((), (Kind.R,)) for last in ((Kind.B,), (Kind.I, Kind.W))}
 """The actions of a chunk and a micro-batch in their order."""
@@ -26,13 +26,12 @@ KINDS = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R
 PAIRS = {(Kind.F, Kind.B), (Kind.F, Kind.I)}
 
 
-def check_schedule(
-    compute: Schedule, placement: Placement, m: int, peak: Callable[[int, int, int], int] | None = None
-) -> None:
+def check_schedule(compute: Schedule, placement: Placement, m: int, facts: Mapping[str, Any] | None = None) -> None:
     """Check that every rank runs every micro-batch on every chunk of its path forward, then backward; that the
     gradients of weights are summed in the order of the micro-batches, as the bits of all schedules are equal; that the
-    parts of an Overlap do not need each other; that ranks do not wait for each other; and that no more micro-batches
-    than `peak(p, v, m)` are live on a rank, summed over its chunks.
+    parts of an Overlap do not need each other; that ranks do not wait for each other; and the `facts` of a card: that
+    no more micro-batches than its peak are live on a rank, summed over its chunks, and that it tells of split backwards
+    and pairs, as plans ask for them.
 
     Raises: ScheduleError
     """
@@ -48,9 +47,16 @@ def check_schedule(
                 raise ScheduleError(f"rank {rank}: {action} comes after that of micro-batch {summed[action.chunk]}")
             summed[action.chunk] = action.microbatch
     global_order([[order] for order in compute], placement)
-    for rank, live in enumerate(map(most_live, compute)):
-        if peak is not None and live > peak(p, v, m):
-            raise ScheduleError(f"rank {rank} has {live} micro-batches live, more than {peak(p, v, m)}")
+    if facts is None:
+        return
+    for rank, order in enumerate(compute if facts["peak"] else ()):
+        if (live := most_live(order, [1] * v)) > (peak := facts["peak"](p, v, m)):
+            raise ScheduleError(f"rank {rank} has {live} micro-batches live, more than {peak}")
+    entries = list(chain(*compute))
+    found = {"split": any(action.kind is Kind.W for action in each_action(entries)),
+             "pairs": any(isinstance(entry, Overlap) for entry in entries)}  # fmt: skip
+    if missing := [fact for fact in found if found[fact] and not facts[fact]]:
+        raise ScheduleError(f"its card has not the fact {missing[0]} = True")
 
 
 def check_entries(order: RankSchedule, rank: int) -> None:
@@ -65,15 +71,6 @@ def check_entries(order: RankSchedule, rank: int) -> None:
     for action in each_action(order):
         if tuple(map(type, action)) != (Kind, int, int) or action.kind not in KINDS:
             raise ScheduleError(f"rank {rank}: {action!r} has no Kind of {', '.join(KINDS)}, or no whole numbers")
-
-
-def check_facts(compute: Schedule, facts: Mapping[str, Any]) -> None:
-    """Check that a schedule's card tells of split backwards and pairs, as plans ask for them. Raises: ScheduleError"""
-    entries = list(chain(*compute))
-    found = {"split": any(action.kind is Kind.W for action in each_action(entries)),
-             "pairs": any(isinstance(entry, Overlap) for entry in entries)}  # fmt: skip
-    if missing := [fact for fact in found if found[fact] and not facts[fact]]:
-        raise ScheduleError(f"its card has not the fact {missing[0]} = True")
 
 
 def check_passes(order: RankSchedule, rank: int, placement: Placement, m: int) -> None:
@@ -98,15 +95,6 @@ def check_passes(order: RankSchedule, rank: int, placement: Placement, m: int) -
             raise ScheduleError(
                 f"rank {rank} runs {actions} for chunk {chunk} and micro-batch {i}, not F, then B or I and W"
             )
-
-
-def most_live(order: RankSchedule) -> int:
-    """Count the most (chunk, micro-batch) pairs from forward to last gradient."""
-    live = most = 0
-    for action in each_action(order):
-        live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
-        most = max(most, live)
-    return most
 
 
 @contextmanager

@@ -33,8 +33,6 @@ OWN = {Kind.R: Kind.F, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 TAKEN = {Kind.F: (Kind.F, -1), Kind.B: (Kind.I, 1), Kind.I: (Kind.I, 1)}
 """The result that an action takes from another stage, and that stage relative to its own."""
 
-CACHED = 1 << 14
-
 
 def results(entry: Entry, rank: int, placement: Placement) -> list[Result]:
     """List what a compute action, or a pair of them, leaves."""
@@ -50,22 +48,8 @@ def dependencies(entry: Entry, rank: int, placement: Placement) -> list[Result]:
     return [
         (result, stage, microbatch)
         for kind, chunk, microbatch in parts(entry)
-        for result, stage in _needs(kind, rank, chunk, microbatch % len(placement.paths), placement)
+        for result, stage in _around(kind, rank, chunk, microbatch % len(placement.paths), placement)[0]
     ]
-
-
-@lru_cache(CACHED)
-def _needs(kind: Kind, rank: int, chunk: int, path: int, placement: Placement) -> list[tuple[Kind, int]]:
-    stage = placement.stage(rank, chunk)
-    taken, step = TAKEN.get(kind, (kind, 0))
-    needs = [(OWN[kind], stage)] if kind in OWN else []
-    if kind is Kind.VS:
-        needs = [(Kind.F, placement.count - 1)]
-    elif kind is Kind.VT or (placement.barriers and stage == placement.count - 1 and kind in (Kind.B, Kind.I)):
-        after = Kind.VT if placement.barriers == 2 and kind is not Kind.VT else Kind.VS
-        needs.append((after, placement.count))
-    other = placement.along_path(stage, step, path) if step else None
-    return needs if other is None else [*needs, (taken, other)]
 
 
 class Neighbours(NamedTuple):
@@ -79,11 +63,24 @@ class Neighbours(NamedTuple):
 
 def neighbours(action: Action, rank: int, placement: Placement) -> Neighbours:
     """Find the stages that exchange messages with a compute action of a rank, or with that of a SEND or RECV."""
-    return _neighbours(action.kind, rank, action.chunk, action.microbatch % len(placement.paths), placement)
+    kind, chunk, microbatch = action
+    return _around(SERVED.get(kind, kind), rank, chunk, microbatch % len(placement.paths), placement)[1]
 
 
-@lru_cache(CACHED)
-def _neighbours(kind: Kind, rank: int, chunk: int, path: int, placement: Placement) -> Neighbours:
-    stage, (_, step) = placement.stage(rank, chunk), TAKEN.get(SERVED.get(kind, kind), (kind, 0))
-    others = [placement.along_path(stage, way, path) if step else None for way in (step, -step)]
-    return Neighbours(*(None if other is None or placement.places[other][0] == rank else other for other in others))
+@lru_cache(1 << 14)
+def _around(
+    kind: Kind, rank: int, chunk: int, path: int, placement: Placement
+) -> tuple[list[tuple[Kind, int]], Neighbours]:
+    """Find the results that an action needs, kinds and stages, and its neighbours."""
+    stage = placement.stage(rank, chunk)
+    taken, step = TAKEN.get(kind, (kind, 0))
+    before, after = (placement.along_path(stage, way, path) if step else None for way in (step, -step))
+    needs = [(OWN[kind], stage)] if kind in OWN else []
+    if kind is Kind.VS:
+        needs = [(Kind.F, placement.count - 1)]
+    elif kind is Kind.VT or (placement.barriers and stage == placement.count - 1 and kind in (Kind.B, Kind.I)):
+        needs.append((Kind.VT if placement.barriers == 2 and kind is not Kind.VT else Kind.VS, placement.count))
+    if before is not None:
+        needs.append((taken, before))
+    far = (None if at is None or placement.places[at][0] == rank else at for at in (before, after))
+    return needs, Neighbours(*far)

@@ -24,15 +24,18 @@ clock where a backward takes no longer than a forward, steps would be up to a qu
 """
 
 
-def global_order(lists: Sequence[Sequence[RankSchedule]], placement: Placement) -> list[tuple[int, Entry]]:
+def global_order(
+    lists: Sequence[Sequence[RankSchedule]], placement: Placement
+) -> list[tuple[int, Entry, list[Result]]]:
     """Run lists of entries of every rank on a clock, each list in its order; the first of a rank's lists with an entry
-    that can start at a time starts it. Return the entries with their ranks by their starts, at equal times by rank.
+    that can start at a time starts it. Return the entries by their starts, at equal times by rank, each with its rank
+    before it and with the results that it leaves.
 
     Raises: ScheduleError if the ranks wait for each other
     """
     ticks = defaultdict(lambda: ACTION, TICKS if placement.barriers else {})
     left = [[order[::-1] for order in own] for own in lists]
-    ends, clock, order = dict[Result, int](), [0 for _ in left], list[tuple[int, Entry]]()
+    ends, clock, order = dict[Result, int](), [0 for _ in left], list[tuple[int, Entry, list[Result]]]()
     waiting = defaultdict[Result, set[int]](set)  # the ranks that wait for a result
     passed = Counter[Result]()  # ranks that have run a pass over their rows of the vocabulary
     ready, version = list[tuple[int, int, int, int]](), [0 for _ in left]  # starts, ranks with versions, lists
@@ -55,12 +58,12 @@ def global_order(lists: Sequence[Sequence[RankSchedule]], placement: Placement) 
         if known != version[rank]:
             continue  # the rank has run an entry since, or can run another
         entry = left[rank][at].pop()
-        order.append((rank, entry))
         clock[rank] = start + sum(ticks[kind] for kind, *_ in parts(entry))
         made = results(entry, rank, placement)
         if made[0][1] == placement.count:
             passed.update(made)
             made = made if passed[made[0]] == placement.p else []
+        order.append((rank, entry, made))
         ends.update(dict.fromkeys(made, clock[rank]))
         for other in {rank}.union(*(waiting.pop(result, ()) for result in made)):
             consider(other)
@@ -69,6 +72,5 @@ def global_order(lists: Sequence[Sequence[RankSchedule]], placement: Placement) 
 
 
 def _check_done(left: Sequence[Sequence[RankSchedule]]) -> None:
-    stuck = [f"rank {rank} at {own[-1]}" for rank, lists in enumerate(left) for own in lists if own]
-    if stuck:
+    if stuck := [f"rank {rank} at {own[-1]}" for rank, lists in enumerate(left) for own in lists if own]:
         raise ScheduleError(f"the schedule deadlocks: {', '.join(stuck)}")

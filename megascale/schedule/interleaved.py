@@ -7,13 +7,19 @@ Time by rank, p = 2 ranks, v = 2 chunks, m = 4 micro-batches; F10: forward on ch
 
     rank 0  F00 F01 F10 F11 F02 .   B10---- F03 B11---- F12 B00---- F13 B01---- .   B12---- .   B13---- B02---- B03----
     rank 1  .   F00 F01 F10 B10---- F11 B11---- F02 B00---- F03 B01---- F12 B12---- F13 B13---- B02---- B03---- .   .
+
+Combined 1F1B has one forward more ahead, so that each steady forward runs in a pair with the backward of another
+micro-batch, as in Megatron-LM: the exchange of experts of one is hidden behind the compute of the other.
+
+    rank 0  F00 F01 F10 F11 F02 F03&B10 F12&B11 F13&B00 B01 B12 B13 B02 B03
+    rank 1  F00 F01 F10 F11&B10 F02&B11 F03&B00 F12&B01 F13&B12 B13 B02 B03
 """
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
+from megascale.catalog.schedules import group_sizes
 from megascale.schedule.ir import Action, RankSchedule, backward, forward
 from megascale.schedule.one_f_one_b import alternate, one_f_one_b
 
@@ -31,33 +37,20 @@ def interleaved_1f1b(p: int, v: int, m: int, rank: int) -> RankSchedule:
     return alternate(forwards, backwards, warmup=first + 2 * (p - rank - 1))
 
 
-class Interleaved(NamedTuple):
-    """The forwards and the backwards of a rank, each in their order. `first`: forwards before the `first` one of the
-    last chunk, after which the last rank starts backward.
+def combined_1f1b(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """List the actions of `rank` of p, with v chunks per rank, for m micro-batches. The bubble is that of interleaved
+    1F1B, and p + p / v micro-batches are live.
     """
-
-    forwards: list[Action]
-    backwards: list[Action]
-    first: int
+    forwards, backwards, first = interleave(p, v, m)
+    return alternate(forwards, backwards, warmup=first + 2 * (p - rank - 1) + 1, pairs=True)
 
 
-def interleave(p: int, v: int, m: int) -> Interleaved:
-    """Order the chunks of m micro-batches, in their groups; equal on all p ranks."""
+def interleave(p: int, v: int, m: int) -> tuple[list[Action], list[Action], int]:
+    """Return the forwards and the backwards of m micro-batches, each in their order, in groups, equal on all p ranks;
+    and the number of forwards before the first one of the last chunk, after which the last rank starts backward.
+    """
     sizes = group_sizes(p, m)
     groups = [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
-    return Interleaved(
-        [forward(chunk, i) for group in groups for chunk in range(v) for i in group],
-        [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group],
-        (v - 1) * sizes[0],
-    )
-
-
-def group_sizes(p: int, m: int) -> list[int]:
-    """Split m micro-batches into groups of nearly equal size, at least p unless m < p: larger groups, then smaller.
-
-    A group smaller than p would return to rank 0 for its next chunk before the group has left the last rank: the ranks
-    would deadlock in the steady phase.
-    """
-    count = max(1, m // p)
-    size, larger = divmod(m, count)
-    return [size + 1] * larger + [size] * (count - larger)
+    forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
+    backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
+    return forwards, backwards, (v - 1) * sizes[0]

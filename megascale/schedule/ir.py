@@ -7,7 +7,7 @@ lowered schedule, the simulator estimates its time, tests prove its properties.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -138,6 +138,23 @@ def each_action(order: Iterable[Entry]) -> Iterator[Action]:
 def build_schedule(order: ScheduleFn, p: int, v: int, m: int) -> Schedule:
     """List the compute actions of all p ranks."""
     return [order(p, v, m, rank) for rank in range(p)]
+
+
+LIVE = {Kind.F: 1, Kind.R: 1, Kind.B: -1, Kind.W: -1}
+"""How many more micro-batches are live after an action."""
+
+
+def most_live(order: Sequence[Entry], sizes: Sequence[int]) -> int:
+    """Measure the most that is live, from forward to last gradient. `sizes`: of a micro-batch, by chunk. A forward that
+    is recomputed keeps nothing.
+    """
+    dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
+    live = most = 0
+    for kind, chunk, microbatch in each_action(order):
+        if kind in LIVE and not (kind is Kind.F and (chunk, microbatch) in dropped):
+            live += LIVE[kind] * sizes[chunk]
+            most = max(most, live)
+    return most
 
 
 def weights_at_once(order: RankSchedule, chunks: Collection[int]) -> RankSchedule:

@@ -23,7 +23,7 @@ from itertools import count
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import Placement
-from megascale.schedule.check import as_problem, check_entries, check_facts, check_schedule
+from megascale.schedule.check import as_problem, check_entries, check_schedule
 from megascale.schedule.dependencies import RESULTS, neighbours
 from megascale.schedule.global_order import global_order
 from megascale.schedule.ir import (
@@ -38,7 +38,7 @@ from megascale.schedule.ir import (
 )
 from megascale.schedule.one_f_one_b import partial_1f1b
 from megascale.schedule.resharding import Placed, Reshard, place_gathers
-from megascale.schedule.shared_vocabulary import Exchanges, delay_backwards, microbatches
+from megascale.schedule.shared_vocabulary import delay_backwards, exchanges_after, microbatches
 from megascale.schedule.state_aware import build_state_aware
 
 CACHED_ORDERS, CACHED_RANKS = 32, 64  # layouts of a search often share the order of actions
@@ -53,13 +53,13 @@ def lower(
 
     Raises: ScheduleError if the ranks wait for each other
     """
-    exchanges = Exchanges(placement, microbatches(compute), training)
+    m = microbatches(compute)
     first = [Action(kind, placement.v, 0) for kind in (Kind.WAIT_PARAMS, Kind.EMBED) if placement.barriers]
     lowered: Schedule = [[*first] for _ in compute]
     last = [{a.chunk: a.microbatch for a in each_action(order) if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered, numbers = set[tuple[int, int]](), [count() for _ in compute]
     placed = [place_gathers(order, reshard) if reshard else (Placed(list), Placed(list)) for order in compute]
-    for rank, entry in global_order([[order] for order in compute], placement):
+    for rank, entry, made in global_order([[order] for order in compute], placement):
         order, actions, at, (before, after) = lowered[rank], parts(entry), next(numbers[rank]), placed[rank]
         order.extend(before[at])
         for kind, chunk, microbatch in actions:
@@ -77,10 +77,10 @@ def lower(
         for kind, chunk, microbatch in actions:
             if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
                 order.append(Action(Kind.REDUCE, chunk, microbatch))
-        joint = [exchange for action in actions for exchange in exchanges.after(action, rank)]
+        joint = exchanges_after(made, placement, m, training=training)
         for own in lowered if joint else ():
             own.extend(joint)
-    end = [Action(Kind.REDUCE, placement.v, exchanges.count - 1)] if training and placement.barriers else []
+    end = [Action(Kind.REDUCE, placement.v, m - 1)] if training and placement.barriers else []
     return [[*own, *end] for own in lowered]
 
 
@@ -95,7 +95,7 @@ def with_passes(compute: Schedule, placement: Placement) -> Schedule:
     numbers, placed = range(microbatches(compute)), [RankSchedule() for _ in compute]
     passes: Schedule = [[Action(kind, placement.v, i) for i in numbers] for kind in (Kind.VT, Kind.VS)]
     lists = [[*passes, delay_backwards(own, placement.barriers)] for own in compute]
-    for rank, entry in global_order(lists, placement):
+    for rank, entry, _ in global_order(lists, placement):
         placed[rank].append(entry)
     return placed
 
@@ -117,8 +117,7 @@ def compute_order(
     orders, card = build_schedule(partial(order_of, name), placement.p, placement.v, m), SCHEDULES[name]
     if not card.built_in:
         with as_problem(name):
-            check_schedule(orders, placement, m, card.facts["peak"])
-            check_facts(orders, card.facts)
+            check_schedule(orders, placement, m, card.facts)
     return with_passes([weights_at_once(order, joined) for order in orders], placement)
 
 

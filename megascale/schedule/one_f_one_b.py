@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, starmap
 
 from megascale.layout.stages import Placement
-from megascale.schedule.ir import Action, RankSchedule, backward, each_action, forward
+from megascale.schedule.ir import Action, Overlap, RankSchedule, backward, each_action, forward
 
 
 def one_f_one_b(p: int, v: int, m: int, rank: int) -> RankSchedule:
@@ -42,9 +42,12 @@ def partial_1f1b(placement: Placement, m: int, rank: int) -> RankSchedule:
     return [each for each in each_action(order) if placement.stage(rank, 0) in placement.path(each.microbatch)]
 
 
-def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> RankSchedule:
-    """Order equally many forwards and backwards: `warmup` forwards, then a forward and a backward in turn, then the
-    remaining backwards.
+def alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], warmup: int, *, pairs: bool = False
+) -> RankSchedule:
+    """Order equally many forwards and backwards: `warmup` forwards, then a forward and a backward in turn, or in
+    `pairs`, then the remaining backwards.
     """
     steady = zip(forwards[warmup:], backwards, strict=False)
-    return [*forwards[:warmup], *chain.from_iterable(steady), *backwards[max(0, len(forwards) - warmup) :]]
+    between = starmap(Overlap, steady) if pairs else chain.from_iterable(steady)
+    return [*forwards[:warmup], *between, *backwards[max(0, len(forwards) - warmup) :]]

@@ -16,10 +16,10 @@ barriers: 1F1B has p + 1 or p + 2 micro-batches in flight.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from megascale.layout.stages import Placement
+from megascale.schedule.dependencies import Result
 from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, each_action
 
 
@@ -41,33 +41,19 @@ def microbatches(compute: Schedule) -> int:
     return 1 + max(action.microbatch for order in compute for action in each_action(order))
 
 
-@dataclass
-class Exchanges:
-    """The exchanges of all ranks for `count` micro-batches, which lowering adds; none without vocabulary parallelism.
-    `passed`: ranks that have run a pass, by kind and micro-batch.
+def exchanges_after(made: Sequence[Result], placement: Placement, m: int, *, training: bool) -> list[Action]:
+    """List the exchanges of all ranks that follow results in the global order, of m micro-batches; none without
+    vocabulary parallelism.
     """
-
-    placement: Placement
-    count: int
-    training: bool
-    passed: Counter[tuple[Kind, int]] = field(default_factory=Counter)
-
-    def after(self, action: Action, rank: int) -> list[Action]:
-        """List the exchanges that follow an action of a rank in the global order."""
-        if not self.placement.barriers:
-            return []
-        (kind, chunk, i), kinds = action, list[Kind]()
-        stage = self.placement.stage(rank, chunk)
-        if kind in (Kind.VS, Kind.VT):
-            self.passed[kind, i] += 1
-            if self.passed[kind, i] == self.placement.p:
-                kinds = [Kind.STATS] if kind is Kind.VS else []
-                barrier = Kind.VS if self.placement.barriers == 1 else Kind.VT
-                kinds += [Kind.HIDDEN_GRAD] if self.training and kind is barrier else []
-        elif kind is Kind.F:
-            kinds = [Kind.HIDDEN] if stage == self.placement.count - 1 else []
-            if stage == 0 and i + 1 < self.count:  # one micro-batch ahead
-                return [Action(Kind.EMBED, self.placement.v, i + 1)]
-        elif kind in (Kind.B, Kind.I) and stage == 0:
-            kinds = [Kind.EMBED_GRAD]
-        return [Action(joint, self.placement.v, i) for joint in kinds]
+    if not placement.barriers:
+        return []
+    v, last, found = placement.v, placement.count - 1, list[Action]()
+    after = {(Kind.F, last): Kind.HIDDEN, (Kind.VS, last + 1): Kind.STATS, (Kind.I, 0): Kind.EMBED_GRAD}
+    for kind, stage, i in made:
+        if (kind, stage) in after:
+            found.append(Action(after[kind, stage], v, i))
+        elif (kind, stage) == (Kind.F, 0) and i + 1 < m:  # one micro-batch ahead
+            found.append(Action(Kind.EMBED, v, i + 1))
+        if training and kind is (Kind.VS if placement.barriers == 1 else Kind.VT):
+            found.append(Action(Kind.HIDDEN_GRAD, v, i))
+    return found

@@ -14,7 +14,6 @@ from megascale.layout.parts.part import Scores
 from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.attended import count_scores_in
 from megascale.plan.account.step_totals import DEPTH_TARGETS, score_totals, vector_name
-from megascale.train.prediction_steps import targets_by_depth
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step_totals import StepTotals
 
@@ -68,15 +67,16 @@ class LabelCounts(Hook):
     def batch_read(self, run: Run, batch: StepBatch) -> None:
         """Give the targets of each depth their constant: 0 for a depth without any in the step."""
         totals = StepTotals(run.mesh, run.device.torch_device, batch)
-        by_depth = targets_by_depth(run.config.model, batch)
-        counts = {vector_name(DEPTH_TARGETS, depth): sum(t.count for t in own) for depth, own in by_depth.items()}
+        parts = [part.depths for part in batch.micro_batches if part.depths]  # none on ranks before the last stage
+        by_depth = [[targets[depth] for targets in parts] for depth in range(run.config.model.mtp_layers)]
+        counts = {vector_name(DEPTH_TARGETS, depth): sum(t.count for t in own) for depth, own in enumerate(by_depth)}
         whole = run.config.batch.micro * run.config.model.seq_length
         totals.add_per_microbatch(tokens=batch.loss_tokens, routed=count_tokens(batch, whole), **counts)
         sums = totals.reduce("labels of the step")
         if self._losses is not None:
             self._losses.loss_tokens, self._losses.routed = sums["tokens"], sums["routed"]
             self._losses.samples = run.config.step_samples.at(run.progress.samples) // run.config.sites.count
-        for own, name in zip(by_depth.values(), counts, strict=True):
+        for own, name in zip(by_depth, counts, strict=True):
             share = run.config.train.mtp_loss_weight / len(by_depth)
             constant = torch.where(sums[name] > 0, share * sums["tokens"] / sums[name], 0.0)
             for targets in own:

@@ -53,9 +53,8 @@ from megascale.schedule.ir import RankSchedule, forwards_only
 from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
-from megascale.train.exit_losses import ExitLosses
+from megascale.train.further_losses import FurtherLosses
 from megascale.train.op_context import op_context
-from megascale.train.prediction_steps import PredictionSteps
 from megascale.train.run import Dtypes, Hooks, Run
 from megascale.train.stop import StopRequest
 
@@ -139,8 +138,8 @@ def build_rank_run(
     average = build_average(config.train, optimizer, mesh)
     outer = build_outer(config.sites, optimizer.shards, config.model.total_layers, mesh)
     train, valid, valid_batches = build_loaders(config, mesh, on)
-    spec, placement, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), layout.placement, config.overlap.pp
-    pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
+    spec, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), config.overlap.pp
+    pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
     pipeline.passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
     policy = build_policy(config.data, config.batch, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
@@ -273,10 +272,8 @@ def build_step_hooks(
         from megascale.train.expert_steps import ExpertSteps
 
         hooks.add(ExpertSteps(expert_state))
-    if config.model.mtp_layers:
-        hooks.add(PredictionSteps())
-    if config.model.exits:
-        hooks.add(ExitLosses())
+    if config.model.mtp_layers or config.model.exits:
+        hooks.add(FurtherLosses())
     return hooks
 
 

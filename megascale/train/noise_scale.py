@@ -57,7 +57,7 @@ class NoiseScale(ReplicatedState):
     def add_totals(self, totals: StepTotals) -> None:
         """Add this rank's parts of the totals, after all reductions. A collective of all ranks."""
         if self._measures:
-            tokens = float(totals.batch.micro_batch(0).sequence_loss_tokens)
+            tokens = float(totals.batch.micro_batches[0].sequence_loss_tokens)
             totals.add(first_sq_norm=self._gradient.local_sq_norm())
             totals.add_per_sequence(first_tokens=tokens, first_sq_tokens=tokens**2)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megascale.train.exit_losses import exit_metrics
-from megascale.train.prediction_steps import prediction_metrics
+from megascale.train.further_losses import further_metrics
 from megascale.train.reporter import Reporter
 from megascale.train.run import Hook, Hooks, Run, StepResult
 from megascale.train.saves import Saves
@@ -66,8 +65,7 @@ class StepRecords(Hook):
             noise_scale = run.noise_scale.value if run.noise_scale else None
             cast_stats = run.fp8_state.take_cast_stats() if run.fp8_state else {}
             model, train, totals = run.config.model, run.config.train, result.totals
-            exits = exit_metrics(model, train, run.progress.step, totals)
-            features = {"mtp": prediction_metrics(model, train, totals), "exits": exits}
+            features = further_metrics(model, train, run.progress.step, totals)
             if model.experts:
                 from megascale.train.expert_steps import expert_metrics
 

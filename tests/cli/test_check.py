@@ -17,7 +17,7 @@ from megascale.core.registry import Card
 from megascale.core.units import format_bytes
 from megascale.layout.stages import placement_of
 from megascale.plan.account.memory import JobMemory
-from megascale.schedule.combined import combined_1f1b
+from megascale.schedule.interleaved import combined_1f1b
 from megascale.schedule.ir import Action, Kind, RankSchedule, ScheduleFn, backward, each_action, forward
 from megascale.schedule.lower import compute_order
 from megascale.schedule.one_f_one_b import one_f_one_b
@@ -133,7 +133,7 @@ def test_another_package_s_schedule_is_run_symbolically(
         (f"{__name__}:one_f_one_b", {"placement": "w"}, "'theirs' has the unknown placement 'w'  -> one of loop, v"),
         (f"{__name__}:one_f_one_b", {"peak": 2}, "parallel.schedule: TypeError: 'int' object is not callable"),
         (f"{__name__}:one_f_one_b", {"peak": lambda p, v, m: 1}, "rank 0 has 2 micro-batches live, more than 1"),
-        (f"{__name__}:one_f_one_b", {"periodik": True}, "the unknown fact 'periodik', none of multi_chunk, "),
+        (f"{__name__}:one_f_one_b", {"periodik": True}, "the unknown fact 'periodik', none of v, "),
         (f"{__name__}:one_f_one_b", {}, ""),
     ],
 )

@@ -35,6 +35,7 @@ from megascale.core.files import fingerprint
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS as WEIGHT
+from tests.logits import logits_of
 from tests.marks import only_quick
 from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
 from tests.oracles.test_transformers import build, ours_from_gpt2, ours_from_llama
@@ -131,10 +132,9 @@ def trained(rank: Rank, config: Any) -> tuple[Arrays, Array, Array]:
     run.buffers.finish_param_gather()
     run.checkpoints.save(run.progress)
     batch, (stage,) = run.train_loader.batch(0), run.stages
-    with torch.no_grad():
-        logits = stage.head.logits(stage.hidden_states(None, batch.micro_batch(0))).transpose(0, 1)
+    logits = logits_of(stage, batch.micro_batches[0]).transpose(0, 1)
     shapes = {tensor.name: tensor.shape for tensor in model_tensors(config.model)}
-    tokens = batch.micro_batch(0).tokens.t()
+    tokens = batch.micro_batches[0].tokens.t()
     return join(shapes, [masters(run)]), tokens.numpy(), logits[..., : config.model.vocab_size].numpy()
 
 

@@ -107,7 +107,7 @@ def test_files_of_transformers_have_no_further_layer(tmp_path: Path) -> None:
 
 def first_step(rank: Rank, config: Any) -> tuple[Any, str, float, list[float]]:
     """Begin with the weights, and train a step: the samples, what was said, the loss and that of the depth."""
-    from megascale.train.prediction_steps import prediction_metrics
+    from megascale.train.further_losses import further_metrics
     from megascale.train.resume import load_initial_state
     from megascale.train.step import train_step
 
@@ -116,7 +116,7 @@ def first_step(rank: Rank, config: Any) -> tuple[Any, str, float, list[float]]:
     parts = run.train_loader.batch(0).micro_batches
     ids = torch.cat([torch.cat([part.tokens, part.labels[-1:]]) for part in parts], 1)
     result = train_step(run, run.train_loader.batch(0))
-    depths = prediction_metrics(config.model, config.train, result.totals)
+    depths = further_metrics(config.model, config.train, 1, result.totals)["mtp"]
     run.buffers.finish_param_gather()
     if config.checkpoint.every:
         run.checkpoints.save(run.progress)

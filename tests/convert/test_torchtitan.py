@@ -313,7 +313,7 @@ def batches(rank: Rank, config: Any, steps: int) -> np.ndarray:
     found = []
     for step in range(steps):
         batch = run.train_loader.batch(step * config.batch.total)
-        micro = [batch.micro_batch(index) for index in range(config.batch.total)]
+        micro = [batch.micro_batches[index] for index in range(config.batch.total)]
         found.append([torch.cat([each.tokens.t() for each in micro]), torch.cat([each.labels.t() for each in micro])])
     return np.array([[part.numpy() for part in step] for step in found]).swapaxes(0, 1)
 

@@ -15,6 +15,7 @@ from megascale.model.initialize import init_parameters
 from megascale.model.transformer import Stage
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.rng import Dropout
+from tests.logits import logits_of
 from tests.runs import FAMILIES, given
 
 SEQUENCE, VOCABULARY = 16, 101
@@ -40,10 +41,8 @@ def tokens_of(seed: int) -> Tensor:
     return torch.randint(VOCABULARY, (SEQUENCE, 1), generator=torch.Generator().manual_seed(seed))
 
 
-@torch.no_grad()
 def logits(stage: Stage, tokens: Tensor) -> Tensor:
-    assert stage.head is not None
-    return stage.head.logits(stage.hidden_states(None, micro_batch(tokens)))[:, 0, :VOCABULARY]
+    return logits_of(stage, micro_batch(tokens))[:, 0, :VOCABULARY]
 
 
 @families
@@ -61,9 +60,7 @@ def test_a_token_changes_later_positions_only(model: dict[str, Any]) -> None:
 @families
 def test_samples_do_not_see_each_other(model: dict[str, Any]) -> None:
     stage, tokens = stage_of(model), torch.cat([tokens_of(0), tokens_of(1)], 1)
-    assert stage.head is not None
-    with torch.no_grad():
-        together = stage.head.logits(stage.hidden_states(None, micro_batch(tokens)))
+    together = logits_of(stage, micro_batch(tokens))
     for row in range(2):
         torch.testing.assert_close(together[:, row, :VOCABULARY], logits(stage, tokens[:, row : row + 1]))
 

@@ -54,7 +54,7 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
     layers = range(config.model.num_layers)
     stage = Stage(given(config.model, parameters), layers, True, True)
     batch = whole_batch(config)
-    stage(None, batch).losses[0].total.backward()
+    stage(None, batch).loss.backward()
     tokens = batch.labels.numel()
     return {name: parameter.grad / tokens for name, parameter in parameters.items() if parameter.grad is not None}
 
@@ -69,7 +69,7 @@ def whole_batch(config: Any) -> Any:
     samples = build_mixture(mixture_spec(config, "train"))
     shape = BatchShape(total, total, 1)
     loader = Loader(samples, shape, 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu"))
-    return loader.batch(0).micro_batch(0)
+    return loader.batch(0).micro_batches[0]
 
 
 def clipped(run: Any) -> tuple[float, float, float, float]:

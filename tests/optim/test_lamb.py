@@ -187,8 +187,8 @@ def by_the_formula(config: Any) -> Reference:
     beta1, beta2 = o.betas
     curve, norms = [], {}
     for step in range(1, STEPS + 1):
-        batch = loader.batch((step - 1) * total).micro_batch(0)
-        tokens, losses = batch.labels.numel(), stage(None, batch).losses[0].total
+        batch = loader.batch((step - 1) * total).micro_batches[0]
+        tokens, losses = batch.labels.numel(), stage(None, batch).loss
         measured, loss = torch.autograd.grad(losses, list(parameters.values())), losses / tokens
         grads = {name: grad / tokens for name, grad in zip(parameters, measured, strict=True)}
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))

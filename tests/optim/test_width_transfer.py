@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.parameters import all_params
 from megascale.train.step import train_step
+from tests.logits import logits_of
 from tests.marks import only_quick
 from tests.optim.layouts import SMALL, configuration
 from tests.thread_world import run_threads
@@ -59,18 +58,12 @@ def _plain(config: Any) -> Any:
 
 def change_of_logits(run: Any) -> float:
     """Return the root mean square change of the logits of a fixed batch by a few steps."""
-    (stage,), batch = run.pipeline.stages, run.train_loader.batch(0).micro_batch(0)
-    before = _logits(stage, batch)
+    (stage,), batch = run.pipeline.stages, run.train_loader.batch(0).micro_batches[0]
+    before = logits_of(stage, batch).clone()
     for _ in range(4):
         train_step(run, run.train_loader.batch(run.progress.samples))
     run.buffers.finish_param_gather()
-    return float((_logits(stage, batch) - before).square().mean().sqrt())
-
-
-@torch.no_grad()
-def _logits(stage: Any, batch: Any) -> Tensor:
-    logits: Tensor = stage.head.logits(stage.hidden_states(None, batch))
-    return logits.clone()
+    return float((logits_of(stage, batch) - before).square().mean().sqrt())
 
 
 FROZEN = [{"kinds": ["embedding", "head", "norm"], "name": "adamw", "lr_mult": 0.0}]

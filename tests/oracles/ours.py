@@ -18,6 +18,7 @@ from megascale.data.mix.samples import Sample, SampleSource
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.train.run import Run
+from tests.logits import logits_of
 from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of, train_order
 from tests.worlds import run_world
 
@@ -147,13 +148,8 @@ def _logits(run: Run, batch: Any) -> Array | None:
     if run.mesh.topology.pp > 1:
         return None
     (stage,) = run.stages
-    assert stage.head is not None
-    parts = []
-    with torch.no_grad():
-        for index in range(run.config.num_microbatches):
-            micro_batch = batch.micro_batch(index)
-            parts.append(stage.head.logits(stage.hidden_states(None, micro_batch)).transpose(0, 1))
-    return torch.cat(parts).double().numpy()
+    parts = [logits_of(stage, batch.micro_batches[index]) for index in range(run.config.num_microbatches)]
+    return torch.cat(parts, 1).transpose(0, 1).double().numpy()
 
 
 def parameters_of(run: Run) -> Any:

@@ -265,7 +265,7 @@ def held(rank: Rank, configs: list[RunConfig]) -> list[tuple[int, int, bool]]:
     """Bytes after the forward of a micro-batch, bytes in host memory, and whether an evaluation stores inputs."""
     results = []
     for run in builds(rank, configs):
-        (stage,), micro_batch, offload = run.stages, run.train_loader.batch(0).micro_batch(0), run.pipeline.offload
+        (stage,), micro_batch, offload = run.stages, run.train_loader.batch(0).micro_batches[0], run.pipeline.offload
         if offload is not None:
             offload._buffers = OtherBuffers()
         stage(None, micro_batch)  # fills caches

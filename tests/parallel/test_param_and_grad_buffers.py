@@ -96,12 +96,12 @@ def test_bf16_gradients_accumulate_in_fp32(tmp_path: Path) -> None:
 
 def repeated(run: Any) -> tuple[Numbers, Numbers]:
     """Compute gradients of one micro-batch, and of 65 equal micro-batches."""
-    micro_batch, results = run.train_loader.batch(0).micro_batch(0), []
+    micro_batch, results = run.train_loader.batch(0).micro_batches[0], []
     for times in (1, 65):
         run.buffers.begin_step()
         for _ in range(times):
             with run.buffers.backward(0, last=False):
-                run.stages[0](None, micro_batch).losses[0].total.backward()
+                run.stages[0](None, micro_batch).loss.backward()
         results.append(by_name(run))
     return results[0], results[1]
 

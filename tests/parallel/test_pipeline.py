@@ -16,7 +16,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.stages import looped
-from megascale.parallel.microbatch import Loss, StageOutput
+from megascale.parallel.microbatch import StageOutput
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.record.label import Label
 from megascale.record.recorder import Recorder
@@ -91,7 +91,7 @@ class Watched(nn.Module):
         weakref.finalize(token, lambda: counts.update(alive=counts["alive"] - 1))
         if out.activation is not None:
             return StageOutput(_Alive.apply(out.activation, token))
-        return StageOutput(None, (Loss(_Alive.apply(out.losses[0].total, token)),))
+        return StageOutput(None, _Alive.apply(out.loss, token))
 
 
 def executed(rank: Rank, configs: list[RunConfig]) -> list[dict[str, Any]]:
@@ -164,8 +164,7 @@ def test_tied_embeddings_have_the_sum_of_both_stages(ranks: Any, alone: Any) -> 
 
 
 def roots_of(out: StageOutput) -> list[Tensor]:
-    activations = [] if out.activation is None else [out.activation]
-    return [*activations, *(loss.total for loss in out.losses)]
+    return [root for root in (out.activation, out.loss) if root is not None]
 
 
 def evaluated(rank: Rank, config: RunConfig) -> tuple[float, int]:
@@ -202,7 +201,7 @@ class Penalized(nn.Module):
         out = self._stage(x, batch)
         if out.activation is None:
             return out
-        return out._replace(losses=(Loss(out.activation.square().sum(), self._constant),))
+        return out._replace(loss=self._constant * out.activation.square().sum())
 
 
 def penalized(rank: Rank, config: RunConfig) -> list[tuple[float, Any]]:
@@ -243,13 +242,13 @@ class Sending:
 def mesh_of(*sends: Sending) -> Any:
     left = iter(sends)
     p2p = SimpleNamespace(send=lambda tensor, target, label: next(left), size=2, rank=0)
-    return SimpleNamespace(p2p=p2p, recorder=Recorder())
+    return SimpleNamespace(p2p=p2p, recorder=Recorder(), placement=looped(2, 1))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_sends_block_only_without_overlap(overlap: bool) -> None:
     mesh = mesh_of(sending := Sending())
-    pipeline = PipelineExecutor([], looped(2, 1), mesh, mesh, mesh, torch.float32, overlap=overlap)
+    pipeline = PipelineExecutor([], mesh, mesh, mesh, torch.float32, overlap=overlap)
     pipeline.send(torch.zeros(1), 1, Label())
     assert sending.completed != overlap
 
@@ -257,7 +256,7 @@ def test_sends_block_only_without_overlap(overlap: bool) -> None:
 def test_completed_sends_are_released_in_any_order() -> None:
     upwards, downwards = Sending(), Sending()
     mesh = mesh_of(upwards, downwards)
-    pipeline = PipelineExecutor([], looped(2, 1), mesh, mesh, mesh, torch.float32)
+    pipeline = PipelineExecutor([], mesh, mesh, mesh, torch.float32)
     tensors = [torch.zeros(1), torch.zeros(1)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     for target, tensor in enumerate(tensors):

@@ -290,7 +290,7 @@ def surviving_tensors(rank: Rank, configs: list[RunConfig]) -> list[tuple[int, l
         (stage,) = run.stages
         for layer in stage.layers.values():
             layer.register_forward_pre_hook(enter)
-        loss = stage(None, run.train_loader.batch(0).micro_batch(0)).losses[0].total
+        loss = stage(None, run.train_loader.batch(0).micro_batches[0]).loss
         assert not any(each.expired() for each in saved)
         loss.backward()
         results.append((len(saved), alive))

@@ -91,7 +91,7 @@ def test_recomputed_chunks_wait_for_no_w(schedule: str, tmp_path: Path) -> None:
 
 def left_by_i(run: Any) -> list[int]:
     """Count the bytes of activations after the F, the I and the W of a micro-batch on the first stage."""
-    batch, found = run.train_loader.batch(0).micro_batch(0), list[int]()
+    batch, found = run.train_loader.batch(0).micro_batches[0], list[int]()
 
     def body(live: Callable[[], int]) -> None:
         out = run.stages[0](None, batch).activation

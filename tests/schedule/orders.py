@@ -13,7 +13,7 @@ from megascale.schedule.ir import Action, Kind, Schedule, build_schedule
 def schedule_of(name: str, p: int, v: int, m: int) -> tuple[Schedule, Placement]:
     """Build a compute schedule, with as many chunks as it has if that is one number."""
     facts = SCHEDULES[name].facts
-    placement = placement_of(name, p, (facts["v"] or v) if facts["multi_chunk"] else 1)
+    placement = placement_of(name, p, facts["v"] or v)
     return build_schedule(SCHEDULES[name].load(), p, placement.v, m), placement
 
 

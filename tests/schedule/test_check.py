@@ -67,7 +67,7 @@ def test_schedules_with_other_sums_or_more_activations_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0: B0\.0 comes after that of micro-batch 1"):
         check_schedule(late, looped(1, 1), 2)
     with pytest.raises(ScheduleError, match="rank 0 has 2 micro-batches live, more than 1"):
-        check_schedule(build_schedule(one_f_one_b, 2, 1, 4), looped(2, 1), 4, lambda p, v, m: 1)
+        check_schedule(build_schedule(one_f_one_b, 2, 1, 4), looped(2, 1), 4, {"peak": lambda p, v, m: 1})
 
 
 @pytest.mark.parametrize("pair", [Overlap(forward(0, 1), backward(0, 1)), Overlap(backward(0, 0), forward(0, 1))])

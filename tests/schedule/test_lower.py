@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from lab.message_times import posted_ahead
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import looped, v_shaped
-from megascale.schedule.combined import combined_1f1b
-from megascale.schedule.interleaved import interleaved_1f1b
+from megascale.schedule.interleaved import combined_1f1b, interleaved_1f1b
 from megascale.schedule.ir import (
     SERVED,
     Action,
@@ -53,7 +52,7 @@ def test_no_waits_deadlock(
 ) -> None:
     """In training and evaluation: by the graph, and by hosts that wait before every action."""
     facts = SCHEDULES[name].facts
-    chunks = (facts["v"],) if facts["v"] else chunks if facts["multi_chunk"] else (1,)
+    chunks = (facts["v"],) if facts["v"] else chunks
     for p, v, m in product(ranks, chunks, micro_batches):
         compute, placement = schedule_of(name, p, v, m)
         lowered = lower(compute, placement, reduce_each=True)

@@ -8,9 +8,9 @@ import pytest
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import Placement
-from megascale.schedule.check import check_schedule, most_live
+from megascale.schedule.check import check_schedule
 from megascale.schedule.dependencies import Result, dependencies, results
-from megascale.schedule.ir import Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action
+from megascale.schedule.ir import Kind, Overlap, RankSchedule, Schedule, ScheduleError, each_action, most_live
 from megascale.schedule.lower import lower
 from tests.schedule.hosts import RECEIVES, SENDS, check_messages
 from tests.schedule.orders import schedule_of
@@ -35,7 +35,7 @@ def swapped(order: RankSchedule) -> Iterator[RankSchedule]:
 
 def accepted(compute: Schedule, placement: Placement, peak: int) -> bool:
     try:
-        check_schedule(compute, placement, M, lambda p, v, m: peak)
+        check_schedule(compute, placement, M, {"peak": lambda p, v, m: peak, "split": True, "pairs": True})
     except ScheduleError:
         return False
     return True
@@ -83,7 +83,7 @@ def test_swapped_actions_are_refused_unless_they_run(name: str) -> None:
     for rank, order in enumerate(compute):
         for changed in swapped(order):
             mutant = [*compute[:rank], changed, *compute[rank + 1 :]]
-            valid = runs(mutant, placement) and sums_ascend(mutant) and most_live(changed) <= peak
+            valid = runs(mutant, placement) and sums_ascend(mutant) and most_live(changed, [1] * placement.v) <= peak
             assert accepted(mutant, placement, peak) == valid, f"rank {rank}: {' '.join(map(str, changed))}"
             refused += not valid
     assert refused > 20

@@ -14,11 +14,12 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import Placement, looped, placement_of
 from megascale.plan.simulate.event_simulator import StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
-from megascale.schedule.check import check_schedule, most_live
+from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import (
     ScheduleError,
     build_schedule,
     forward,
+    most_live,
 )
 from megascale.schedule.lower import compute_order, lower
 from tests.schedule.test_lower import check_messages
@@ -57,7 +58,7 @@ def test_orders_are_complete_and_without_deadlocks(p: int, m: int, ratio: float)
     compute = compute_order("1f1b", placement, m)
     check_schedule(compute, placement, m)
     ahead = 2 if ratio <= 0.5 else math.ceil(1 / (1 - ratio))
-    assert [most_live(order) for order in (compute[0], compute[-1])] == [min(m, ahead * (p - 1) + 1), 1]
+    assert [most_live(order, [1]) for order in (compute[0], compute[-1])] == [min(m, ahead * (p - 1) + 1), 1]
     check_messages(lower(compute, placement), placement)
 
 

@@ -26,7 +26,7 @@ BRACKETS = (Kind.GATHER_F, Kind.GATHER_B, Kind.RELEASE)
 def test_weights_are_there_for_every_use(name: str, reshard: Reshard) -> None:
     """Every forward, and every backward but W, of a chunk has its weights; at the end none are left."""
     facts = SCHEDULES[name].facts
-    for p, v, m in ((1, 1, 3), (2, facts["v"] or 1, 5), (3, facts["v"] or (2 if facts["multi_chunk"] else 1), 6)):
+    for p, v, m in ((1, 1, 3), (2, facts["v"] or 1, 5), (3, facts["v"] or 2, 6)):
         compute, placement = schedule_of(name, p, v, m)
         lowered = lower(compute, placement, reduce_each=True, reshard=reshard)
         check_messages([[each for each in order if each.kind not in BRACKETS] for order in lowered], placement)

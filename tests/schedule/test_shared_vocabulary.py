@@ -26,7 +26,7 @@ FREE = Overlaps(tp="none", pp=True, dp=True)
 def pipelines(name: str) -> Iterator[tuple[Placement, Schedule]]:
     """Pipelines of a schedule, with passes."""
     facts = SCHEDULES[name].facts
-    chunks = (facts["v"],) if facts["v"] else (2, 3) if facts["multi_chunk"] else (1,)
+    chunks = (facts["v"],) if facts["v"] else (2, 3)
     for p, v, m, barriers in itertools.product((2, 5), chunks, (1, 2, 8), BARRIERS):
         placement = placement_of(name, p, v, barriers)
         yield placement, with_passes(build_schedule(SCHEDULES[name].load(), p, v, m), placement)

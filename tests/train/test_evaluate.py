@@ -86,8 +86,8 @@ def reference_loss(rank: Rank, config: Any) -> float:
         for index in range(3):
             batch = run.valid_loader.batch(BATCH * index)
             for row in range(BATCH):
-                micro_batch = batch.micro_batch(row)
-                total += float(run.stages[0](None, micro_batch).losses[0].total)
+                micro_batch = batch.micro_batches[row]
+                total += float(run.stages[0](None, micro_batch).loss)
                 tokens += micro_batch.labels.numel()
     return total / tokens
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, embedding
 from megascale.config.run import RunConfig
 from megascale.data.mix.mock_mixture import build_mixture
 from megascale.train.evaluate import evaluate
-from megascale.train.exit_losses import exit_metrics, exit_weights
+from megascale.train.further_losses import exit_weights, further_metrics
 from megascale.train.run_splits import mixture_spec
 from megascale.train.step import train_step
 from tests.runs import LLAMA, config_of, settings
@@ -73,7 +73,7 @@ def train(run: Any) -> Outcome:
     curve, boxes, config = [], [], run.config
     for step in range(3):
         result = train_step(run, run.train_loader.batch(run.progress.samples))
-        exits = exit_metrics(config.model, config.train, run.progress.step, result.totals)
+        exits = further_metrics(config.model, config.train, run.progress.step, result.totals)["exits"]
         curve += [result.loss, result.grad_norm, *(metrics["loss"] for metrics in exits.values())]
         for parameter, spec in run.buffers.shards() if not step and config.parallel.zero < 2 else ():
             row = 0

@@ -21,7 +21,7 @@ from megascale.data.mix.mock_mixture import build_mixture
 from megascale.data.mix.samples import DocumentStarts, Sample, depth_labels
 from megascale.parallel.microbatch import StepBatch
 from megascale.train.evaluate import evaluate
-from megascale.train.prediction_steps import prediction_metrics
+from megascale.train.further_losses import further_metrics
 from megascale.train.run_splits import mixture_spec
 from megascale.train.step import train_step
 from tests.data.datasets import ORIGIN, write_documents
@@ -90,7 +90,7 @@ def train(run: Any) -> Outcome:
     curve, boxes, config = [], [], run.config
     for step in range(3):
         result = train_step(run, run.train_loader.batch(run.progress.samples))
-        depths = prediction_metrics(config.model, config.train, result.totals)
+        depths = further_metrics(config.model, config.train, step + 1, result.totals)["mtp"]
         curve += [result.loss, result.grad_norm, *(metrics["loss"] for metrics in depths.values())]
         if step or config.parallel.zero:
             continue

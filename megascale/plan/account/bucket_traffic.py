@@ -22,9 +22,9 @@ from megascale.layout.parts.microbatch_sizes import FP32, CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
-from megascale.plan.account.rank_actions import step_order
 from megascale.plan.account.sizes import coded_elements, gathered_bytes
 from megascale.plan.account.stage_matrices import exchange_axes, sent_elements, stage_places
+from megascale.schedule.lower import compute_order
 from megascale.schedule.resharding import count_gathers
 
 FP64 = 8  # bytes of an element of sums over the job
@@ -112,8 +112,9 @@ class BucketTraffic:
         """Count the gathers of sharded weights by module."""
         c, p, found = self.config, self.config.parallel, Counter[str]()
         stages, reshard = stages_of(c.model, p), p.resharding
-        assert reshard is not None, "weights are sharded"
-        order = step_order(p, c.num_microbatches, c.num_chunks, c.data.sequence_chunks_saved, self.coord.pp)
+        assert reshard is not None and p.schedule is not None, "weights are sharded, and a schedule is named"
+        chunks, keep = c.num_chunks, c.data.sequence_chunks_saved
+        order = compute_order(p.schedule, stages.placement, c.num_microbatches, parts=chunks, keep=keep)[self.coord.pp]
         for chunk in range(p.vpp):
             index = stages.index(self.coord.pp, chunk)
             modules = ["embedding"] if index == 0 else []

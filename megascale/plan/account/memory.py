@@ -17,19 +17,18 @@ from megascale.layout.chunks import (
     count_heads,
     exits_of,
     fp8_layers,
-    shares_embedding,
     stages_of,
     token_ranks,
 )
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.recompute_policy import RecomputePolicy, joined_chunks, recompute_policy
 from megascale.layout.stages import Stages
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
 from megascale.layout.topology import DATA_AXES, inner_axes, topology_of
 from megascale.plan.account import activations
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.rank_actions import (
     ChunkBytes,
-    most_inputs,
     peak_of,
     posted_on_paths,
     posted_receives,
@@ -38,7 +37,7 @@ from megascale.plan.account.rank_actions import (
 )
 from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, state_bytes
-from megascale.schedule.ir import RankSchedule, weights_at_once
+from megascale.schedule.ir import RankSchedule, most_live, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
@@ -160,7 +159,7 @@ class JobMemory:
         offloads = [recompute_policy(c.train, chunk).offload for chunk in range(self.layout.vpp)]
         held = [len(self.layout.layers(self.layout.index(stage, chunk))) for chunk in range(self.layout.vpp)]
         layers = [count * kept for count, kept in zip(held, offloads, strict=True)]
-        return most_inputs(self._order(stage), layers)
+        return most_live(self._order(stage), layers)
 
     def _order(self, stage: int) -> RankSchedule:
         """List the actions of a rank, as `rank_order` does."""
@@ -173,7 +172,7 @@ class JobMemory:
         model, chunks = self.config.model, list[list[UnitBytes]]()
         head = early = activations.head_bytes(self.sizes)
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
-        copied = model.embeds_last and self.layout.pp > 1 and not self._head_is_embedding
+        copied = model.embeds_last and self.layout.placement.p > 1 and not self._head_is_embedding
         tables = (not model.tie_embeddings) + copied
         head = head._replace(elements=tables * head.elements)
         begin_unit, end_unit = activations.embedding_bytes(self.sizes), head
@@ -190,7 +189,7 @@ class JobMemory:
             for layer in (layer for layer in layers if layer >= model.num_layers):
                 units += [self.layer(layer, recompute), further]
             chunks.append(units)
-        shared = [[activations.vocabulary_bytes(self.sizes, self.layout.pp, barriers)]] if barriers else []
+        shared = [[activations.vocabulary_bytes(self.sizes, self.layout.placement.p, barriers)]] if barriers else []
         return chunks + shared
 
     def _fused(self, stage: int) -> list[tuple[tuple[int, int], ...]]:
@@ -199,23 +198,14 @@ class JobMemory:
         indices = [self.layout.index(stage, chunk) for chunk in range(self.layout.vpp)]
         if not any(count_heads(c.model, self.layout, index) for index in indices):
             return [()] * len(indices)
-        held = bucket_sizes(c.model, c.parallel, c.overlap, c.train, stage)
-        for chunk, (index, buckets) in enumerate(zip(indices, held, strict=True)):
-            heads = {(chunk, _bucket_of_exit(buckets, after)) for after in exits_of(c.model, self.layout, index)}
+        held = bucket_sizes(c.model, c.parallel, c.overlap, c.train, stage, range(self.layout.vpp))
+        for index in indices:
+            heads = {f"{exit_name(after)}.{HEAD}" for after in exits_of(c.model, self.layout, index)}
             if index == self.layout.count - 1:
-                tied = self._head_is_embedding or self._ties_chunk
-                heads.add((0, held[0][0]) if tied else (chunk, self._head_bucket(buckets)))
-            owners = sorted({owner for owner, _ in heads})
-            found.append(tuple((o, size * sum(b.numel for owner, b in heads if owner == o)) for o in owners))
+                heads.add(TOKEN_EMBEDDING if c.model.tie_embeddings else HEAD)
+            sums = [size * sum(b.numel for b in buckets if b.tables & heads) for buckets in held]
+            found.append(tuple((owner, total) for owner, total in enumerate(sums) if total))
         return found
-
-    def _head_bucket(self, buckets: Sequence[BucketSize]) -> BucketSize:
-        """Return the bucket with the head, of those of the last chunk."""
-        model, parallel = self.config.model, self.config.parallel
-        deeper = {f"layers.{layer}" for layer in range(model.num_layers, model.total_layers)}
-        dense = [b for b in buckets if b.reduce_axes == DATA_AXES and b.first_module not in deeper]
-        copied = shares_embedding(model, parallel) and not model.tie_embeddings  # a bucket of its own, the last
-        return dense[-2 if copied else -1]
 
     def _gathered(self, held: Sequence[Sequence[BucketSize]]) -> int:
         """Size the memory for gathered weights of chunks with sharded ones: of a pool of two units, of the largest
@@ -258,7 +248,7 @@ class JobMemory:
 
     def _starts(self) -> list[int]:
         """List the first stages of runs of stages with equal chunks."""
-        units = [*map(self._units, range(self.layout.pp))]
+        units = [*map(self._units, range(self.layout.placement.p))]
         return [stage for stage in range(len(units)) if stage == 0 or units[stage] != units[stage - 1]]
 
     def _chunk(self, units: Sequence[UnitBytes]) -> ChunkBytes:
@@ -285,13 +275,3 @@ def _by_module(buckets: Sequence[BucketSize]) -> list[list[BucketSize]]:
     for bucket in buckets:
         modules.setdefault(bucket.first_module, []).append(bucket)
     return [*modules.values()]
-
-
-def _bucket_of_exit(buckets: Sequence[BucketSize], after: int) -> BucketSize:
-    """Return the bucket with an early exit `after` as many layers: the last that begins with it or before it."""
-
-    def begins_before(module: str) -> bool:
-        kind, _, number = module.partition(".")
-        return kind != "head" and int(number or 0) < after + (kind == "exits")
-
-    return [b for b in buckets if b.reduce_axes == DATA_AXES and begins_before(b.first_module)][-1]

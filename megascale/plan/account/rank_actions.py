@@ -1,5 +1,5 @@
 """Walks through the actions of a pipeline rank: which there are (`rank_order`), the peak of their memory (`peak_of`),
-the inputs of blocks that are kept (`most_inputs`), and the receives that are posted (`posted_receives`).
+and the receives that are posted (`posted_receives`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from megascale.catalog.schedules import SCHEDULES, largest_group
+from megascale.catalog.schedules import SCHEDULES, group_sizes
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.layout.stages import Placement, placement_of
-from megascale.schedule.interleaved import group_sizes
 from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, each_action, parts
 from megascale.schedule.lower import CACHED_ORDERS, compute_order, lower, order_of
 
@@ -33,13 +32,6 @@ def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: 
         m = chunks * min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
     elif facts["periodic"] and not facts["unbounded_in_flight"] and not p.skip_ratio:
         m = representative_microbatches(p.pp, m)
-    return step_order(p, m, chunks, keep, stage)
-
-
-def step_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: int) -> RankSchedule:
-    """List a rank's actions in a step of m micro-batches, as `rank_order` does."""
-    p = parallel
-    assert p.schedule is not None, "a resolved configuration names its schedule"
     if chunks > 1 or p.vocab_pp or p.skip_ratio:
         placement = placement_of(p.schedule, p.pp, p.vpp, p.vocab_pp, p.skip_ratio)
         return compute_order(p.schedule, placement, m, parts=chunks, keep=keep)[stage]
@@ -117,26 +109,13 @@ def _transient(kind: Kind, chunk: ChunkBytes, older: int, *, again: bool) -> int
     return older + (chunk.unit.backward - chunk.unsharded if kind is Kind.I else chunk.unit.forward)
 
 
-def most_inputs(order: RankSchedule, inputs: Sequence[int]) -> int:
-    """Count the most inputs of blocks that are kept from forward to backward, `inputs` by a micro-batch on a chunk."""
-    dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
-    held = most = 0
-    for kind, chunk, microbatch in each_action(order):
-        if kind in (Kind.B, Kind.W):
-            held -= inputs[chunk]
-        elif kind is Kind.R or (kind is Kind.F and (chunk, microbatch) not in dropped):
-            held += inputs[chunk]
-        most = max(most, held)
-    return most
-
-
 def posted_receives(schedule: str, p: int, v: int, m: int, stage: int) -> int:
     """Bound the receives that a rank has posted for later actions (`schedule.lower`): two, or three of pairs, and where
     the stages of the next chunk begin or end also those of micro-batches that wait for the rest of a group larger than
     p, and with split backwards, which return sooner, up to p.
     """
     facts = SCHEDULES[schedule].facts
-    last, waiting = stage == p - 1, largest_group(p, m) - p
+    last, waiting = stage == p - 1, group_sizes(p, m)[0] - p
     paired = 1 if facts["pairs"] else 0
     if v == 1:
         return min((1 if last else 2) + paired, m)

@@ -8,6 +8,7 @@ from megascale.catalog.data import DATA_POLICIES
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.config.train import BatchConfig, TrainConfig
+from megascale.layout.tensors import exit_name
 from megascale.plan.account.attended import windows_of
 
 EVERY_STEP = ("loss", "tokens", "stops", "ranks_written", "ranks_failed", "sq_norm")
@@ -16,11 +17,8 @@ ROUTER_TOTALS = ("balance", "z", "dropped")
 EXPERT_LOAD = "load of experts"
 """A vector with an element for every layer: the largest load of an expert, relative to the mean."""
 
-DEPTH_TARGETS, DEPTH_LOSS = "targets of depth", "loss of depth"
-"""Vectors with an element for every depth of multi-token prediction, counted before the step, and in it."""
-
-EXIT_LOSS = "loss of exit"
-"""A vector with an element for every early exit, by the number of layers before it."""
+DEPTH_TARGETS = "targets of depth"
+"""A vector with an element for every depth of multi-token prediction, counted before the step."""
 
 DATASET_LOSSES, DATASET_TOKENS = "loss of dataset", "tokens of dataset"
 """Vectors with an element for every dataset, of policies that use losses."""
@@ -40,12 +38,21 @@ def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data
     if model.experts:
         layers = [vector_name(EXPERT_LOAD, layer) for layer in range(model.total_layers)]
         names += ["routed", *layers, *ROUTER_TOTALS]
-    names += [vector_name(DEPTH_LOSS, depth) for depth in range(model.mtp_layers)]
-    names += [vector_name(EXIT_LOSS, after) for after in model.exits]
+    names += map(loss_of, further_losses(model))
     if data.blend_policy and DATA_POLICIES[data.blend_policy].facts.get("uses_losses"):
         datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]
     return names
+
+
+def further_losses(model: ModelConfig) -> list[str]:
+    """List the modules with a loss beside the head's: early exits, and layers of multi-token prediction."""
+    return [*map(exit_name, model.exits), *(f"layers.{n}" for n in range(model.num_layers, model.total_layers))]
+
+
+def loss_of(module: str) -> str:
+    """The name of the sum of a module's loss."""
+    return f"loss of {module}"
 
 
 def score_totals(model: ModelConfig) -> Mapping[int | None, tuple[str, str]]:

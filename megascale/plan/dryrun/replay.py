@@ -88,34 +88,29 @@ class ModuleCostCache:
     def counts(self) -> ResourceCounts:
         return self.counter_mode.recorder.counts
 
-    def measure(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        call: Callable[[Tensor], Tensor],
-        choices: Mapping[int, ExpertChoice],
-        recompute: bool = False,
-    ) -> ModuleCost:
-        """Run `call` on a tensor like x, and the backward if gradients are enabled. `choices`: the call may add one.
-        `recompute`: the module's activations are recomputed, and checkpointing holds the output's gradient until
-        the backward ends.
-        """
+    @contextmanager
+    def apart(self, module: nn.Module) -> Iterator[None]:
+        """Have counts of its own for what runs inside, and main gradients for parameters without them."""
         recorder = self.counter_mode.recorder
         outer, recorder.counts = recorder.counts, ResourceCounts()
+        without_grad = [parameter for parameter in module.parameters() if not hasattr(parameter, "main_grad")]
+        for parameter in without_grad:
+            parameter.main_grad = torch.empty(parameter.shape, dtype=self.grad_dtype)  # type: ignore[attr-defined]
         try:
-            with _temporary_main_grads(module, self.grad_dtype):
-                return self._measure(module, x, call, choices, recompute)
+            yield
         finally:
+            for parameter in without_grad:
+                del parameter.main_grad  # type: ignore[attr-defined]
             recorder.counts = outer
 
-    def _measure(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        call: Callable[[Tensor], Tensor],
-        choices: Mapping[int, ExpertChoice],
+    def measure(
+        self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], choices: Mapping[int, ExpertChoice],
         recompute: bool,
-    ) -> ModuleCost:
+    ) -> ModuleCost:  # fmt: skip
+        """Run `call` on a tensor like x, and the backward if gradients are enabled, `apart`. `choices`: the call may
+        add one. `recompute`: the module's activations are recomputed, and checkpointing holds the output's gradient
+        until the backward ends.
+        """
         with_backward, known, counts = torch.is_grad_enabled(), set(choices), self.counts
         leaf = torch.empty_like(x).requires_grad_(x.requires_grad and with_backward)
         baseline = Counter(counts.live_bytes)  # tensors that exist only for the measurement
@@ -213,7 +208,9 @@ class ReplayModule(nn.Module):
             again = self._recompute and with_gradients
             choices = cache.choices[self._module_key] = cache.choices[self._module_key] if again else {}
             own = replace(batch, expert_choices=choices)
-            cache.costs[key] = cache.measure(module, x, lambda x: module(x, own, **named), choices, self._recompute)
+            with cache.apart(module):
+                cost = cache.measure(module, x, lambda x: module(x, own, **named), choices, self._recompute)
+            cache.costs[key] = cost
         cost = cache.costs[key]
         if cost.choice is not None:
             batch.expert_choices[self._layer] = _without_values(cost.choice)
@@ -310,19 +307,6 @@ def _without_values(choice: ExpertChoice) -> ExpertChoice:
     counts = torch.empty_like(choice.counts)
     nbytes = sum(tensor.nbytes for tensor in _tensors(choice)) - counts.nbytes
     return ExpertChoice(torch.empty(nbytes, dtype=torch.uint8), (), counts)
-
-
-@contextmanager
-def _temporary_main_grads(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Allocate main gradients for parameters without them while the block runs."""
-    without_grad = [p for p in module.parameters() if not hasattr(p, "main_grad")]
-    for parameter in without_grad:
-        parameter.main_grad = torch.empty(parameter.shape, dtype=dtype)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for parameter in without_grad:
-            del parameter.main_grad  # type: ignore[attr-defined]
 
 
 def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:

@@ -23,7 +23,7 @@ from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.rank_actions import most_inputs, rank_order
+from megascale.plan.account.rank_actions import rank_order
 from megascale.plan.account.state_bytes import state_bytes
 from megascale.plan.search.layer_split import balanced
 from megascale.plan.search.space import Layout, Space
@@ -32,6 +32,7 @@ from megascale.plan.simulate.layer_time import LayerTimes
 from megascale.plan.simulate.link_time import Buckets
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.step_time import StepParts, scale
+from megascale.schedule.ir import most_live
 from megascale.schedule.shared_vocabulary import delay_backwards
 
 SPLIT = "zb_h1"  # stands for all schedules with split backwards
@@ -95,7 +96,7 @@ class Bounds:
         """Count the most layers whose activations the first rank holds."""
         parallel = self._space.with_layout(Layout(pp=pp, vpp=vpp, schedule=schedule)).parallel
         order = rank_order(parallel.model_copy(update={"vocab_pp": 0}), m, 1, 1, 0)  # its passes hold no layers
-        return most_inputs(delay_backwards(order, parallel.vocab_pp), self._cut(pp, vpp, schedule)[0])
+        return most_live(delay_backwards(order, parallel.vocab_pp), self._cut(pp, vpp, schedule)[0])
 
     def _cut_of(self, pp: int, vpp: int, schedule: str) -> tuple[list[int], list[tuple[int, int, bool]], int]:
         """Count layers: of the first rank by chunk; by rank, as (before the first chunk, on the rank, has the head); of

@@ -249,8 +249,7 @@ class Space:
         bounded = {name: card.facts for name, card in SCHEDULES.cards.items() if not card.facts["unbounded_in_flight"]}
         if not self.config.model.experts:  # pairs hide nothing
             bounded = {name: facts for name, facts in bounded.items() if not facts["pairs"]}
-        suited = [name for name, facts in bounded.items()
-                  if facts["multi_chunk"] == (vpp > 1) and (facts["v"] or vpp) == vpp]  # fmt: skip
+        suited = [name for name, facts in bounded.items() if (facts["v"] or max(2, vpp)) == vpp]
         return self._values("parallel.schedule", suited[:1] if pp == 1 else suited)
 
 

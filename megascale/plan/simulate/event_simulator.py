@@ -24,7 +24,7 @@ from typing import NamedTuple
 from megascale.layout.stages import Place, Placement
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.record.label import BACKWARD
-from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
+from megascale.schedule.dependencies import RESULTS, dependencies, neighbours, results
 from megascale.schedule.ir import (
     COMPUTE_KINDS,
     Action,
@@ -34,12 +34,14 @@ from megascale.schedule.ir import (
     Schedule,
     ScheduleError,
     each_action,
-    parts,
 )
 from megascale.schedule.resharding import GATHERS, Reshard, place_gathers
 
 Message = int
-"""2 x (micro-batch x stages + receiving stage), + 1 for a gradient."""
+"""2 x (micro-batch x (stages + 1) + receiving stage), + 1 for a gradient. With vocabulary parallelism also what all
+ranks await: the output of the last stage is a message to a further stage, all VS are its gradient, and all VT the
+gradient of the last stage.
+"""
 
 FORWARD = Kind.F  # looking up a member of an enum takes 0.2 us, a fifth of an action's simulation
 
@@ -127,33 +129,27 @@ def simulate(
 
 
 class _Messages(NamedTuple):
-    """Ranks that are ready, arrival times of sent messages and of results that all ranks await, and the ranks that wait
-    by what has not arrived. `ends`: of the actions of all ranks that leave such a result together.
+    """Ranks that are ready, arrival times of sent messages, and the ranks that wait by what has not arrived. `ends`: of
+    the actions of all ranks that leave a message together.
     """
 
     ready: list[int]
-    arrival: dict[Message | Result, float]
-    waiting: defaultdict[Message | Result, list[int]]
-    ends: defaultdict[Result, list[float]]
+    arrival: dict[Message, float]
+    waiting: defaultdict[Message, list[int]]
+    ends: defaultdict[Message, list[float]]
 
-    def wait(self, result: Result, rank: int) -> Iterator[None]:
-        """Wait for a result that all ranks await."""
-        while result not in self.arrival:
-            self.waiting[result].append(rank)
-            yield
-
-    def join(self, result: Result, count: int, end: float) -> None:
-        """Note the end of one of `count` actions that leave a result together."""
-        self.ends[result].append(end)
-        if len(self.ends[result]) == count:
-            self.arrival[result] = max(self.ends.pop(result))
-            self.ready.extend(self.waiting.pop(result, ()))
+    def join(self, message: Message, count: int, end: float) -> None:
+        """Note the end of one of `count` actions that leave a message together."""
+        self.ends[message].append(end)
+        if len(self.ends[message]) == count:
+            self.arrival[message] = max(self.ends.pop(message))
+            self.ready.extend(self.waiting.pop(message, ()))
 
 
 class _Route(NamedTuple):
     """The `seconds` of an action of a chunk, and its messages of micro-batch 0: received, and sent; None without.
-    `completes`: the gradients of the chunk's weights. `after`: the result that it awaits as all ranks do, which takes
-    `exchange` seconds; `joint`: the one that it leaves. `hop`: seconds of the message sent.
+    `completes`: the gradients of the chunk's weights. `hop`: seconds of the message sent. Of the one received,
+    `receive`: seconds of compute, `exchange`: of an exchange of all ranks. `joint`: ranks that send it together, or 0.
     """
 
     seconds: float
@@ -161,10 +157,10 @@ class _Route(NamedTuple):
     sent: Message | None
     backward: bool
     completes: bool
-    after: Result | None
-    exchange: float
-    joint: Result | None
-    hop: float = 0.0
+    hop: float
+    receive: float
+    exchange: float = 0.0
+    joint: int = 0
 
 
 @dataclass
@@ -184,16 +180,18 @@ class _Rank:
     def play(self, messages: _Messages, reduce_each: bool, record: bool) -> Iterator[None]:
         """Run the actions of this rank; yield to wait for a message."""
         rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.overlaps.pp, self.overlaps.dp
-        (ready, arrival, waiting, *_), stride = messages, 2 * self.placement.count
+        (ready, arrival, waiting, *_), stride = messages, 2 * self.placement.count + 2
         steps = [*self._steps()]
         last = {action.chunk: action for action, route in steps if route.completes}
-        gathered, gathers, reductions = self._gathered(), self._gathers(), list[Action]()
+        gathered, reductions = self._gathered(), list[Action]()
+        gathers = {*chain(*place_gathers(self.order, self.reshard)[0].values())} if self.reshard else set[Action]()
         now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
-        for action, (seconds, enters, leaves, backward, completes, after, exchange, joint, hop) in steps:
-            _, chunk, microbatch = action
+        for action, (seconds, enters, leaves, backward, completes, hop, receive, exchange, joint) in steps:
+            kind, chunk, microbatch = action
             begin, first = now, stride * microbatch
-            due = gathers.pop(action, None) if gathers else None
-            gathered[chunk] = self._gather(due, now, seconds) if due else gathered[chunk]
+            if gathers and (due := action._replace(kind=GATHERS.get(kind, kind))) in gathers:
+                gathers.remove(due)
+                gathered[chunk] = self._gather(due, now, seconds)
             weights = received = now = max(now, gathered[chunk])
             work, size = times.scales[microbatch] if times.scales else (1.0, 1.0)
             if enters is not None:
@@ -201,14 +199,13 @@ class _Rank:
                 while message not in arrival:
                     waiting[message].append(rank)
                     yield
-                received = arrival.pop(message)
-                now = (received if received > now else now) + times.receive * size
-            if after is not None:
-                yield from messages.wait(result := (*after[:2], microbatch), rank)
-                received = now = max(now, arrival[result]) + exchange * size
+                received = max(now, arrival[message]) + exchange * size
+                now = received + receive * size
             start = now
             now = done = sent = arrives = start + seconds * work
-            if leaves is not None:
+            if leaves is not None and joint:
+                messages.join(leaves + first, joint, done)
+            elif leaves is not None:
                 message = leaves + first
                 sent, taken = done if done > free[backward] else free[backward], hop * size
                 arrives = sent + taken
@@ -218,8 +215,6 @@ class _Rank:
                 free[backward] = arrival[message] = arrives
                 ready += waiting.pop(message, ())
                 now = done if overlaps_pp else arrives
-            if joint is not None:
-                messages.join((*joint[:2], microbatch), self.placement.p if joint[0] is not FORWARD else 1, done)
             if record:
                 self._record(action, begin, weights, received, start, done, sent, arrives)
             if completes and (reduce_each or action is last[chunk]):
@@ -257,14 +252,17 @@ class _Rank:
         sent = None if target is None else 2 * target + backward
         completes, seconds = Kind.W in RESULTS[kind], self.times.seconds(kind, (self.rank, chunk))
         hop = 0.0 if target is None else self.times.hop(self.rank, placement.places[target][0])
-        plain = _Route(seconds, received, sent, backward, completes, None, 0.0, None, hop)
+        route = _Route(seconds, received, sent, backward, completes, hop, self.times.receive)
         if not placement.barriers:
-            return plain
-        needs, made = dependencies(action, self.rank, placement), results(action, self.rank, placement)[0]
-        after = next((need for need in needs if need[1] == placement.count or kind is Kind.VS), None)
-        is_joint = made[1] == placement.count or made[:2] == (Kind.F, placement.count - 1)
-        exchange = 0.0 if kind is Kind.VT else self.times.exchange  # the statistics of a barrier take no time
-        return plain._replace(after=after, exchange=exchange, joint=made if is_joint else None)
+            return route
+        count, needs = placement.count, dependencies(action, self.rank, placement)
+        joint = {(Kind.F, count - 1): 2 * count, (Kind.VS, count): 2 * count + 1, (Kind.VT, count): 2 * count - 1}
+        if needs and needs[-1][:2] in joint:
+            exchange = 0.0 if kind is Kind.VT else self.times.exchange  # the statistics of a barrier take no time
+            route = route._replace(received=joint[needs[-1][:2]], receive=0.0, exchange=exchange)
+        made = results(action, self.rank, placement)[0][:2]
+        together = 1 if kind is FORWARD else placement.p
+        return route._replace(sent=joint[made], joint=together) if made in joint else route
 
     def _gathered(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""
@@ -275,17 +273,6 @@ class _Rank:
             return dict.fromkeys(chunks, 0.0)
         first, forward = Action(Kind.WAIT_PARAMS, 0, 0), self.times.forward
         return {at: self._gather(first._replace(chunk=at), 0.0, forward[self.rank, at]) for at in chunks}
-
-    def _gathers(self) -> dict[Action, Action]:
-        """The gathers of sharded weights, by the action that they come before."""
-        placed = place_gathers(self.order, self.reshard)[0].items() if self.reshard else ()
-        return {
-            action: gather
-            for at, gathers in placed
-            for gather in gathers
-            for action in parts(self.order[at])
-            if GATHERS.get(action.kind) is gather.kind and action[1:] == gather[1:]
-        }
 
     def _gather(self, action: Action, now: float, work: float) -> float:
         """All-gather a chunk's weights from `now` on; return when a pass of `work` seconds can start. It waits for the

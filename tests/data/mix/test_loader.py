@@ -67,7 +67,7 @@ def test_any_layout_trains_on_the_next_samples(shape: BatchShape, seen: int, mas
         batch = loader(shape, rank, masked=masked).batch(seen)
         tokens += batch.loss_tokens
         for index in range(shape.num_microbatches):
-            part = batch.micro_batch(index)
+            part = batch.micro_batches[index]
             assert part.tokens is not None and part.labels is not None
             assert part.tokens.shape == part.labels.shape == (SEQUENCE, shape.micro_batch)
             assert part.labels.equal(part.tokens + 1)
@@ -79,7 +79,7 @@ def test_any_layout_trains_on_the_next_samples(shape: BatchShape, seen: int, mas
 
 @given(shapes())
 def test_micro_batches_have_the_masks_of_their_rows(shape: BatchShape) -> None:
-    part = loader(shape, 0, masked=True).batch(0).micro_batch(0)
+    part = loader(shape, 0, masked=True).batch(0).micro_batches[0]
     samples = NumberedSamples(True)
     masks = [samples[row].mask for row in shape.rows(0, 0)]
     assert (part.mask is None) == all(mask is None for mask in masks)
@@ -91,7 +91,7 @@ def test_micro_batches_have_the_masks_of_their_rows(shape: BatchShape) -> None:
 def test_a_step_continues_after_the_previous_step() -> None:
     shape = BatchShape(4, 2, 1)
     steps = loader(shape, 0).batches(3)
-    first = [(part.micro_batch(0).tokens, part.micro_batch(1).tokens) for part in steps]
+    first = [(part.micro_batches[0].tokens, part.micro_batches[1].tokens) for part in steps]
     numbers = [(tokens[0] // 10).tolist() for pair in first for tokens in pair if tokens is not None]
     assert numbers == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
@@ -102,7 +102,7 @@ def test_a_middle_stage_draws_dropout_for_the_samples_it_does_not_read(rank: int
     full, empty = loader(shape, rank).batch(7), loader(shape, rank, empty=True).batch(7)
     assert empty.loss_tokens == 0
     for index in range(shape.num_microbatches):
-        micro_batch, middle_stage = full.micro_batch(index), empty.micro_batch(index)
+        micro_batch, middle_stage = full.micro_batches[index], empty.micro_batches[index]
         assert (middle_stage.tokens, middle_stage.labels, middle_stage.mask) == (None, None, None)
         assert keep_mask(micro_batch).equal(keep_mask(middle_stage))
         assert not keep_mask(micro_batch)[0].equal(keep_mask(micro_batch)[1])
@@ -120,7 +120,7 @@ def prefetching_loader(samples: NumberedSamples) -> Loader:
 
 def sample_indices(batch: StepBatch) -> list[int]:
     """The sample indices of a batch."""
-    parts = [batch.micro_batch(index).tokens for index in range(4)]
+    parts = [batch.micro_batches[index].tokens for index in range(4)]
     return [int(tokens[0]) // 10 for tokens in parts if tokens is not None]
 
 

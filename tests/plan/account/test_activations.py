@@ -68,7 +68,7 @@ def held(rank: Rank, configs: list[RunConfig]) -> list[int]:
     sizes = []
     for config in configs:
         run = build_run(rank, config)
-        (stage,), micro_batch = run.stages, run.train_loader.batch(0).micro_batch(0)
+        (stage,), micro_batch = run.stages, run.train_loader.batch(0).micro_batches[0]
         if run.fp8_state is not None:
             run.fp8_state.begin_step(collect_stats=False)
         stage(None, micro_batch)  # fills caches

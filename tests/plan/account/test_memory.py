@@ -34,7 +34,7 @@ def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.Monke
         return [*forwards, *(backward(chunk, i) for chunk in reversed(range(v)) for i in range(m))]
 
     monkeypatch.setitem(breadth_first.__globals__, "breadth_first", breadth_first)
-    card = Card("breadth_first", "", f"{__name__}:breadth_first", {"multi_chunk": True, "unbounded_in_flight": True})
+    card = Card("breadth_first", "", f"{__name__}:breadth_first", {"v": None, "unbounded_in_flight": True})
     monkeypatch.setitem(SCHEDULES.cards, card.name, SCHEDULES.complete(card))
     overrides = ["parallel.pp=4", "parallel.vpp=2", "parallel.schedule=breadth_first"]
     few, many = (

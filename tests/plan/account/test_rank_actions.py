@@ -16,13 +16,13 @@ from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule
 from megascale.schedule.lower import lower
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["multi_chunk"]])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["v"] != 1])
 @given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
 @example(p=7, v=2, m=146)  # six large groups and fourteen small ones
 @example(p=8, v=3, m=71)  # all groups but one are large
 @settings(max_examples=12, deadline=None)
 def test_representative_micro_batches_show_all_situations(name: str, p: int, v: int, m: int) -> None:
-    v = SCHEDULES[name].facts.get("v") or v
+    v = SCHEDULES[name].facts["v"] or v
     few, many = (
         ir.build_schedule(SCHEDULES[name].load(), p, v, count) for count in (representative_microbatches(p, m), m)
     )
@@ -36,8 +36,8 @@ def test_representative_micro_batches_are_few() -> None:
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_posted_receives_have_a_bound(name: str) -> None:
     facts = SCHEDULES[name].facts
-    chunks = (facts["v"] or (1, 2, 4)) if facts["multi_chunk"] else 1
-    for p, v, m in itertools.product(range(2, 6), chunks if isinstance(chunks, tuple) else (chunks,), range(1, 14)):
+    chunks = (facts["v"],) if facts["v"] else (1, 2, 4)
+    for p, v, m in itertools.product(range(2, 6), chunks, range(1, 14)):
         placement = placement_of(name, p, v)
         for rank, order in enumerate(lower(ir.build_schedule(SCHEDULES[name].load(), p, v, m), placement)):
             posted, most = set[Action](), 0

@@ -72,7 +72,7 @@ def all_legal(space: Space) -> set[Layout]:
             layout = Layout(*keys[:2], 1, "ring", 1, *keys[2:], reshard="forward" if keys[-1] == 3 else None)
             no_effect = (tp == 1 and layout.sp != parallel.sp) or (dp == 1 and layout.zero != parallel.zero)
             facts = SCHEDULES[layout.schedule].facts
-            duplicate = facts["multi_chunk"] != (layout.vpp > 1) or (facts.get("v") or layout.vpp) != layout.vpp
+            duplicate = (facts["v"] or max(2, layout.vpp)) != layout.vpp
             duplicate |= pp == 1 and layout.schedule not in ("1f1b", "interleaved_1f1b")
             if not no_effect and not duplicate and legal(space, layout):
                 layouts.add(layout)

@@ -174,7 +174,7 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
 def test_sharded_weights_are_gathered_where_lowering_says(name: str, p: int, m: int, reshard: Reshard) -> None:
     """Before the first use of a chunk in the step, or in a run of its actions, which waits for it."""
     facts = SCHEDULES[name].facts
-    compute, placement = schedule_of(name, p, 2 if facts["multi_chunk"] else 1, m)
+    compute, placement = schedule_of(name, p, 2, m)
     reshard = "keep" if facts.get("pairs") else reshard
     taken = times(p, placement.v, gather=dict.fromkeys(placement.places, 0.1))
     recorded = simulate(compute, placement, taken, ALL, reshard=reshard, spans=True)

@@ -35,7 +35,7 @@ def pipelines(draw: Any) -> tuple[Pipeline, StageTimes, Overlaps]:
     """
     name = draw(st.sampled_from(sorted(name for name, card in SCHEDULES.cards.items() if card.facts["periodic"])))
     facts = SCHEDULES[name].facts
-    v = facts.get("v") or draw(st.integers(2, 4)) if facts["multi_chunk"] else 1
+    v = facts["v"] or draw(st.integers(2, 4))
     p = draw(st.one_of(st.integers(2, 8), st.integers(30, 60)))
     m = draw(st.integers(FEW // (2 * p * v) + 1, 20_000 // (2 * p * v)))
     layers_per_chunk, extra = divmod(draw(st.integers(p * v, 4 * p * v)), p * v)
@@ -94,7 +94,7 @@ UNIFORM = [
 def test_a_uniform_pipeline_is_exact(name: str, p: int, m: int) -> None:
     """Work of all micro-batches plus the bubble of p - 1 stages, with more idle time for m < p."""
     facts = SCHEDULES[name].facts
-    v = (facts.get("v") or 3) if facts["multi_chunk"] else 1
+    v = facts["v"] or 3
     forward = dict.fromkeys(itertools.product(range(p), range(v)), 1.0)
     times = StageTimes(forward, dict.fromkeys(forward, 2.0), 0.0, 0.0, {}, {}, weight_gradient=forward)
     if m >= p:
@@ -139,7 +139,7 @@ def test_schedules_without_a_period_are_simulated_in_full(monkeypatch: pytest.Mo
         return [action(0, i) for wave in waves for action in (forward, backward) for i in wave]
 
     monkeypatch.setitem(in_waves.__globals__, "in_waves", in_waves)
-    card = Card("in_waves", "", f"{__name__}:in_waves", {"multi_chunk": False, "unbounded_in_flight": False})
+    card = Card("in_waves", "", f"{__name__}:in_waves", {"v": 1, "unbounded_in_flight": False})
     monkeypatch.setitem(SCHEDULES.cards, card.name, SCHEDULES.complete(card))
     times = StageTimes(
         *(dict.fromkeys([(rank, 0) for rank in range(3)], took) for took in (1.0, 2.0)), 0.0, 0.0, {}, {}

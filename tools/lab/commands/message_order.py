@@ -84,7 +84,7 @@ def verdict(shape: Shape, goal: float, found: Sequence[float], draws: int) -> st
 
 def pipelines(name: str, most: int) -> Iterator[Shape]:
     """Yield the shapes of the last rows; interleaving needs a multiple of p micro-batches, and 1F1B p or more."""
-    chunks = range(2, 7) if SCHEDULES[name].facts["multi_chunk"] else (1,)
+    chunks = (1,) if SCHEDULES[name].facts["v"] == 1 else range(2, 7)
     for p, v, groups in itertools.product(range(2, most + 1), chunks, range(1, 5)):
         yield name, p, v, groups * p
 
