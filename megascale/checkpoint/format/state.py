@@ -40,6 +40,12 @@ class Progress:
     tokens: int | float = 0  # of a saved number, pydantic keeps the type
 
 
+def overlap(region: Region, box: Region) -> list[tuple[int, int]] | None:
+    """Return [first, end) of what a region and a box share, in each dimension; None if they share nothing."""
+    spans = [(max(low, first), min(low + n, first + count)) for low, n, first, count in zip(*region, *box, strict=True)]
+    return spans if all(first < end for first, end in spans) else None
+
+
 def missing_region(region: Region, boxes: Iterable[Region]) -> Region | None:
     """Return a part of a region that no box covers; None if there is none."""
     left = [region]
@@ -50,14 +56,11 @@ def missing_region(region: Region, boxes: Iterable[Region]) -> Region | None:
 
 def _outside(region: Region, box: Region) -> Iterator[Region]:
     """Yield the parts of a region outside of a box, cut off along one dimension after another."""
-    offset, size = map(list, region)
-    overlap = [
-        (max(low, first), min(low + n, first + count)) for low, n, first, count in zip(offset, size, *box, strict=True)
-    ]
-    if any(low >= high for low, high in overlap):
+    if (shared := overlap(region, box)) is None:
         yield region
         return
-    for dim, (low, high) in enumerate(overlap):
+    offset, size = map(list, region)
+    for dim, (low, high) in enumerate(shared):
         for start, stop in ((offset[dim], low), (high, offset[dim] + size[dim])):
             if start < stop:
                 cut_offset, cut_size = offset.copy(), size.copy()

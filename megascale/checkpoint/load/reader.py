@@ -7,22 +7,21 @@ import operator
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megascale.checkpoint.collective_errors import OtherRankError
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES
-from megascale.checkpoint.format.state import Region, missing_region, shard_key, slices
+from megascale.checkpoint.format.state import Region, missing_region, overlap, shard_key, slices
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, single_rank_group
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
-from megascale.parallel.stateful import GlobalTensor, TensorShard
+from megascale.parallel.stateful import GlobalTensor
 
 
 class ReadRequest(NamedTuple):
@@ -47,8 +46,7 @@ class _Span(NamedTuple):
 
 
 def plan_reads(path: Location, saved: manifest.Manifest, tensors: Mapping[str, GlobalTensor]) -> list[ReadRequest]:
-    """Find the parts of the checkpoint at `path` that fill this rank's shards. torch finds the stored shards that a
-    shard intersects.
+    """Find the parts of the checkpoint at `path` that fill this rank's shards.
 
     Raises: CheckpointError for a missing tensor or another shape, DamagedError for a tensor stored in part
     """
@@ -61,16 +59,19 @@ def plan_reads(path: Location, saved: manifest.Manifest, tensors: Mapping[str, G
                 f"{path}: {name} has shape {list(stored.shape)} there, {list(tensor.shape)} in this run",
                 hint="resume with the [model] section of the run that saved it",
             )
-        properties = TensorProperties(dtype=tensor.dtype)
-        described = TensorStorageMetadata(properties, torch.Size(stored.shape), [*map(_chunk, stored.shards)])
-        items = create_read_items_for_chunk_list(name, described, [*map(_chunk, tensor.shards)])
-        for item in items:
-            source, target = item.storage_index.index, item.dest_index.index
-            assert source is not None and target is not None, "torch gives the place of a shard in its list"
-            request = requests.setdefault((name, source), ReadRequest(name, stored.shards[source], []))
-            part = tensor.shards[target].data[slices(item.dest_offsets, item.lengths)]
-            request.parts.append(((tuple(item.storage_offsets), tuple(item.lengths)), part))
-        if sum(math.prod(item.lengths) for item in items) != sum(math.prod(shard.size) for shard in tensor.shards):
+        found = 0
+        for shard, (index, source) in product(tensor.shards, enumerate(stored.shards)):
+            if (shared := overlap((source.offset, source.size), (shard.offset, shard.size))) is None:
+                continue
+            size = tuple(end - first for first, end in shared)
+            begins, target = (
+                tuple(first - start for (first, _), start in zip(shared, offset, strict=True))
+                for offset in (source.offset, shard.offset)
+            )
+            request = requests.setdefault((name, index), ReadRequest(name, source, []))
+            request.parts.append(((begins, size), shard.data[slices(target, size)]))
+            found += math.prod(size)
+        if found != sum(math.prod(shard.size) for shard in tensor.shards):
             raise incomplete(path, name, stored, [(shard.offset, shard.size) for shard in tensor.shards])
     return list(requests.values())
 
@@ -83,10 +84,6 @@ def incomplete(path: Location, name: str, stored: manifest.StoredTensor, wanted:
         return manifest.DamagedError(f"{path} holds parts of {name} twice")
     text = ", ".join(f"{first}:{first + count}" for first, count in zip(*missing, strict=True))
     return manifest.DamagedError(f"{path} holds only a part of {name} {list(stored.shape)}: it lacks [{text}]")
-
-
-def _chunk(shard: manifest.StoredShard | TensorShard) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=torch.Size(shard.size))
 
 
 @dataclass

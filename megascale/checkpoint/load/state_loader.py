@@ -11,6 +11,7 @@ from torch import Tensor
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Region
+from megascale.checkpoint.load.reader import CheckpointReader, plan_reads
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import broadcast_bytes
 from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
@@ -39,9 +40,6 @@ class StateLoader:
 
         Raises: on every rank the same DamagedError if it is damaged, CheckpointError if it holds another model
         """
-        # here: torch's planners take a second to import, and a start from copies in memory needs none
-        from megascale.checkpoint.load.reader import CheckpointReader, plan_reads
-
         text: list[bytes] = []
         on_first_rank(self.mesh.world, lambda: text.append(manifest.read_text(path)), f"the manifest of {path}")
         saved = manifest.parse(path, broadcast_bytes(self.mesh, b"".join(text), self.device.torch_device))
