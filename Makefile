@@ -22,10 +22,10 @@ quickstart: install ## train a GPT on real text in 3D parallelism on this machin
 	$(BIN)/megascale quickstart
 
 test: install ## the tests, 12 minutes on two cores; JOBS=N at a time (4)
-	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile
+	$(BIN)/python -m pytest --jobs $(or $(JOBS),4)
 
 test-all: install ## the tests, the slow ones too
-	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile
+	$(BIN)/python -m pytest --jobs $(or $(JOBS),4)
 	$(BIN)/python -m pytest -m slow # one at a time: clusters, testbeds and limits of the whole host
 
 test-gpu: install ## what only GPUs show: a table and a file to send; GPUS=2, GPUS=8 for several

@@ -14,7 +14,7 @@ the unpacked sdist. Prints a table; the output is in build/release. The status i
 in the environment:
   STEPS  steps of the quickstart (240)
   TESTS  folders and files of tests (tests: all quick ones)
-  JOBS   tests at a time (3)
+  JOBS   tests at a time (4)
 USAGE
     exit
 fi
@@ -56,7 +56,7 @@ quickstart() (
 
 tests() (
     read -ra selection <<<"${TESTS:-tests}"
-    cd "$work"/megascale-* && "$1/bin/python" -m pytest -n "${JOBS:-3}" --dist loadfile "${selection[@]}"
+    cd "$work"/megascale-* && "$1/bin/python" -m pytest --jobs "${JOBS:-4}" "${selection[@]}"
 )
 
 try "$1" build build "$1"

@@ -177,7 +177,7 @@ CASES = [
 QUICK_CASES = [case for case in CASES if case.quick]
 
 
-STEPS, QUICK_STEPS = 10, 3
+STEPS, QUICK_STEPS = 10, 2
 
 
 def configurations(cases: Sequence[Case], steps: int, folder: Path, **layout: Any) -> list[RunConfig]:

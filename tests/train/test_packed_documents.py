@@ -29,8 +29,8 @@ from tests.runs import MODELS, build_run, config_of, settings
 from tests.train.test_layout_invariance import GEMMA_LIKE, LAYOUTS
 from tests.worlds import run_world
 
-STEPS = 3
-BATCH, QUICK_BATCH = 8, 4
+SIZE = {"batch__global": 8, "train__steps": 3}
+QUICK_SIZE = {"batch__global": 4, "train__steps": 2}
 VOCABULARY = 101
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def configure(case: Case, dataset: Path, folder: Path, **keys: Any) -> RunConfig
     """A run of a case on the dataset, which also evaluates on it."""
     given = {
         "data__mock": False, "data__train": str(dataset), "data__valid": str(dataset),
-        "data__attention_mask": "document", "train__eval_every": 100, "train__eval_steps": 2, "train__steps": STEPS,
+        "data__attention_mask": "document", "train__eval_every": 100, "train__eval_steps": 2,
         "optimizer__lr": 1e-3, "optimizer__warmup_steps": 0, "optimizer__clip_norm": 0.0,
     }  # fmt: skip
     return config_of(settings(MODELS[case.family] | case.model, folder, **(given | case.keys | keys)), folder)
@@ -148,7 +148,7 @@ def documents_of(sample: Sample) -> Iterator[MicroBatch]:
 
 def _outcome(run: Any, evaluation: Any, load: Any) -> Outcome:
     steps, flops, gradient, shapes = [], [], {}, {}
-    for step in range(STEPS):
+    for step in range(run.config.train.steps):
         batch = load(run)
         result = train_step(run, batch)
         steps.append((result.loss, result.grad_norm, result.loss_tokens))
@@ -193,13 +193,13 @@ def joined(ranks: list[Outcome]) -> dict[str, Tensor]:
     return whole
 
 
-def check(layout: dict[str, Any], names: list[str], batch: int, dataset: Path, folder: Path, separate: Any) -> None:
+def check(layout: dict[str, Any], names: list[str], size: Any, dataset: Path, folder: Path, separate: Any) -> None:
     in_parts = "parallel__cp" in layout and layout.get("parallel__cp_mode") != "ulysses"
     if in_parts or "data__sequence_chunk_tokens" in layout:
         names = [name for name in names if "attention_softcap" not in CASES[name].model]
-    configs = [configure(CASES[name], dataset, folder, batch__global=batch, **layout) for name in names]
+    configs = [configure(CASES[name], dataset, folder, **size, **layout) for name in names]
     ranks = run_world(configs[0].world_size, train_packed, configs)
-    for index, (name, expected) in enumerate(zip(names, separate(names, batch), strict=True)):
+    for index, (name, expected) in enumerate(zip(names, separate(names, size), strict=True)):
         outcomes = [outcomes[index] for outcomes in ranks]
         steps, evaluation = outcomes[0].steps, outcomes[0].evaluation
         assert [tokens for *_, tokens in steps] == [tokens for *_, tokens in expected.steps], name
@@ -223,22 +223,24 @@ def close(actual: Any, expected: Any, tolerance: float) -> None:
 @pytest.fixture(scope="module")
 def separate(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function that returns the outcomes of separate documents."""
-    known: dict[tuple[str, int], Outcome] = {}
+    known: dict[tuple[str, str], Outcome] = {}
 
-    def outcomes(names: list[str], batch: int) -> list[Outcome]:
-        new = [name for name in names if (name, batch) not in known]
+    def outcomes(names: list[str], size: dict[str, int]) -> list[Outcome]:
+        new = [name for name in names if (name, str(size)) not in known]
         folder = tmp_path_factory.mktemp("separate")
-        configs = [configure(CASES[name], dataset, folder, batch__global=batch) for name in new]
+        configs = [configure(CASES[name], dataset, folder, **size) for name in new]
         if new:
-            known.update(zip([(name, batch) for name in new], run_world(1, train_separate, configs)[0], strict=True))
-        return [known[name, batch] for name in names]
+            known.update(
+                zip([(name, str(size)) for name in new], run_world(1, train_separate, configs)[0], strict=True)
+            )
+        return [known[name, str(size)] for name in names]
 
     return outcomes
 
 
 @pytest.mark.parametrize("layout", QUICK_LAYOUTS)
 def test_packed_documents_are_separate_documents(layout: str, dataset: Path, tmp_path: Path, separate: Any) -> None:
-    check(LAYOUTS[layout], QUICK_CASES, QUICK_BATCH, dataset, tmp_path, separate)
+    check(LAYOUTS[layout], QUICK_CASES, QUICK_SIZE, dataset, tmp_path, separate)
 
 
 @pytest.mark.slow
@@ -246,4 +248,4 @@ def test_packed_documents_are_separate_documents(layout: str, dataset: Path, tmp
 def test_packed_documents_are_separate_in_every_layout(
     layout: str, dataset: Path, tmp_path: Path, separate: Any
 ) -> None:
-    check(LAYOUTS[layout], list(CASES), BATCH, dataset, tmp_path, separate)
+    check(LAYOUTS[layout], list(CASES), SIZE, dataset, tmp_path, separate)
