@@ -8,8 +8,6 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
-from hypothesis.internal.conjecture.providers import HypothesisProvider
-from hypothesis.internal.constants_ast import Constants
 
 from megascale.cli.agent import GRPC_DEFAULTS
 from tests.forked import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
@@ -20,8 +18,6 @@ os.environ.update(GRPC_DEFAULTS | os.environ)
 # No deadlines: the machine is shared. The same examples each time: a failure must not come and go.
 settings.register_profile("megascale", deadline=None, derandomize=True)
 settings.load_profile("megascale")
-# Examples would have constants of the modules that tests before this one have imported: others in each order of tests.
-HypothesisProvider._local_constants = Constants()
 
 
 @pytest.hookimpl(wrapper=True)
