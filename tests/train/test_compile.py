@@ -94,6 +94,7 @@ def test_without_a_compiler_nothing_is_built(tmp_path: Path) -> None:
     assert message == expected
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_command_ends_with_status_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,7 +177,7 @@ CASES = [
 QUICK_CASES = [case for case in CASES if case.quick]
 
 
-STEPS, QUICK_STEPS = 10, 3
+STEPS, QUICK_STEPS = 10, 2
 
 
 def configurations(cases: Sequence[Case], steps: int, folder: Path, **layout: Any) -> list[RunConfig]:
@@ -189,6 +189,7 @@ def configurations(cases: Sequence[Case], steps: int, folder: Path, **layout: An
             "train__precision": case.precision,
             "train__steps": steps,
             "optimizer__lr": 1e-3,
+            "optimizer__warmup_steps": min(2, steps - 1),
         } | case.data
         model = MODELS[case.family] | ({"block": case.block} if case.block else {}) | case.model
         configs.append(config_of(settings(model, folder, **changes, **layout), folder))

@@ -91,6 +91,6 @@ def _message(action: Action, rank: int, placement: Placement) -> object:
     """The kind of a message, the stage that receives it, and its micro-batch; None for other actions."""
     if action.kind not in SERVED:
         return None
-    to = placement.stage(rank, action.chunk)
-    to = to if action.kind in RECEIVES else neighbours(action, rank, placement).target
+    receives = action.kind in RECEIVES
+    to = placement.stage(rank, action.chunk) if receives else neighbours(action, rank, placement).target
     return SERVED[action.kind], to, action.microbatch

@@ -27,13 +27,13 @@ from megascale.checkpoint.companions import FOLDER, make_checkpoint_folder
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import split_shards
 from megascale.checkpoint.save.snapshot import Snapshot
+from megascale.checkpoint.save.write_plan import WritePlan, make_write_plan
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.core.errors import CheckpointError
 from megascale.core.wait_notice import WaitNotice
 
 if TYPE_CHECKING:
     from megascale.checkpoint.memory.memory_checkpoints import CanLose, MemoryCheckpoints
-    from megascale.checkpoint.save.write_plan import WritePlan
     from megascale.comm.mesh import Mesh
     from megascale.core.storage import Location
     from megascale.device import Device
@@ -151,8 +151,6 @@ class CheckpointSaver:
             path = folder / on_first_rank(world, lambda: made.result()[0].name if made else "", label)
         companions = made.result()[1] if made else {}
         if path is not None and self._plan is None:
-            from megascale.checkpoint.save.write_plan import make_write_plan  # torch's planners take a second to import
-
             self._plan = make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)  # of all slots
         self._attempt = attempt = _Attempt(facts, slot, path, waited_s, companions, time.monotonic())
         self.fault_hook("write")

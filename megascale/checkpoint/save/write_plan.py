@@ -13,21 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import checksum_block_bytes
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, shard_key
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     from megascale.checkpoint.save.snapshot import Snapshot
     from megascale.comm.mesh import Mesh
     from megascale.parallel.stateful import GlobalTensor
@@ -76,9 +69,7 @@ def make_write_plan(state: Mapping[str, GlobalTensor], snapshot: Snapshot, file_
     ]
     ranks = control.gather(described, "the plan of checkpoints")
     if ranks is not None:
-        writes, metadata = _assign_writes(ranks)
-        found = metadata.state_dict_metadata.items()
-        tensors = {name: tensor for name, tensor in found if isinstance(tensor, TensorStorageMetadata)}
+        writes, tensors = _assign_writes(ranks)
         size = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors.values())
         shares = [(indices, checksum_block_bytes(size)) for indices in writes]
     indices, block_bytes = control.scatter(shares, "the plan of checkpoints")
@@ -87,10 +78,20 @@ def make_write_plan(state: Mapping[str, GlobalTensor], snapshot: Snapshot, file_
     return WritePlan(block_bytes, files, tensors)
 
 
-def _assign_writes(ranks: Sequence[Any]) -> tuple[list[list[int]], Metadata]:
-    """Assign every shard to one rank: indices of a rank's own shards, by rank; and the metadata of all. `ranks`: each
-    rank's shards as JSON: name, dtype and shape of a tensor, and offset and size of its shards.
+def _assign_writes(ranks: Sequence[Any]) -> tuple[list[list[int]], dict[str, TensorStorageMetadata]]:
+    """Assign every shard to one rank: indices of a rank's own shards, by rank; and the metadata of all tensors by name.
+    `ranks`: each rank's shards as JSON: name, dtype and shape of a tensor, and offset and size of its shards.
     """
+    # here: torch's planners take a second to import, and other ranks need none
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
     local = []
     for described in ranks:
         items = []
@@ -103,10 +104,12 @@ def _assign_writes(ranks: Sequence[Any]) -> tuple[list[list[int]], Metadata]:
         local.append(SavePlan(items))
     assigned, metadata = DefaultSavePlanner(False, False).create_global_plan(local)
     places = [{(item.index.fqn, item.index.offset): index for index, item in enumerate(plan.items)} for plan in local]
-    return [
+    writes = [
         [of_rank[item.index.fqn, item.index.offset] for item in plan.items]
         for of_rank, plan in zip(places, assigned, strict=True)
-    ], metadata
+    ]
+    found = metadata.state_dict_metadata.items()
+    return writes, {name: tensor for name, tensor in found if isinstance(tensor, TensorStorageMetadata)}
 
 
 def _files(

@@ -169,10 +169,9 @@ class Agent:
             host, self._host = self._host or None, {}
             self._channel.send(self._ranks.heartbeat(host))
             self._beat_now.clear()
-            try:
-                await asyncio.wait_for(self._beat_now.wait(), self._settings.heartbeat_s)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.heartbeat_s):  # as in `call_in_thread`
+                    await self._beat_now.wait()
 
     async def _watch_ranks(self) -> None:
         """Read the flight records, and watch for a driver that stays away."""

@@ -38,7 +38,8 @@ async def call_in_thread(function: Callable[[], T], timeout_s: float | None) -> 
             loop.call_soon_threadsafe(lambda: None if result.done() else set_result())
 
     threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
-    return await asyncio.wait_for(result, timeout_s)
+    async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 forgets a cancellation that comes with the result
+        return await result
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T], timeout_s: float) -> T:

@@ -1,4 +1,4 @@
-"""Calls of the event loop at the end of a process."""
+"""Calls of the event loop: in threads, and at the end of a process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from megascale.operate.driver.scheduler.processes import run
-from megascale.operate.node.threads import call_at_end
+from megascale.operate.node.threads import call_at_end, call_in_thread
+
+
+def test_a_call_is_cancelled_also_as_its_result_arrives() -> None:
+    """Such as a sample of an agent that leaves, whose loop would go on for ever."""
+
+    def answer() -> None: ...
+
+    async def cancel() -> bool:
+        call = asyncio.ensure_future(call_in_thread(answer, 60))
+        await asyncio.sleep(0)  # its thread starts
+        for thread in threading.enumerate():
+            if thread.name == "answer":
+                thread.join()  # the loop's next call is the result's
+        asyncio.get_running_loop().call_soon(call.cancel)
+        await asyncio.wait([call])
+        return call.cancelled()
+
+    assert asyncio.run(cancel())
 
 
 def test_the_end_of_a_process_is_told() -> None:
