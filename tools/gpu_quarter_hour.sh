@@ -69,10 +69,10 @@ if compgen -G '.loan/*.whl' >/dev/null; then
     $python -m pip install -q --no-index --no-deps --no-compile --upgrade --target build/loan .loan/*.whl
     PYTHONPATH+=:$PWD/build/loan
 fi
-pair=(NCCL_MAX_CTAS=4) stretch=1 cpu=() tiny=() # environment of two ranks; arguments of a rehearsal
+pair=(NCCL_MAX_CTAS=4) stretch=1 cpu=() tiny=() interpreter=() # environment of two ranks; arguments of a rehearsal
 if [[ ${REHEARSE:-} ]]; then
-    export CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-    stretch=5 deadline=${1:-2850} cpu=(--device cpu)
+    export CUDA_VISIBLE_DEVICES=
+    stretch=5 deadline=${1:-2850} cpu=(--device cpu) interpreter=(env TRITON_INTERPRET=1)
     tiny=(model.hidden_size=64 model.num_heads=8 model.num_kv_heads=8 model.seq_length=64 model.vocab_size=512)
     tiny+=(model.ffn_size=128)
 elif (($($python -c 'import torch; print(torch.cuda.device_count())') == 1)); then
@@ -90,7 +90,7 @@ casts='casts_are_bit_equal or weights_gradients'
 failed=$(grep -L '^0 ' $state/*.status 2>/dev/null) # in earlier calls
 for turn in new failed; do
     part machine 10 90 env "${pair[@]}" $python -m megascale doctor --json
-    lab waits 60 100 device-waits "${cpu[@]}"
+    part waits 60 100 "${interpreter[@]}" $python tools/lab device-waits "${cpu[@]}"
     lab spin-gemm 25 60 spin-gemm "${cpu[@]}"
     suite waiting 60 120 2 waits_for_the_device
     suite layouts 80 150 2 "$layouts"
