@@ -6,8 +6,8 @@ the gradient of the step before, which makes zeroing unnecessary. A parameter wi
 autograd: the functions here return the gradient for such a parameter, and None otherwise.
 
 A backward may be split into the gradient of the input, I, and those of the weights, W (Qi et al. 2023). In I a
-parameter's `accumulation` has a queue of `WeightGradients`, to which the functions here add themselves with their
-operands; W calls them.
+parameter's `accumulation` has a queue of `WeightGradients`, to which linear layers add all of their work, and of the
+functions here those that other layers call add themselves with their operands; W calls them.
 """
 
 from __future__ import annotations

@@ -232,7 +232,8 @@ class Space:
         ways to gather them only the last is listed: others take more memory than zero 2, or expose more.
         """
         ways = self._values("parallel.reshard", RESHARD if "parallel.zero" in self.fixed else RESHARD[-1:])
-        zeros = self._values("parallel.zero", (3,) if "parallel.reshard" in self.fixed else range(4))
+        given = range(3, 4) if ways[0] else range(3)  # a way is of sharded weights alone
+        zeros = self._values("parallel.zero", given if "parallel.reshard" in self.fixed else range(4))
         shardings = [(zero, way) for zero in zeros for way in (ways if zero == 3 else [None])]
         keys = {"pp": pp, "vpp": vpp, "schedule": schedule, "recompute": recompute}
         most = max(self._micros, default=1)
