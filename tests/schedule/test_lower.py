@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.message_times import posted_ahead
+from lab.receive_orders import posted_ahead
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import looped, v_shaped
 from megascale.schedule.interleaved import combined_1f1b, interleaved_1f1b

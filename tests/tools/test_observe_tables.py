@@ -23,5 +23,5 @@ def test_every_key_of_a_record_has_a_meaning() -> None:
 def test_every_column_and_metric_is_there() -> None:
     store, series = "\n".join(event_store()), "\n".join(prometheus_metrics())
     assert all(f"`{column.name}`" in store for columns in STORE_TABLES.values() for column in columns)
-    assert "| `megascale_rank_info` | gauge | rank, tp, cp, dp, pp, ep | " in series
+    assert "| `megascale_rank_info` | gauge | rank, tp, cp, dp, pp, ep, dp_shard | " in series
     assert "| `megascale_gpu_xid_errors_total` | counter | gpu | " in series

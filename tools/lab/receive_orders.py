@@ -21,13 +21,13 @@ Lists = list[list[Action]]
 """The actions of a lowered schedule by rank, none in pairs."""
 
 
-def posted_ahead(order: list[Action]) -> list[Action]:
-    """Move every receive of a rank's list before the action that is AHEAD compute actions before its consumer."""
+def posted_ahead(order: list[Action], ahead: int = AHEAD) -> list[Action]:
+    """Move every receive of a rank's list before the action that is `ahead` compute actions before its consumer."""
     work = {action: at for at, action in enumerate(each for each in order if each.kind in COMPUTE_KINDS)}
     actions, before = list(work), defaultdict[Action, list[Action]](list)
     consumer = {a: work[a._replace(kind=SERVED[a.kind])] for a in order if a.kind in RECEIVES}
     for receive in sorted(consumer, key=lambda receive: consumer[receive]):
-        before[actions[max(0, consumer[receive] - AHEAD)]].append(receive)
+        before[actions[max(0, consumer[receive] - ahead)]].append(receive)
     return [each for action in order if action.kind not in RECEIVES for each in (*before[action], action)]
 
 

@@ -26,7 +26,7 @@ from megascale.plan.account.sizes import coded_elements
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """What a trainer stores: FP8 copies beside bf16 weights or instead of them; if sharded `masters_alone`, cast at
+    """Storage of a trainer: FP8 copies beside bf16 weights or instead of them; if sharded `masters_alone`, cast at
     each gather (FSDP); `gradient_bytes` an element of unreduced gradients of a unit, 0 for the accumulation dtype.
     """
 
