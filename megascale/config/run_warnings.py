@@ -41,7 +41,7 @@ def waiting_keys(
         message = f"= {sites.every} is more than train.steps: the only outer step follows the last one"
         yield Finding("sites.every", message, f"at most {train.steps}")
     if parallel.zero > 1 and parallel.replicas * parallel.cp == 1 and not (model.experts and parallel.tp > parallel.ep):
-        yield Finding("parallel.zero", "has no effect with dp x cp = 1", f"more ranks (`check --gpus N`), or {REMOVE}")
+        yield Finding("parallel.zero", "shards nothing with dp x cp = 1", f"more ranks (`check --gpus N`), or {REMOVE}")
     ring = parallel.hybrid_dp or (parallel.cp_keys > 1 and parallel.cp_mode != "allgather")
     if not overlap.cp and not ring:
         message = f"has no effect without a ring (cp = {parallel.cp}, cp_mode = {parallel.cp_mode})"

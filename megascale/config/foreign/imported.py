@@ -78,11 +78,10 @@ def import_arguments(
         if unset and setting.theirs is not None and (not setting.only_with or plain(setting.only_with) in context):
             made.settings[setting.key] = setting.theirs
             made.defaults.add(setting.key)
-    without = "fp8" if made.settings.get("train.precision") == "fp8" else "MTP layers"
-    if made.settings.get("parallel.zero") == 3 and (without == "fp8" or made.settings.get("model.mtp_layers")):
+    if made.settings.get("parallel.zero") == 3 and made.settings.get("model.mtp_layers"):
         made.settings["parallel.zero"] = 2  # sharded gradients and state give the same bits
         made.settings.pop("parallel.reshard", None)
-        made.notes["parallel.zero"] = f"sharded weights: parallel.zero = 2, as 3 does not support {without}"
+        made.notes["parallel.zero"] = "sharded weights: parallel.zero = 2, as 3 does not support MTP layers"
     return made
 
 

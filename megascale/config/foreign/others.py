@@ -115,7 +115,7 @@ TORCHTITAN = (
     needless("parallelism.data_parallel_replicate_degree",
   "nothing to write: dp is what tp, cp and pp leave; parallel.dp_shard of it shard"),
     words("parallelism.fsdp_reshard_after_forward", "parallel.reshard", {"always": "forward", "never": "keep"},
-          "keep: gathered once a step"),
+          default="leave it out: forward, with pp keep"),
     needless("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank of ep"),
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
            theirs=False),

@@ -91,7 +91,9 @@ class Plan:
             lines.append(f"{stack.name} was never measured on {hardware.name}: the error may be larger than expected")
         by_stage = stage_islands(hardware, config.parallel, config.world_size)
         if hardware.islands and by_stage[-1].stop > 1:
-            axis = "dp" if any(len(islands) > 1 for islands in by_stage) else "pp"
+            p, stage = config.parallel, config.world_size // config.parallel.pp
+            inside, axes = stage // max(map(len, by_stage)), (("tp", p.tp), ("cp", p.tp * p.cp), ("dp", stage))
+            axis = next((axis for axis, ranks in axes if ranks > inside), "pp")
             names = ", ".join(hardware.islands.hardware) or hardware.name
             lines.append(f"{axis} crosses {by_stage[-1].stop} islands of {hardware.islands.devices} devices: {names}")
         if config.model.experts and self.expected_error is not None:

@@ -222,7 +222,7 @@ def test_comments_stand_on_converted_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "zero"), [("", 3), ("--fp8-format hybrid --fp8-recipe tensorwise", 2), ("--mtp-num-layers 1", 2)]
+    ("more", "zero"), [("", 3), ("--fp8-format hybrid --fp8-recipe tensorwise", 3), ("--mtp-num-layers 1", 2)]
 )
 def test_weights_are_sharded_where_they_can_be(more: str, zero: int) -> None:
     made = imported(f"--use-megatron-fsdp {more}")
