@@ -73,7 +73,7 @@ def earliest(lowered: Lists, placement: Placement) -> Lists:
 
 
 def deadlocks(lists: Lists, placement: Placement) -> bool:
-    """Whether some waits deadlock: the orders of the ranks, with each send and its receive as one, have a cycle
+    """Return True if some waits deadlock: the ranks' orders, with a send and its receive as one, have a cycle
     (`schedule.lower`).
     """
     graph = defaultdict[object, set[object]](set)

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from statistics import harmonic_mean
 
 from megascale.config.finding import divisors
 from megascale.config.rules import RULES, run_rules
@@ -23,7 +22,6 @@ from megascale.plan.simulate.islands import count_islands
 from megascale.plan.simulate.profiles import Hardware, Stack
 
 MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
-FIXED = 0.03  # by which the mean of islands is above their bound, for what no layers take: up to a fifth of a step
 MIN_GAIN = 0.01  # smallest share of a step that an uneven split of layers must save
 TOLD = 1000  # layouts from one line on the state of their bounds to the next
 MAX_DOUBLINGS = 6  # most doublings of the devices in the search for a job that fits
@@ -87,9 +85,9 @@ class _BranchAndBound:
 
     def __init__(self, space: Space, hardware: Hardware, stack: Stack, memory_fraction: float) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
-        of_machines = [Bounds(space, machine, stack) for machine in hardware.machines]
-        islands = range(count_islands(hardware, space.devices) if len(of_machines) > 1 else 1)
-        self._bounds, self._all_bounds = of_machines[0], [of_machines[at % len(of_machines)] for at in islands]
+        machines = hardware.machines[: count_islands(hardware, space.devices)]
+        self._all_bounds = [Bounds(space, machine, stack) for machine in machines]
+        self._bounds = self._all_bounds[0]
         self.memory_limit = int(memory_fraction * hardware.memory_limit(space.devices))
         tps = divisors(space.devices, space.config.model.num_heads)
         self.tps_in_node = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
@@ -107,7 +105,9 @@ class _BranchAndBound:
             if number % TOLD == 0:
                 tell(f"bounds of {number:,} of {len(sizes):,} layouts")
             if size <= self.memory_limit:
-                small.append((self._least_s(layout), layout))
+                # a stage in all islands waits for the slowest; others share out layers, at best as on the fastest
+                least = min if layout.pp > 1 and layout.far_axis == "pp" else max
+                small.append((least(bounds.step_s(layout) for bounds in self._all_bounds), layout))
         best, fitting = dict[Layout, tuple[float, int, Layout]](), set[Layout]()
         too_large, limit = len(sizes) - len(small), math.inf
         for number, (bound, layout) in enumerate(sorted(small)):
@@ -134,12 +134,6 @@ class _BranchAndBound:
         counts.update(legal=len(sizes), too_large=too_large, pruned=pruned, simulated=len(fitting))
         plans = (self._balanced(layout) for *_, layout in sorted(best.values())[:results])
         return sorted(plans, key=lambda plan: plan.parts.step_s)
-
-    def _least_s(self, layout: Layout) -> float:
-        """Bound the step time. A stage in all islands waits for the slowest; others share out layers by speed."""
-        least = [bounds.step_s(layout) for bounds in self._all_bounds]
-        shared = len(least) > 1 and layout.pp > 1 and layout.far_axis == "pp"
-        return (1 - FIXED) * harmonic_mean(least) if shared else max(least)
 
     def _balanced(self, layout: Layout) -> Plan:
         """Return the plan of a layout, with layers split over its stages by time where that fits and pays."""

@@ -52,9 +52,9 @@ def test_a_list_that_waits_for_itself_does_not_end() -> None:
         times(lists, 0.5)
 
 
-@pytest.mark.parametrize("name", GOALS)
-def test_the_order_of_the_senders_costs_little(name: str) -> None:
-    assert max(costs(shape, 0)[0] for shape in pipelines(name, 4)) <= GOALS[name]
+@pytest.mark.parametrize(("name", "most"), [("1f1b", 0.01), ("interleaved_1f1b", 0.003)])
+def test_the_order_of_the_senders_costs_little(name: str, most: float) -> None:
+    assert max(costs(shape, 0)[0] for shape in pipelines(name, 4)) <= GOALS[name] == most
 
 
 def test_only_receives_posted_ahead_deadlock() -> None:
@@ -77,5 +77,5 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert run(argparse.Namespace(most=2, draws=1)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "| 1f1b | 2, 1, 4 | 0.00% |" in lines[6] and any(
-        line.startswith("| interleaved_1f1b | 20 |") for line in lines
+        line.startswith("| interleaved_1f1b | 20 | 0.3% | 0.00% |") for line in lines
     )
