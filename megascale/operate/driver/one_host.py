@@ -23,7 +23,7 @@ from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.network import LOOPBACK, has_loopback
 from megascale.core.process import StopRequests, handling_stops
 from megascale.core.rank import format_ranks
-from megascale.core.run_folder import LOGS
+from megascale.core.run_folder import LOGS, LostFolderError
 from megascale.operate.channel.ends import AgentEnd, DriverEnd
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.channel.secret import new_secret, secret_descriptor
@@ -151,10 +151,12 @@ def _describe_fault(fault: Finding, ends: Sequence[RankEnd], world: int, logs: P
     said = f": {message}" if rank or not explained else ""  # rank 0 has printed its error on this terminal
     also = f"; {format_ranks(killed)}: killed by SIGKILL" if killed else ""
     lines = [f"rank {rank} of {world} on {socket.gethostname()} failed{said}{also}"]
-    if rank:
+    if rank and not logs.exists():
+        lines.append(str(LostFolderError(logs.parent)))
+    elif rank:
         log = logs / LOG_NAME.format(rank)
         if not explained:
-            with contextlib.suppress(OSError):  # the run's folder may be lost
+            with contextlib.suppress(OSError):
                 text = log.read_text(encoding=sys.stderr.encoding, errors="replace")  # the launcher's is a rank's too
                 lines += [f"  | {line}" for line in text.splitlines()[-LAST_LINES:]]
         lines.append(f"its output: {log}")
