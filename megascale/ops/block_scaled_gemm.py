@@ -7,7 +7,9 @@ differ in the order of the sum alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from megascale.ops.fp8 import Fp8Kernels, ScaledMatmul, ScaledWgrad
 from megascale.ops.quantized import Quantized
+from megascale.ops.recipe import Quantizer, Recipe, quantizers
 from megascale.ops.wgrad import add_
 
 ROWS, COLUMNS = 128, 4  # scales of a tile; a matrix of scales is padded to whole tiles
@@ -84,3 +87,9 @@ def accumulating(matmul: ScaledMatmul) -> ScaledWgrad:
 def matmul_of(kernels: Fp8Kernels) -> ScaledMatmul:
     """Return the GEMM of the compute capability for which a backend was built."""
     return block_scaled_matmul if kernels.capability[0] == 10 else decoded_matmul
+
+
+def mxfp8_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
+    """Make the recipe whose blocks of 32 elements have scales in E8M0, as its card describes the quantizers."""
+    matmul = matmul_of(kernels)
+    return Recipe(*quantizers(facts, kernels, Quantizer), matmul, accumulating(matmul))
