@@ -129,7 +129,7 @@ class ExpertLayer(Part):
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         cast = (
             (FP32 + 1) / sizes.compute if sizes.grain not in ("", "tensor") else 0
-        )  # of rows, for each of their bytes
+        )  # for each byte of rows
         steps = [
             self._router_bytes(sizes),
             UnitBytes(0, *dispatch, own - arrived),
