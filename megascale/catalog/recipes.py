@@ -50,6 +50,7 @@ TENSOR = ScaleBlock(None, None)
 ROW = ScaleBlock(1, None)
 BLOCK_1D = ScaleBlock(1, BLOCK)
 BLOCK_2D = ScaleBlock(BLOCK, BLOCK)
+MX = ScaleBlock(1, 32)
 
 POWERS_OF_TWO = ("pow2", "e8m0")  # formats of scales
 
@@ -166,6 +167,11 @@ RECIPES = Registry(
         _card(
             "static", "static scales, weights at unit variance (after Narayan et al. 2025)", TENSOR, "static", "e5m2"
         ),
+        Card(
+            "mxfp8", "a power of two per 32 elements of a row (OCP Microscaling)",
+            "megascale.ops.block_scaled_gemm:mxfp8_recipe",
+            facts_of(*[QuantizerSpec("e4m3", MX, scale="e8m0")] * 3, alignment=32, granularity="mx"),
+        ),
     ],
-    synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mxfp8": "", "mx": ""},
+    synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8"},
 )  # fmt: skip

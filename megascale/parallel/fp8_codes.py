@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Weights of `buckets` of the same ranks: this rank's `parts`, and `amaxes` and `scales` of all blocks, f32; the
+    """Weights of `buckets` of the same ranks: this rank's `parts`, and `amaxes`, f32, and `scales` of all blocks; the
     first `over_tp` blocks have elements of all tp ranks.
     """
 
@@ -83,8 +83,7 @@ class ShardedCodes:
                 for part in weights.parts:
                     part.amaxes.copy_(self._state.history_amax(part.name))
             with profiler_range("quantize"):
-                pow2 = self._quantizer.spec.scale == "pow2"
-                weights.scales.copy_(scales_of(weights.amaxes, self._quantizer.element, pow2))
+                weights.scales.copy_(scales_of(weights.amaxes, self._quantizer.element, self._quantizer.spec.scale))
                 for part in weights.parts:
                     self._cast(part)
 
@@ -117,7 +116,8 @@ class ShardedCodes:
         shapes = [bucket.parameters[slot.parameter.name].flatten(0, -2).shape for bucket, slot in slots]
         grids = [block.grid(*shape) for shape in shapes]
         sizes = [*map(math.prod, grids)]
-        amaxes, scales = torch.zeros(2, sum(sizes), dtype=torch.float32, device=device)
+        amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        scales = scales_of(amaxes, quantizer.element, quantizer.spec.scale)
         parts, of_weights = list[_Part](), (flat.split(sizes) for flat in (amaxes, scales))
         for (bucket, slot), shape, grid, *flat in zip(slots, shapes, grids, *of_weights, strict=True):
             largest, scale = (each.view(grid) for each in flat)
