@@ -108,7 +108,7 @@ def with_scale(facts: Mapping[str, Any], scale: str) -> Mapping[str, Any]:
     if scale == "fp32" or any(spec.scale != "fp32" for spec in specs.values()):
         return facts
     specs = {name: replace(spec, scale=scale) for name, spec in specs.items()}
-    rows = (specs.pop(name) for name in ("input", "weight", "gradient"))
+    rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
     return {**facts, **facts_of(*rows, alignment=facts["alignment"], granularity=facts["granularity"], **specs)}
 
 
