@@ -188,6 +188,7 @@ class Fp8Kernels:
     scaled_matmul: ScaledMatmul = scaled_matmul
     scaled_wgrad: ScaledWgrad = scaled_wgrad
     strided: bool = False
+    capability: tuple[int, int] = (0, 0)
 
 
 TORCH_KERNELS = Fp8Kernels()
