@@ -15,9 +15,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from packaging.version import Version
+import torch.nn.functional as F
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES, ROW, TENSOR, ScaleBlock
+from megascale.catalog.recipes import RECIPES, ROW, TENSOR, QuantizerSpec, ScaleBlock
 from megascale.ops import compiled
 from megascale.ops.known_amax import keep_amax
 from megascale.ops.quantized import ElementFormat, Quantized, in_blocks, over_blocks
@@ -244,7 +245,11 @@ def _unsupported_reason(context: OpContext) -> str | None:
     capability = context.device.capability
     if capability < (8, 9):
         return "FP8 GEMMs need a GPU of compute capability 8.9 or more"
-    if RECIPES[context.recipe].facts["input"].block.k is not None:
+    spec: QuantizerSpec = RECIPES[context.recipe].facts["input"]
+    if spec.scale == "e8m0":  # without tensor cores for it, operands are decoded
+        missing = capability[0] == 10 and not hasattr(F, "scaled_mm")
+        return "GEMMs with E8M0 scales need torch 2.10" if missing else None
+    if spec.block.k is not None:
         cuda = Version(torch.version.cuda or "0")
         if capability[0] != 9 or cuda < Version("12.9") or Version(torch.__version__) < Version("2.9"):
             return "FP8 GEMMs with block scales need a GPU of compute capability 9, CUDA 12.9 and torch 2.9"
