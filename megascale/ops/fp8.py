@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
-from packaging.version import Version
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES, ROW, TENSOR, QuantizerSpec, ScaleBlock
@@ -254,7 +254,7 @@ def _unsupported_reason(context: OpContext) -> str | None:
     spec: QuantizerSpec = RECIPES[context.recipe].facts["input"]
     if spec.scale in ("e8m0", "nvfp4"):  # without tensor cores for them, operands are decoded
         missing = capability[0] == 10 and not hasattr(F, "scaled_mm")
-        return "GEMMs with scales of a byte need torch 2.10" if missing else None
+        return "GEMMs with scales of a byte need torch.nn.functional.scaled_mm, of a later torch" if missing else None
     if spec.block.k is not None:
         cuda = Version(torch.version.cuda or "0")
         if capability[0] != 9 or cuda < Version("12.9") or Version(torch.__version__) < Version("2.9"):

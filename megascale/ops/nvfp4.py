@@ -47,7 +47,7 @@ class Nvfp4Quantizer(Quantizer):
         record: CastRecord | None = None,
         dither: Dither | None = None,
     ) -> Quantized:
-        """Quantize x [..., k], or the result of `turned`, by the amax of the tensor, f32 []; x's own without `expected`.
+        """Quantize x [..., k], or the result of `turned`, by the tensor's amax, `expected`, f32 []; None: x's own.
 
         Raises: ValueError if the operand is rounded stochastically, and `dither` is missing
         """
