@@ -14,8 +14,14 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
 from tests.parallel.test_fp8_linear import (
-    LAYERS, WIDE, all_casts, casts_of_shared_tokens, configured, distance, first_gradients,
-)  # fmt: skip
+    LAYERS,
+    WIDE,
+    all_casts,
+    casts_of_shared_tokens,
+    configured,
+    distance,
+    first_gradients,
+)
 from tests.runs import train_curve
 from tests.worlds import run_world
 
@@ -43,7 +49,7 @@ def test_a_model_trains(tmp_path: Path) -> None:
     (theirs,) = run_world(1, first_gradients, bf16)
     assert max(distance(ours[name], theirs[name]) for name in theirs) < 0.35
     weight = "layers.1.attention.qkv.weight"
-    assert 0.05 < distance(ours[weight], theirs[weight])
+    assert distance(ours[weight], theirs[weight]) > 0.05
     losses, expected = (np.array(run_world(1, call, train_curve, each, 4)[0])[:, 0] for each in (config, bf16))
     assert 1e-5 < np.abs(losses - expected).max() < 0.01
 
