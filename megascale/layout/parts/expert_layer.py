@@ -195,7 +195,7 @@ class ExpertLayer(Part):
         if self.shared is None:
             return []
         up, activation, down = self.shared
-        columns, common = up.layer_bytes(sizes, after_norm=False), sizes.stream if sizes.shrink == 1 else 0
+        columns, common = up.layer_bytes(sizes, after_norm=False), 0 if sizes.saves_codes else sizes.stream
         saved, left, gradient = columns.saved - common, columns.left - common, columns.gradient + sizes.stream
         columns = columns._replace(saved=saved, left=left, gradient=gradient)
         gate = [UnitBytes(sizes.stream, sizes.stream, 2 * sizes.stream, sizes.stream)] if self.shared_gate else []
