@@ -125,7 +125,10 @@ class Fp8Gemms(LinearGemms):
             return self.state.recipe.rows[name].transpose(x)
         quantizer, known = self.state.recipe.columns[name], None if isinstance(x, Quantized) else known_column_amax(x)
         turned = quantizer.turned(x.decode(torch.bfloat16) if isinstance(x, Quantized) else x)
-        return self._cast(name, turned, amax=known, contracts_tokens=True, transposed=True)
+        features_sharded = self.shard_dim == (1 if name == "input" else 0)
+        return self._cast(
+            name, turned, rows_sharded=features_sharded, contracts_tokens=True, amax=known, transposed=True
+        )
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both operands are FP8"

@@ -76,6 +76,8 @@ class LinearGroup(Part):
             if backward and sizes.split:  # in W again: until then the gradient would fill memory
                 yield from sizes.gather(f"{self.label} wgrad gradient scales", sizes.rows, scales)
                 yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, width, overlap=True)
+            if backward:
+                yield from self._wgrad_amaxes(sizes, "input_column")
             return
         for layer in self.layers:
             yield from sizes.amaxes(layer.name, operand, sizes.rows * sizes.batch)
@@ -83,7 +85,13 @@ class LinearGroup(Part):
             width, scales = sizes.sent("input", size)
             yield from sizes.gather(f"{self.label} wgrad input scales", sizes.rows, scales)
             yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, width)
+            yield from self._wgrad_amaxes(sizes, "gradient_column")
         yield sizes.reduce(label, sizes.rows, size * sizes.compute, overlap=not backward)
+
+    def _wgrad_amaxes(self, sizes: MicroBatchSizes, column: str) -> Iterator[CommOp]:
+        """List the all-reduces of the amaxes of the operand of wgrad whose features tp shards."""
+        for layer in self.layers if not sizes.recipe[column].block.serves_transpose else ():
+            yield from sizes.amaxes(layer.name, column, 0)
 
     def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the all-reduces over cp of amaxes; with scales per row they are those of the operands of wgrad."""

@@ -53,7 +53,7 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + turned
     casting = cast * max(elements) if fp8 else 0
     if fp8 and sizes.cast_where_used:  # the operands of the largest weight, of codes a transpose in backward
-        forward = forward if weight.serves_transpose else max(forward + max(elements), casting)
+        forward = forward if weight.gathers_codes else max(forward + max(elements), casting)
         backward, casting = max(backward + max(elements), casting), 0
     experts = sum(part.expert_numel for part in block) // sizes.ep
     whole = sum(part.whole_numel for part in block)

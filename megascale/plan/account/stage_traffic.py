@@ -95,13 +95,13 @@ class StageTraffic:
         which tp shards a scale's elements, for dgrad if it shards rows, else for forwards, which codes need no more.
         """
         sharded, weight = self.config.parallel.zero == 3, self.config.fp8.facts["weight"]
-        for part in block if not (sharded and weight.block.serves_transpose) else ():
+        for part in block if not (sharded and weight.gathers_codes and weight.block.serves_transpose) else ():
             forwards = 2 if recompute.full and not is_skippable(block, part) else 1
             for param in (param for param in part.params("", self.config.model) if param.fp8):
                 dimension = param.sharding["tp"]
                 whole = param.parts[0].shape[1 - dimension]  # of the dimension that tp does not shard
                 if sharded and dimension == 1:
-                    times = 0 if weight.serves_transpose else visits * forwards
+                    times = 0 if weight.gathers_codes else visits * forwards
                 else:
                     times = visits if sharded else 1
                 layer = param.name.removeprefix(".").removesuffix(".weight")
