@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_EXITS, exclusions.EXITS, model_rules.early_exits,
     parallel_rules.tensor_parallel, parallel_rules.domino,
     parallel_rules.pipeline,
-    backend_rules.fp8_shapes,
+    backend_rules.fp8_shapes, backend_rules.fp8_scale,
     parallel_rules.schedule, parallel_rules.paired_experts, exclusions.VOCABULARY,
     exclusions.SKIPS, parallel_rules.skipped_stages, parallel_rules.sharded_weights,
     parallel_rules.hybrid_sharding,
