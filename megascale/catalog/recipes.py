@@ -42,6 +42,7 @@ TENSOR = ScaleBlock(None, None)
 ROW = ScaleBlock(1, None)
 BLOCK_1D = ScaleBlock(1, BLOCK)
 BLOCK_2D = ScaleBlock(BLOCK, BLOCK)
+NVFP4_1D, NVFP4_2D = ScaleBlock(1, 16), ScaleBlock(16, 16)
 
 POWERS_OF_TWO = ("pow2", "e8m0")  # formats of scales
 
@@ -51,13 +52,17 @@ class QuantizerSpec:
     """The quantized form of an operand. `element`: the format of an element, e4m3, e5m2 or e2m1. `scaling`: the source
     of scales: current, from the tensor's own amax; delayed, from the amax history of earlier steps; static, from unit
     scaling's standard deviations. `scale`: the format of a scale: fp32; pow2, a power of two in fp32; e8m0, a power of
-    two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor.
+    two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor. `stochastic`: a code is one of the two nearest at
+    random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand of wgrad is transformed along tokens
+    before (`ops.hadamard`), as must be the other.
     """
 
     element: str
     block: ScaleBlock
     scaling: str = "current"
     scale: str = "fp32"
+    stochastic: bool = False
+    rotated: bool = False
 
     @property
     def requantises(self) -> bool:
@@ -72,6 +77,11 @@ class QuantizerSpec:
         return self.block.serves_transpose or self.requantises
 
     @property
+    def serves_shards(self) -> bool:
+        """True if shards of a weight may be cast apart, and gathered as codes: their amaxes are the only ones."""
+        return self.block.serves_transpose and self.amax_block == self.block and not self.stochastic
+
+    @property
     def amax_block(self) -> ScaleBlock:
         """The elements whose amax is found before the cast: of a block, or of the tensor if it has a scale, too."""
         return TENSOR if self.scale == "nvfp4" else self.block
@@ -83,22 +93,26 @@ def facts_of(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`.
 
-    - `token_run`: consecutive tokens with a common scale in wgrad; 0 for all or one of them
+    - `token_run`: consecutive tokens with a common scale, or random bits, in wgrad; 0 for all or one of them
+    - `stochastic`: an operand is rounded by random bits of its tokens
     - `covers_tokens`: scales come from all tokens of a micro-batch, and other tokens change their values
     - `saves_codes`: inputs are saved for wgrad, and gathered, as codes
     - `serves_experts`: rows of experts have scales of their own
     """
     rows = {"input": input, "weight": weight, "gradient": gradient}
     of_columns = {f"{name}_column": columns.get(f"{name}_column", spec) for name, spec in rows.items()}
-    over_tokens = input.block.rows is None or of_columns["input_column"].block.k is None
+    over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
+    of_tokens = [of_columns["input_column"], of_columns["gradient_column"]]
+    stochastic = any(spec.stochastic for spec in (*rows.values(), *of_columns.values()))
     return rows | of_columns | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
-        "token_run": of_columns["input_column"].block.k or 0,
+        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in of_tokens),
+        "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
         "saves_codes": input.serves_transpose,
-        "serves_experts": input.block.rows is not None,
+        "serves_experts": input.amax_block.rows is not None and not stochastic,
     }  # fmt: skip
 
 
@@ -121,6 +135,16 @@ def _card(
     return Card(name, help, "megascale.ops.recipe:scaled_recipe", facts)
 
 
+def _nvfp4() -> Card:
+    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated."""
+    tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
+    gradient = replace(tokens, stochastic=True)
+    columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
+    facts = facts_of(tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, **columns)
+    help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
+    return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
+
+
 RECIPES = Registry(
     "fp8 recipe",
     "megascale.fp8_recipes",
@@ -137,6 +161,7 @@ RECIPES = Registry(
         _card(
             "static", "static scales, weights at unit variance (after Narayan et al. 2025)", TENSOR, "static", "e5m2"
         ),
+        _nvfp4(),
     ],
     synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mxfp8": "", "mx": ""},
 )  # fmt: skip

@@ -174,7 +174,7 @@ class BucketSize(NamedTuple):
         """
         kind, _, number = self.first_module.partition(".")
         experts = self.reduce_axes != DATA_AXES
-        serves = weight.block.serves_transpose and not (experts and weight.block.rows is None)
+        serves = weight.serves_shards and not (experts and weight.block.rows is None)
         return self.fp8_numel if serves and kind == "layers" and int(number) in layers else 0
 
     def shard(self, topology: Topology) -> int:

@@ -106,9 +106,9 @@ class Quantized:
         return self.data.new_empty(*shape, dtype=dtype)
 
     def gathered(self, codes: Tensor, scale: Tensor) -> Quantized:
-        """Return the matrix of the rows of all ranks, by their bytes."""
-        assert self.tensor_scale is None, "a matrix with two scales is neither saved nor gathered"
-        return Quantized(codes.view(self.data.dtype), scale, self.block, requantises=self.requantises)
+        """Return the matrix of the rows of all ranks, by their bytes; a scale of the tensor is that of all ranks."""
+        data, tensor_scale = codes.view(self.data.dtype), self.tensor_scale
+        return Quantized(data, scale, self.block, tensor_scale=tensor_scale, requantises=self.requantises)
 
     def __getitem__(self, rows: slice) -> Quantized:
         """Slice dimension 0, between blocks."""

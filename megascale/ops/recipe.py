@@ -84,6 +84,19 @@ class Recipe:
     wgrad: ScaledWgrad
 
     @property
+    def stochastic(self) -> bool:
+        """True if an operand is rounded stochastically, for which casts need a `Dither`."""
+        return any(each.spec.stochastic for each in (*self.rows.values(), *self.columns.values()))
+
+    @property
+    def orders_tokens(self) -> bool:
+        """True if consecutive tokens of wgrad's operands share a scale, a rotation or random bits, and must be of one
+        sample.
+        """
+        specs = [self.columns[name].spec for name in ("input", "gradient")]
+        return any(spec.block.k is not None or spec.rotated or spec.stochastic for spec in specs)
+
+    @property
     def uses_history(self) -> bool:
         """True if a quantizer needs the amax of earlier steps."""
         return any(each.spec.scaling == "delayed" for each in self.rows.values())

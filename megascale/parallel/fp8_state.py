@@ -16,8 +16,11 @@ from megascale.config.backends import Fp8Config
 from megascale.config.model import ModelConfig
 from megascale.layout.blocks import block_spec, fp8_operands
 from megascale.layout.chunks import fp8_weights
+from megascale.layout.tensors import ParamSpec
 from megascale.ops.fp8 import TORCH_KERNELS, CastRecord, Fp8Kernels
 from megascale.ops.recipe import build_recipe
+from megascale.parallel.dither import LayerDither, number_tokens
+from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.record.label import Label
 
@@ -51,6 +54,7 @@ class Fp8State:
         mesh: Mesh,
         device: torch.device,
         kernels: Fp8Kernels = TORCH_KERNELS,
+        seed: int = 0,
     ) -> None:
         self.recipe, self.fast_dgrad = build_recipe(fp8.recipe, kernels, fp8.scale), fp8.fast_dgrad
         self.layers, self.weights = layers, fp8_weights(model, layers)
@@ -60,7 +64,9 @@ class Fp8State:
             for operand in fp8_operands(block_spec(model, index))
         }
         self.names = list(self.labels)
-        self._mesh = mesh
+        self._mesh, self._seed, self._length, self._device = mesh, seed, model.seq_length, device
+        self._numbered: tuple[MicroBatch, Tensor] | None = None
+        self.step = 0
         self.token_groups = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
         self._init_std = model.init_std
         self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
@@ -79,6 +85,18 @@ class Fp8State:
     def uses_own_amax(self, spec: QuantizerSpec) -> bool:
         """True if scales come from the tensor being quantized; with delayed scaling only until there is a history."""
         return spec.scaling == "current" or (spec.scaling == "delayed" and not self.has_history)
+
+    def layer_dither(self, weight: ParamSpec) -> LayerDither | None:
+        """Return the random bits of a layer's operands, if any is rounded stochastically."""
+        if not self.recipe.stochastic:
+            return None
+        return LayerDither.of(weight, self._seed, self._mesh.topology, self._mesh.coord, self._device)
+
+    def token_numbers(self, batch: MicroBatch) -> Tensor:
+        """Return the global numbers of the tokens [s, b] of a micro-batch, i64."""
+        if self._numbered is None or self._numbered[0] is not batch:
+            self._numbered = batch, number_tokens(batch, self._length, self._device)
+        return self._numbered[1]
 
     def static_amaxes(self, weight_std: float) -> dict[str, Tensor]:
         """Return the amaxes, f32 [], of static scales, which bring the operands of a layer to unit size.
@@ -100,8 +118,9 @@ class Fp8State:
         if self.cast_shards is not None:
             self.cast_shards()
 
-    def begin_step(self, *, collect_stats: bool) -> None:
+    def begin_step(self, step: int = 0, *, collect_stats: bool) -> None:
         """Reset the step's statistics. `collect_stats`: count saturated and underflowed elements in this step."""
+        self.step = step
         self.collects_stats = collect_stats and bool(self.names)
         self._amax.zero_()
         self._cast_counts.zero_()

@@ -230,8 +230,9 @@ class _RowParallel(torch.autograd.Function):
         label, dtype = ctx.label.for_backward("gradient"), grad.dtype
         grad_shard, gathering = ctx.edge.take_gathering() if ctx.edge else (first.before_all_gather(grad), None)
         gather_matmul = partial(
-            all_gather_matmul, grad_shard, tp=tp, dtype=dtype, after_all_gather=first.after_all_gather
-        )
+            all_gather_matmul, grad_shard, tp=tp, dtype=dtype, after_all_gather=first.after_all_gather,
+            in_pieces=first.grad_in_pieces,
+        )  # fmt: skip
 
         def dgrad_and_wgrad(
             weights: Sequence[WeightOperand], label: Label, gathering: tuple[Operand, Work] | None = None

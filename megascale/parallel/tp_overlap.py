@@ -45,6 +45,7 @@ from megascale.record.label import Label
 
 if TYPE_CHECKING:
     from megascale.comm.symmetric_memory import ScaledMatrix, SymmetricMemory
+    from megascale.parallel.microbatch import MicroBatch
 
 
 class LinearParams(NamedTuple):
@@ -53,6 +54,10 @@ class LinearParams(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     gemms: LinearGemms = HIGH_PRECISION_GEMMS
+
+    def of(self, batch: MicroBatch) -> LinearParams:
+        """Return the layer with the GEMMs of a micro-batch."""
+        return self._replace(gemms=self.gemms.of(batch))
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def all_gather_matmul(
     shard: Operand, weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None] | None = None,
     after_all_gather: Callable[[Operand], Operand] = lambda x: x,
-    gathering: tuple[Operand, Work] | None = None,
+    gathering: tuple[Operand, Work] | None = None, in_pieces: bool = True,
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
     """All-gather `shard` into X with sequence parallelism (X is `shard` without), and compute X W^T + b per weight.
 
@@ -144,10 +149,10 @@ def all_gather_matmul(
     Without weights X is gathered alike.
     `on_rows(X, rows)` is called when rows of X are complete: once for all rows, or first for this rank's own rows,
     during communication, and then for the remaining rows. `after_all_gather` turns gathered rows into a GEMM operand.
-    `gathering`: X, which arrives already.
+    `gathering`: X, which arrives already. `in_pieces`: some rows of X can be turned into an operand without the others.
     """
     on_rows = on_rows or (lambda full, rows: None)
-    pieces = tp.num_pieces(shard.shape, shard.nbytes) if tp.activations_sharded else 0
+    pieces = tp.num_pieces(shard.shape, shard.nbytes) if tp.activations_sharded and in_pieces else 0
     operands = [weight.operand for weight in weights]
     fused = tp.fused_for([shard], operands, shard.shape[:-1].numel())
     if fused is not None and weights:

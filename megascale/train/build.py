@@ -189,7 +189,8 @@ def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext, buffers: ParamA
     from megascale.parallel.fp8_state import Fp8State
 
     kernels, layers = select.build_op("linear", context), fp8_layers(config.model, config.train, config.fp8)
-    state = Fp8State(config.model, config.fp8, layers, mesh, context.device.torch_device, kernels)
+    device, seed = context.device.torch_device, config.train.seed
+    state = Fp8State(config.model, config.fp8, layers, mesh, device, kernels, seed)
     if config.parallel.zero == 3:
         state.cast_shards = ShardedCodes(buffers.buckets, state, mesh.tp).encode
     return state
