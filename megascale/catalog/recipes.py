@@ -42,6 +42,7 @@ TENSOR = ScaleBlock(None, None)
 ROW = ScaleBlock(1, None)
 BLOCK_1D = ScaleBlock(1, BLOCK)
 BLOCK_2D = ScaleBlock(BLOCK, BLOCK)
+MX = ScaleBlock(1, 32)
 NVFP4_1D, NVFP4_2D = ScaleBlock(1, 16), ScaleBlock(16, 16)
 
 POWERS_OF_TWO = ("pow2", "e8m0")  # formats of scales
@@ -140,7 +141,7 @@ def _nvfp4() -> Card:
     tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
     gradient = replace(tokens, stochastic=True)
     columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
-    facts = facts_of(tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, **columns)
+    facts = facts_of(tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4", **columns)
     help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
     return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
 
@@ -161,7 +162,12 @@ RECIPES = Registry(
         _card(
             "static", "static scales, weights at unit variance (after Narayan et al. 2025)", TENSOR, "static", "e5m2"
         ),
+        Card(
+            "mxfp8", "a power of two per 32 elements of a row (OCP Microscaling)",
+            "megascale.ops.block_scaled_gemm:mxfp8_recipe",
+            facts_of(*[QuantizerSpec("e4m3", MX, scale="e8m0")] * 3, alignment=32, granularity="mx"),
+        ),
         _nvfp4(),
     ],
-    synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mxfp8": "", "mx": ""},
+    synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8", "fp4": "nvfp4"},
 )  # fmt: skip

@@ -7,7 +7,10 @@ differ in the order of the sum alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +18,22 @@ from torch import Tensor
 
 from megascale.ops.fp8 import Fp8Kernels, ScaledMatmul, ScaledWgrad
 from megascale.ops.quantized import Quantized
+from megascale.ops.recipe import Quantizer, Recipe, quantizers
 from megascale.ops.wgrad import add_
 
 ROWS, COLUMNS = 128, 4  # scales of a tile; a matrix of scales is padded to whole tiles
 
 
-def decoded_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+def decoded_matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, decode: Callable[[Quantized], Tensor] | None = None
+) -> Tensor:
     """Implement `fp8.ScaledMatmul` with numbers: of bf16 on a GPU, of fp32 on a CPU, which multiplies bf16 with fp32
-    results no faster.
+    results no faster. `decode`: a kernel's (`fp8.Fp8Kernels`).
     """
-    left, right = (replace(x, tensor_scale=None).dequantize() for x in (a, b))
+    left, right = (decode(x) if decode else replace(x, tensor_scale=None).dequantize() for x in (a, b))
     rows = left.flatten(0, -2)
     if rows.is_cpu:
-        out = rows @ right.t()
+        out = rows.float() @ right.float().t()
     else:
         out = torch.mm(rows.bfloat16(), right.bfloat16().t(), out_dtype=torch.float32)
     if a.tensor_scale is not None and b.tensor_scale is not None:
@@ -83,4 +89,12 @@ def accumulating(matmul: ScaledMatmul) -> ScaledWgrad:
 
 def matmul_of(kernels: Fp8Kernels) -> ScaledMatmul:
     """Return the GEMM of the compute capability for which a backend was built."""
-    return block_scaled_matmul if kernels.capability[0] == 10 else decoded_matmul
+    if kernels.capability[0] == 10:
+        return block_scaled_matmul
+    return partial(decoded_matmul, decode=kernels.decode) if kernels.decode else decoded_matmul
+
+
+def mxfp8_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
+    """Make the recipe whose blocks of 32 elements have scales in E8M0, as its card describes the quantizers."""
+    matmul = matmul_of(kernels)
+    return Recipe(*quantizers(facts, kernels, Quantizer), matmul, accumulating(matmul))

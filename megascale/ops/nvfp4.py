@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops import fp4, hadamard
+from megascale.ops.block_scaled_gemm import accumulating, matmul_of
 from megascale.ops.fp8 import CastRecord, Fp8Kernels
 from megascale.ops.philox import block_bytes
 from megascale.ops.quantized import ElementFormat, Quantized, in_blocks, over_blocks, pack
@@ -67,4 +68,5 @@ class Nvfp4Quantizer(Quantizer):
 
 def nvfp4_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     """Make the recipe of a card whose operands are NVFP4."""
-    return Recipe(*quantizers(facts, kernels, Nvfp4Quantizer), kernels.block_gemm, kernels.block_wgrad)
+    matmul = matmul_of(kernels)
+    return Recipe(*quantizers(facts, kernels, Nvfp4Quantizer), matmul, accumulating(matmul))

@@ -76,12 +76,12 @@ def digest(*results: Quantized) -> str:
 
 AMAXES = [1e-30, 1e-8, 1.0, 3e4, 1e30]
 TE_DIGESTS = {
-    (TOKENS, False): "",
-    (TOKENS, True): "",
-    (WEIGHTS, False): "",
+    (TOKENS, False): "148e4fe38c44792c",
+    (TOKENS, True): "e6ced50bdf2de679",
+    (WEIGHTS, False): "f4068f4d828eb24c",
 }
-"""Hashes over 1.4 million elements: of `NVFP4QuantizerRef` in Transformer Engine's `reference_nvfp4.py` (commit d0067d0),
-rowwise and columnwise data and scales, by block and `with_rht`.
+"""Hashes over 1.5 million elements in all, of `NVFP4QuantizerRef` in Transformer Engine's `reference_nvfp4.py` (commit
+d0067d0): rowwise and columnwise data and scales, by block and `with_rht`.
 """
 
 
@@ -90,7 +90,7 @@ def test_codes_and_scales_are_transformer_engines(block: ScaleBlock, rotated: bo
     results = list[Quantized]()
     for amax in AMAXES:
         for kind in range(3):
-            x = magnitudes(304, amax, kind)
+            x = magnitudes(128, amax, kind)
             row, of_columns = quantizer(block).encode(x), quantizer(block, rotated=rotated)
             results += row, row.t() if block == WEIGHTS else of_columns.encode(of_columns.turned(x))
     assert digest(*results) == TE_DIGESTS[block, rotated]
@@ -201,11 +201,11 @@ def test_scales_of_extreme_matrices_are_finite(amax: float) -> None:
 
 def numbers(kind: str) -> Tensor:
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(1024, 1024, generator=draw)
+    x = torch.randn(512, 1024, generator=draw)
     if kind == "outlier columns":
         x[:, ::100] *= 50
     if kind == "heavy tail":
-        x *= torch.exp(1.5 * torch.randn(1024, 1024, generator=draw))
+        x *= torch.exp(1.5 * torch.randn(512, 1024, generator=draw))
     return x.bfloat16()
 
 
@@ -219,7 +219,7 @@ def test_relative_errors(kind: str) -> None:
     x = numbers(kind)
     casts = quantizer(), quantizer(WEIGHTS), quantizer(stochastic=True)
     for cast, expected in zip(casts, ERRORS[kind], strict=True):
-        found = cast.encode(x, dither=dither(1024, 1024)).dequantize()
+        found = cast.encode(x, dither=dither(512, 1024)).dequantize()
         error = 100 * (found - x.float()).norm() / x.float().norm()
         assert error.item() == pytest.approx(expected, rel=0.08 if kind == "heavy tail" else 0.05)
 

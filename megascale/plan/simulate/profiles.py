@@ -35,7 +35,7 @@ Kernel = Literal["unfused", "flash1", "triton", "flash2", "flash3"]
 LARGE_JOB = 256  # most devices of a job without a loss with scale
 SCALE_LOSS = 0.018  # share of a step per doubling beyond LARGE_JOB, fitted on published steps of 257 to 1,024 devices
 
-FP8_RATES = {"row": 0.70, "block": 0.87}
+FP8_RATES = {"row": 0.70, "block": 0.87, "mx": 0.87}
 """FP8 GEMM rates by granularity, relative to tensor-wise. Llama 3 8B on H100 takes 12% longer row-wise (6,424 and 7,186
 tokens/s, pytorch/torchtitan@7a04053), MXFP8 steps on B200 and GB300 4% (Megatron-Bridge, tools/calibration).
 """
