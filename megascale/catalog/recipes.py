@@ -90,9 +90,10 @@ class QuantizerSpec:
 
 def facts_of(
     input: QuantizerSpec, weight: QuantizerSpec, gradient: QuantizerSpec, *, alignment: int = 16, granularity: str = "",
-    **columns: QuantizerSpec,
+    bf16_layers: tuple[float, float] = (0.0, 0.0), **columns: QuantizerSpec,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`.
+    """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`. `bf16_layers`: by
+    default the shares of layers that stay in bf16, of the first and of the last; one layer at least.
 
     - `token_run`: consecutive tokens with a common scale, or random bits, in wgrad; 0 for all or one of them
     - `stochastic`: an operand is rounded by random bits of its tokens
@@ -109,6 +110,7 @@ def facts_of(
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
+        "bf16_layers": bf16_layers,
         "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in of_tokens),
         "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
@@ -124,7 +126,9 @@ def with_scale(facts: Mapping[str, Any], scale: str) -> Mapping[str, Any]:
         return facts
     specs = {name: replace(spec, scale=scale) for name, spec in specs.items()}
     rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
-    return {**facts, **facts_of(*rows, alignment=facts["alignment"], granularity=facts["granularity"], **specs)}
+    alignment, granularity, bf16_layers = (facts[name] for name in ("alignment", "granularity", "bf16_layers"))
+    others = facts_of(*rows, alignment=alignment, granularity=granularity, bf16_layers=bf16_layers, **specs)
+    return {**facts, **others}
 
 
 def _card(
@@ -137,11 +141,16 @@ def _card(
 
 
 def _nvfp4() -> Card:
-    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated."""
+    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated. Its model of
+    62 layers had the first 2 and the last 8 in bf16.
+    """
     tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
     gradient = replace(tokens, stochastic=True)
     columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
-    facts = facts_of(tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4", **columns)
+    facts = facts_of(
+        tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4",
+        bf16_layers=(1 / 32, 1 / 8), **columns,
+    )  # fmt: skip
     help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
     return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
 

@@ -22,7 +22,8 @@ high-precision GEMMs for a layer that is not FP8.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,6 +51,9 @@ class _KeptWeights:
     version: int = -1
     operands: tuple[Quantized, ...] = ()
 
+    def drop(self) -> None:
+        self.version, self.operands = -1, ()
+
 
 @dataclass
 class Fp8Gemms(LinearGemms):
@@ -76,7 +80,17 @@ class Fp8Gemms(LinearGemms):
         return spec.serves_transpose or (spec.amax_block.rows is not None and not spec.stochastic)
 
     def of(self, batch: MicroBatch) -> LinearGemms:
-        return replace(self, batch=batch) if self.state.recipe.stochastic else self
+        state = self.state
+        if not state.quantizes:
+            self._kept.drop()
+            return HIGH_PRECISION_GEMMS
+        gemms = self if state.quantizes_forward else self._backward_gemms
+        return replace(gemms, batch=batch) if state.recipe.stochastic else gemms
+
+    @cached_property
+    def _backward_gemms(self) -> BackwardGemms:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return BackwardGemms(**values)
 
     def input_operand(self, x: Tensor) -> Operand:
         # forwards without a backward, as a recomputation's first, need no transpose for wgrad
@@ -142,7 +156,7 @@ class Fp8Gemms(LinearGemms):
     def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
         recipe = self.state.recipe
         if isinstance(x, Quantized) and not x.requantises:
-            assert not recipe.orders_tokens, "the codes of an operand serve wgrad in the order of the other one's tokens"
+            assert not recipe.orders_tokens, "codes that serve wgrad have another order of tokens"
             return recipe.rows[name].transpose(x)
         rows, quantizer = x.decode(torch.bfloat16) if isinstance(x, Quantized) else x, recipe.columns[name]
         ordered = rows.transpose(0, 1) if recipe.orders_tokens and rows.dim() == 3 else rows  # sample by sample
@@ -255,6 +269,40 @@ class Fp8Gemms(LinearGemms):
         for group in groups:
             all_reduce(group, amax, "max", label=label)
         return amax
+
+
+class BackwardGemms(Fp8Gemms):
+    """The FP8 GEMMs of a layer's backward; those of forward are in bf16."""
+
+    def input_operand(self, x: Tensor) -> Operand:
+        return x
+
+    def planned_cast(self, name: OperandName) -> PlannedCast | None:
+        return None if name == "input" else super().planned_cast(name)
+
+    def weight_for_forward(self, weight: Tensor) -> Operand:
+        return weight
+
+    def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
+        return x if isinstance(operand, Tensor) else super().wgrad_source(x, operand)
+
+    def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
+        if isinstance(x, Tensor) and self.state.recipe.rows[name].spec.serves_transpose:
+            x = super().input_operand(x)
+        return super().operand_for_wgrad(name, x)
+
+    def gemm(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if isinstance(x, Tensor):
+            return HIGH_PRECISION_GEMMS.gemm(x, weight, bias, dtype)
+        return super().gemm(x, weight, bias, dtype)
+
+    def gemm_out(
+        self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
+    ) -> None:
+        if isinstance(x, Tensor):
+            HIGH_PRECISION_GEMMS.gemm_out(out, x, weight, bias, add=add)
+        else:
+            super().gemm_out(out, x, weight, bias, add=add)
 
 
 def build_linear_gemms(name: str, state: Fp8State, tp: TensorParallel) -> LinearGemms:

@@ -20,6 +20,7 @@ from megascale.layout.tensors import ParamSpec
 from megascale.ops.fp8 import TORCH_KERNELS, CastRecord, Fp8Kernels
 from megascale.ops.recipe import build_recipe
 from megascale.parallel.dither import LayerDither, number_tokens
+from megascale.parallel.fp8_phases import Phase
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.record.label import Label
@@ -55,8 +56,12 @@ class Fp8State:
         device: torch.device,
         kernels: Fp8Kernels = TORCH_KERNELS,
         seed: int = 0,
+        later: Sequence[Phase] = (),
     ) -> None:
-        self.recipe, self.fast_dgrad = build_recipe(fp8.recipe, kernels, fp8.scale), fp8.fast_dgrad
+        self._phases = [Phase(0.0, build_recipe(fp8.recipe, kernels, fp8.scale)), *later]
+        self.fast_dgrad = fp8.fast_dgrad
+        self.recipes = [phase.recipe for phase in self._phases if phase.recipe is not None]
+        self.enter(0.0)
         self.layers, self.weights = layers, fp8_weights(model, layers)
         self.labels = {
             f"layers.{index}.{operand}": Label.for_layer(index, operand)
@@ -73,7 +78,7 @@ class Fp8State:
         self._cast_counts = torch.zeros(len(self.names), 3, dtype=torch.int64, device=device)
         records = map(CastRecord, self._amax.unbind(), self._cast_counts.unbind())
         self._records = dict(zip(self.names, records, strict=True))
-        steps = fp8.history if self.recipe.uses_history else 0
+        steps = fp8.history if any(recipe.uses_history for recipe in self.recipes) else 0
         self.history = torch.zeros(len(self.names), steps, dtype=torch.float32, device=device)
         self.has_history = False
         largest = torch.zeros(len(self.names), dtype=torch.float32, device=device)
@@ -82,13 +87,29 @@ class Fp8State:
         self.cast_shards: Callable[[], None] | None = None
         self.collects_stats = False
 
+    @property
+    def changes(self) -> bool:
+        """True if recipes follow each other: weights are then gathered in the compute dtype."""
+        return len(self._phases) > 1
+
+    def enter(self, share: float) -> None:
+        """Enter the phase of a share of the run: no operand of the phase before is used any more."""
+        begun = [phase for phase in self._phases if phase.start <= share]
+        self.recipe = [phase.recipe for phase in begun if phase.recipe is not None][-1]
+        self.quantizes = begun[-1].recipe is not None
+        self.quantizes_forward = self.quantizes and begun[-1].forward
+
+    @property
+    def _keeps_history(self) -> bool:
+        return self.quantizes and self.recipe.uses_history
+
     def uses_own_amax(self, spec: QuantizerSpec) -> bool:
         """True if scales come from the tensor being quantized; with delayed scaling only until there is a history."""
         return spec.scaling == "current" or (spec.scaling == "delayed" and not self.has_history)
 
     def layer_dither(self, weight: ParamSpec) -> LayerDither | None:
         """Return the random bits of a layer's operands, if any is rounded stochastically."""
-        if not self.recipe.stochastic:
+        if not any(recipe.stochastic for recipe in self.recipes):
             return None
         return LayerDither.of(weight, self._seed, self._mesh.topology, self._mesh.coord, self._device)
 
@@ -107,8 +128,10 @@ class Fp8State:
         summed, times at least two weights of std init_std: the head's, and the last of the block.
         """
         scales = {"input": 1.0, "weight": weight_std, "gradient": self._init_std**2}
+        static = [recipe.rows for recipe in self.recipes if recipe.rows["input"].spec.scaling == "static"]
         return {
-            operand: self._amax.new_full((), scale * self.recipe.rows[operand].element.max_value)
+            operand: self._amax.new_full((), scale * rows[operand].element.max_value)
+            for rows in static[:1]
             for operand, scale in scales.items()
         }
 
@@ -118,17 +141,22 @@ class Fp8State:
         if self.cast_shards is not None:
             self.cast_shards()
 
-    def begin_step(self, step: int = 0, *, collect_stats: bool) -> None:
-        """Reset the step's statistics. `collect_stats`: count saturated and underflowed elements in this step."""
+    def begin_step(self, step: int = 0, share: float = 0.0, *, collect_stats: bool) -> None:
+        """Reset the step's statistics. `share`: of the run, before the step. `collect_stats`: count saturated and
+        underflowed elements in this step.
+        """
         self.step = step
-        self.collects_stats = collect_stats and bool(self.names)
+        self.enter(share)
+        self.collects_stats = collect_stats and bool(self.names) and self.quantizes
         self._amax.zero_()
         self._cast_counts.zero_()
         self.invalidate_weights()  # the last step updated the weights
 
     def update_history(self) -> None:
-        """Push the step's amax over all ranks to the history, after the last backward. A collective call."""
-        if not self.history.numel():
+        """Push the step's amax over all ranks to the history, after the last backward. A collective call. In the
+        phase of another recipe the history stands still.
+        """
+        if not self._keeps_history:
             return
         max_over_job(self._mesh, self._amax, label="fp8 amax")
         self.history.copy_(torch.cat([self._amax.unsqueeze(1), self.history[:, :-1]], 1))
@@ -145,7 +173,7 @@ class Fp8State:
             return {}
         self.collects_stats = False
         sum_over_job(self._mesh, self._cast_counts, label="fp8 cast stats")
-        if not self.history.numel():  # else `update_history` has reduced the amax
+        if not self._keeps_history:  # else `update_history` has reduced the amax
             max_over_job(self._mesh, self._amax, label="fp8 amax")
         stats = zip(self.names, self._amax.tolist(), self._cast_counts.tolist(), strict=True)
         return {
@@ -177,14 +205,14 @@ class Fp8State:
     def end_load(self) -> None:
         if self.has_history:  # zero but on the first rank
             sum_over_job(self._mesh, self.history)
-            self._set_has_history(True)
+            self._set_has_history(bool(self.history.any()))  # False before the phase that has one
 
     def end_restore(self) -> None:
-        self._set_has_history(bool(self.history.numel()))
+        self._set_has_history(bool(self.history.any()))
 
     def record(self, name: str) -> CastRecord | None:
         """Return the statistics to which a cast of this operand adds in this step; None if nobody reads them."""
-        if not self.collects_stats and not self.history.numel():
+        if not self.collects_stats and not self._keeps_history:
             return None
         record = self._records[name]
         return record if self.collects_stats else record._replace(counts=None)

@@ -28,6 +28,7 @@ overlaps dgrad, and the reduction of dX overlaps wgrad.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -212,6 +213,8 @@ class _RowParallel(torch.autograd.Function):
         grad, inputs = grads[0].contiguous(), list[Operand]()
         param_grads: list[Tensor | None] = [None] * (2 * len(layers))
         first = layers[0].gemms  # all layers have the same output gradient
+        if not first.grad_in_pieces:
+            tp = replace(tp, overlap=False)
 
         def accumulate_wgrads(full_grad: Operand, rows: slice) -> None:
             if not inputs:  # restored at the first call: for a wgrad in pieces, during the all-gather
@@ -230,9 +233,8 @@ class _RowParallel(torch.autograd.Function):
         label, dtype = ctx.label.for_backward("gradient"), grad.dtype
         grad_shard, gathering = ctx.edge.take_gathering() if ctx.edge else (first.before_all_gather(grad), None)
         gather_matmul = partial(
-            all_gather_matmul, grad_shard, tp=tp, dtype=dtype, after_all_gather=first.after_all_gather,
-            in_pieces=first.grad_in_pieces,
-        )  # fmt: skip
+            all_gather_matmul, grad_shard, tp=tp, dtype=dtype, after_all_gather=first.after_all_gather
+        )
 
         def dgrad_and_wgrad(
             weights: Sequence[WeightOperand], label: Label, gathering: tuple[Operand, Work] | None = None

@@ -143,7 +143,7 @@ def all_gather_matmul(
     shard: Operand, weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None] | None = None,
     after_all_gather: Callable[[Operand], Operand] = lambda x: x,
-    gathering: tuple[Operand, Work] | None = None, in_pieces: bool = True,
+    gathering: tuple[Operand, Work] | None = None,
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
     """All-gather `shard` into X with sequence parallelism (X is `shard` without), and compute X W^T + b per weight.
 
@@ -151,10 +151,10 @@ def all_gather_matmul(
     Without weights X is gathered alike.
     `on_rows(X, rows)` is called when rows of X are complete: once for all rows, or first for this rank's own rows,
     during communication, and then for the remaining rows. `after_all_gather` turns gathered rows into a GEMM operand.
-    `gathering`: X, which arrives already. `in_pieces`: some rows of X can be turned into an operand without the others.
+    `gathering`: X, which arrives already.
     """
     on_rows = on_rows or (lambda full, rows: None)
-    pieces = tp.num_pieces(shard.shape, shard.nbytes) if tp.activations_sharded and in_pieces else 0
+    pieces = tp.num_pieces(shard.shape, shard.nbytes) if tp.activations_sharded else 0
     operands = [weight.operand for weight in weights]
     fused = tp.fused_for([shard], operands, shard.shape[:-1].numel())
     if fused is not None and weights:

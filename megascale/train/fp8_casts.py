@@ -28,7 +28,8 @@ class Fp8Steps(Hook):
     def step_begins(self, run: Run) -> None:
         step = run.progress.step + 1
         logged = is_logged_step(run.config.train, step)
-        self._state.begin_step(step, collect_stats=run.config.fp8.monitor and logged)
+        share = run.progress.samples / run.config.samples
+        self._state.begin_step(step, share, collect_stats=run.config.fp8.monitor and logged)
 
     def backwards_end(self, run: Run) -> None:
         self._state.update_history()
