@@ -77,6 +77,12 @@ class QuantizerSpec:
         """True if one copy, saved or gathered, serves the matrix and its transpose."""
         return self.block.serves_transpose or self.requantises
 
+    def scale_bytes(self, k: int) -> int:
+        """Bytes of the scales of a row of k elements; 0 if one scale holds for all rows."""
+        if self.block.rows is None:
+            return 0
+        return (1 if self.scale == "e8m0" else 4) * (k // (self.block.k or k))
+
     @property
     def serves_shards(self) -> bool:
         """True if shards of a weight may be cast apart, and gathered as codes: their amaxes are the only ones."""

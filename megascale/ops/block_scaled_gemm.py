@@ -27,15 +27,13 @@ ROWS, COLUMNS = 128, 4  # scales of a tile; a matrix of scales is padded to whol
 def decoded_matmul(
     a: Quantized, b: Quantized, dtype: torch.dtype, decode: Callable[[Quantized], Tensor] | None = None
 ) -> Tensor:
-    """Implement `fp8.ScaledMatmul` with numbers: of bf16 on a GPU, of fp32 on a CPU, which multiplies bf16 with fp32
-    results no faster. `decode`: a kernel's (`fp8.Fp8Kernels`).
+    """Implement `fp8.ScaledMatmul` with numbers: of bf16 on a GPU, of fp32 on a CPU, whose GEMM rounds to bf16.
+    `decode`: a kernel's (`fp8.Fp8Kernels`).
     """
-    left, right = (decode(x) if decode else replace(x, tensor_scale=None).dequantize() for x in (a, b))
+    numbers = torch.float32 if a.data.is_cpu else torch.bfloat16
+    left, right = (decode(x) if decode else replace(x, tensor_scale=None).decode(numbers) for x in (a, b))
     rows = left.flatten(0, -2)
-    if rows.is_cpu:
-        out = rows.float() @ right.float().t()
-    else:
-        out = torch.mm(rows.bfloat16(), right.bfloat16().t(), out_dtype=torch.float32)
+    out = rows @ right.t() if rows.is_cpu else torch.mm(rows, right.t(), out_dtype=torch.float32)
     if a.tensor_scale is not None and b.tensor_scale is not None:
         out *= a.tensor_scale * b.tensor_scale
     return out.to(dtype).view(*a.shape[:-1], b.shape[0])

@@ -1,7 +1,7 @@
 """Casts to E2M1, the 4-bit element of NVFP4, which torch does not have.
 
-    code        0    1    2    3    4    5    6    7        + 8 for negative numbers
-    magnitude   0   0.5   1   1.5   2    3    4    6
+code        0    1    2    3    4    5    6    7        + 8 for negative numbers
+magnitude   0   0.5   1   1.5   2    3    4    6
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megascale.ops import fp4, hadamard
 from megascale.ops.block_scaled_gemm import accumulating, matmul_of
-from megascale.ops.fp8 import CastRecord, Fp8Kernels
+from megascale.ops.fp8 import CastRecord, Fp8Kernels, note
 from megascale.ops.philox import block_bytes
 from megascale.ops.quantized import ElementFormat, Quantized, in_blocks, over_blocks, pack
 from megascale.ops.recipe import Dither, Quantizer, Recipe, quantizers
@@ -34,8 +34,9 @@ class Nvfp4Quantizer(Quantizer):
     """The cast of an operand, or of its transpose, as `spec` describes it."""
 
     def turned(self, x: Tensor) -> Tensor:
-        """Transpose x [m, k], and rotate it if it is an operand of wgrad."""
-        return hadamard.rotate(x.t()) if self.spec.rotated else x.t()
+        """Transpose x, and rotate it if it is an operand of wgrad."""
+        turned = super().turned(x)
+        return hadamard.rotate(turned) if self.spec.rotated else turned
 
     def encode(
         self,
@@ -46,7 +47,7 @@ class Nvfp4Quantizer(Quantizer):
         record: CastRecord | None = None,
         dither: Dither | None = None,
     ) -> Quantized:
-        """Quantize x [..., k], or the result of `turned`, by the amax of the tensor, f32 []; x's own without `expected`.
+        """Quantize x [..., k], or the result of `turned`, by the tensor's amax, `expected`, f32 []; None: x's own.
 
         Raises: ValueError if the operand is rounded stochastically, and `dither` is missing
         """
@@ -63,7 +64,10 @@ class Nvfp4Quantizer(Quantizer):
             codes = fp4.stochastic(scaled, block_bytes(*dither).view(x.shape))
         else:
             codes = fp4.nearest(scaled)
-        return Quantized(pack(codes), scale, block, tensor_scale=tensor_scale)
+        quantized = Quantized(pack(codes), scale, block, tensor_scale=tensor_scale)
+        if record is not None:
+            note(record, x, quantized, self.element, amax)
+        return quantized
 
 
 def nvfp4_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:

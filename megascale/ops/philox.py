@@ -18,7 +18,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     """Return four words for each counter. All words are u32 in i64; the counter's broadcast."""
     (a, b, c, d), (low, high) = counter, key
     for _ in range(ROUNDS):
-        p, q = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # a product of two u32 keeps its 64 bits in an i64
+        p, q = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # wraps, and keeps the 64 bits of u32 times u32
         a, b, c, d = (q >> 32) & WORD ^ b ^ low, q & WORD, (p >> 32) & WORD ^ d ^ high, p & WORD
         low, high = (low + KEY_STEPS[0]) & WORD, (high + KEY_STEPS[1]) & WORD
     return a, b, c, d

@@ -98,7 +98,7 @@ class Quantized:
 
     def constructor(self) -> Callable[..., Quantized]:
         """Return a function from `tensors` to the matrix, which keeps none of them alive."""
-        assert self.tensor_scale is None, "a matrix with two scales is neither saved nor gathered"
+        assert self.tensor_scale is None, "a matrix with two scales is not saved"
         block, columnwise, requantises = self.block, self.columnwise, self.requantises
         return lambda data, scale: Quantized(data, scale, block, columnwise=columnwise, requantises=requantises)
 
@@ -106,9 +106,9 @@ class Quantized:
         return self.data.new_empty(*shape, dtype=dtype)
 
     def gathered(self, codes: Tensor, scale: Tensor) -> Quantized:
-        """Return the matrix of the rows of all ranks, by their bytes; a scale of the tensor is that of all ranks."""
-        data, tensor_scale = codes.view(self.data.dtype), self.tensor_scale
-        return Quantized(data, scale, self.block, tensor_scale=tensor_scale, requantises=self.requantises)
+        """Return the matrix of the rows of all ranks, by their bytes."""
+        data = codes.view(self.data.dtype)
+        return Quantized(data, scale, self.block, tensor_scale=self.tensor_scale, requantises=self.requantises)
 
     def __getitem__(self, rows: slice) -> Quantized:
         """Slice dimension 0, between blocks."""

@@ -131,7 +131,9 @@ def test_zeros_and_tiny_numbers(kernels: Any) -> None:
 @pytest.mark.parametrize("element", [ElementFormat.E4M3, ElementFormat.E5M2])
 def test_fp8_data_is_transposed_unchanged(kernels: Any, element: ElementFormat) -> None:
     x = numbers(130, 64, dtype=torch.float32).to(element.dtype)
-    quantizer = Quantizer(QuantizerSpec(element.name.lower(), TENSOR), Fp8Kernels(kernels.amax, kernels.cast, strided=True))
+    quantizer = Quantizer(
+        QuantizerSpec(element.name.lower(), TENSOR), Fp8Kernels(kernels.amax, kernels.cast, strided=True)
+    )
     transposed = quantizer.transpose(Quantized(x, torch.tensor(3.0), TENSOR))
     assert torch.equal(bits(transposed.data), bits(x.t().contiguous())) and transposed.scale == 3
 

@@ -16,7 +16,8 @@ BYTES = torch.arange(256, dtype=torch.uint8)
 
 
 def every_bf16() -> Tensor:
-    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float() * 1  # NaNs become quiet
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    return bits.view(torch.bfloat16).float() * 1  # NaNs become quiet
 
 
 def test_every_bf16_number_has_the_nearest_code() -> None:

@@ -255,6 +255,16 @@ def test_gemms_equal_those_of_decoded_matrices_in_fp64() -> None:
     assert (total - 2 * exact).norm() / exact.norm() < 2e-6
 
 
+def test_a_tensors_scale_sees_later_tokens() -> None:
+    """A known limit: the outputs of earlier tokens change, by an amount that depends on where scales lie."""
+    recipe, x = build_recipe("nvfp4"), numbers("gaussian")
+    weight = recipe.rows["weight"].encode(x[:64])
+    before = recipe.gemm(recipe.rows["input"].encode(x), weight, torch.float32)[:256]
+    x[256:] *= 7
+    after = recipe.gemm(recipe.rows["input"].encode(x), weight, torch.float32)[:256]
+    assert 0.02 < (after - before).norm() / before.norm() < 0.1
+
+
 def test_wgrad_of_rotated_operands_is_that_of_the_operands() -> None:
     """Up to the error of NVFP4."""
     recipe = build_recipe("nvfp4")

@@ -131,7 +131,7 @@ class AttentionSpec(Part):
         """True if the kernels' result is not the next layer's saved input."""
         whole = sizes.key_parts == 1 and not self.sinks
         in_pieces = whole and (sizes.documents or (self.window and not self.softcap))
-        return bool(sizes.cp_heads > 1 or sizes.tensorwise or in_pieces)
+        return bool(sizes.cp_heads > 1 or sizes.saves_codes or in_pieces)
 
     def _shared_memory(self, sizes: MicroBatchSizes, saved: int, forming: int) -> UnitBytes:
         """Account for attention of ranks that share sequences. `saved`: by attention without an exchange, besides q, k

@@ -56,7 +56,7 @@ class ActivationSpec(Part):
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         inputs, outputs = sizes.sharded(self.inputs), sizes.sharded(self.outputs)
         gate = 2 * outputs if inputs > outputs else 0  # two tensors in the backward of SwiGLU
-        left = inputs if self.recomputes_output(sizes.recompute) and not sizes.tensorwise else 0
+        left = inputs if self.recomputes_output(sizes.recompute) and not sizes.saves_codes else 0
         return UnitBytes(inputs, outputs, inputs + gate, inputs - outputs, left=left)
 
     def recomputes_output(self, recompute: RecomputePolicy) -> bool:

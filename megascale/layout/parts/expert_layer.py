@@ -127,7 +127,7 @@ class ExpertLayer(Part):
         if self.bias:  # rows of an expert in the accumulation dtype, before wgrad
             down = max(down, math.ceil(rows * sizes.ep / self.experts) * self.hidden * sizes.wide * sizes.narrow)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
-        cast = (FP32 + 1) / sizes.compute if sizes.grain not in ("", "tensor") else 0  # of rows, for each of their bytes
+        cast = (FP32 + 1) / sizes.compute if sizes.grain not in ("", "tensor") else 0  # for each byte of rows
         steps = [
             self._router_bytes(sizes),
             UnitBytes(0, *dispatch, own - arrived),
@@ -195,7 +195,7 @@ class ExpertLayer(Part):
         if self.shared is None:
             return []
         up, activation, down = self.shared
-        columns, common = up.layer_bytes(sizes, after_norm=False), sizes.stream if sizes.shrink == 1 else 0
+        columns, common = up.layer_bytes(sizes, after_norm=False), 0 if sizes.saves_codes else sizes.stream
         saved, left, gradient = columns.saved - common, columns.left - common, columns.gradient + sizes.stream
         columns = columns._replace(saved=saved, left=left, gradient=gradient)
         gate = [UnitBytes(sizes.stream, sizes.stream, 2 * sizes.stream, sizes.stream)] if self.shared_gate else []

@@ -77,7 +77,7 @@ class LatentProjections(Part):
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the layers in turn, and for the norms of latents."""
-        local, stored, again = sizes.local * sizes.compute, sizes.shrink, sizes.recompute.norm and not sizes.tensorwise
+        local, again = sizes.local * sizes.compute, sizes.recompute.norm and not sizes.saves_codes
         latents, normed = local * self.down.outputs, local * sum(width for _, width in self.ranks)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         weight = self.whole_numel * sizes.compute * sizes.narrow
@@ -92,11 +92,12 @@ class LatentProjections(Part):
             (layer,) = part.layers
             outputs, inputs = sizes.sharded(layer.outputs), local * layer.inputs
             gathered = sizes.parts * inputs if sizes.cut else 0
-            kept, added = (0, 0) if layer.inputs == self.down.inputs else (inputs // stored * (not again), inputs)
+            added = 0 if layer.inputs == self.down.inputs else inputs
+            stored = sizes.saved_input(added, layer.inputs)
             wgrad = 2 * gathered + sizes.wgrad(layer.weight_numel, outputs)
             forward, backward = alive + gathered + outputs, wgrad + inputs * (1 + again)
-            left = outputs + added // stored
-            steps.append(UnitBytes(kept, forward, backward, added - outputs, left=left, wgrad=wgrad))
+            left = outputs + stored
+            steps.append(UnitBytes(stored * (not again), forward, backward, added - outputs, left=left, wgrad=wgrad))
             alive += outputs
         results = alive + sizes.tokens * self.shared_key * sizes.compute
         walked = walk(steps, results, sizes.split)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megascale.config.model import ModelConfig
-from megascale.layout.parts.microbatch_sizes import CAST, FP32, SCALE_BLOCK, CommOp, MicroBatchSizes, UnitBytes
+from megascale.layout.parts.microbatch_sizes import CAST, CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
 from megascale.layout.tensors import ParamSpec, TensorSpec
@@ -66,21 +66,24 @@ class LinearGroup(Part):
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         first, column = self.layers[0], self.sharded == 0
         operand, label = ("gradient", f"{self.label} gradient") if backward else ("input", self.label)
-        width = 1 if sizes.grain == "tensor" or (sizes.grain and not backward) else sizes.compute
         size = first.inputs if column else first.outputs
         if column != backward:
             yield from sizes.amaxes(f"{first.name}.{operand}", 1 if sizes.cut else 0, 0)
-            scales = {"row": 1, "block": size // SCALE_BLOCK}.get(sizes.grain, 0) if column else 0
-            yield from sizes.gather(f"{label} scales", sizes.rows, FP32 * scales)
-            yield from sizes.gather(label, sizes.rows, size * width, overlap=True)
+            width, scales = sizes.code_bytes(operand, size)
+            if sizes.fp8 and not backward:  # for forward alone: wgrad gathers an input again
+                width, scales = size, sizes.recipe[operand].scale_bytes(size)
+            yield from sizes.gather(f"{label} scales", sizes.rows, scales)
+            yield from sizes.gather(label, sizes.rows, width, overlap=True)
             if backward and sizes.split:  # in W again: until then the gradient would fill memory
-                yield from sizes.gather(f"{self.label} wgrad gradient scales", sizes.rows, FP32 * scales)
-                yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, size * width, overlap=True)
+                yield from sizes.gather(f"{self.label} wgrad gradient scales", sizes.rows, scales)
+                yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, width, overlap=True)
             return
         for layer in self.layers:
             yield from sizes.amaxes(f"{layer.name}.{operand}", 1, sizes.rows * sizes.batch)
         if backward:  # for wgrad
-            yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, size * width)
+            width, scales = sizes.code_bytes("input", size)
+            yield from sizes.gather(f"{self.label} wgrad input scales", sizes.rows, scales)
+            yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, width)
         yield sizes.reduce(label, sizes.rows, size * sizes.compute, overlap=not backward)
 
     def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
@@ -116,12 +119,12 @@ class ColumnParallel(LinearGroup):
         Without `holds_gradient` it is added to that of another part.
         """
         outputs = sizes.sharded(sum(layer.outputs for layer in self.layers))
-        recomputed = sizes.stream if after_norm and sizes.recompute.norm and not sizes.tensorwise else 0
+        recomputed = sizes.stream if after_norm and sizes.recompute.norm and not sizes.saves_codes else 0
         casts = outputs // sizes.compute if sizes.fp8 else 0
         wgrad = max(sizes.wgrad(layer.weight_numel, sizes.sharded(layer.outputs)) for layer in self.layers)
         backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, CAST * casts)
         amaxes = 0 if sizes.cut else sizes.column_amaxes(sizes.stream)
-        saved = 0 if recomputed else sizes.stream // sizes.shrink + amaxes
+        saved = 0 if recomputed else sizes.saved_input(sizes.stream, self.layers[0].inputs) + amaxes
         gradient = sizes.stream if after_norm and holds_gradient else 0
         gathering, left = 2 * sizes.gathered, (saved or sizes.stream) + outputs + casts
         return UnitBytes(
@@ -152,13 +155,14 @@ class RowParallel(LinearGroup):
     def layer_bytes(self, sizes: MicroBatchSizes, sources: Sequence[Part], result: int) -> UnitBytes:
         """Account for the layers. The output's gradient is all-gathered from `result` bytes per rank."""
         inputs = [sizes.sharded(layer.inputs) for layer in self.layers]
-        again = [not sizes.tensorwise and source.recomputes_output(sizes.recompute) for source in sources]
+        again = [not sizes.saves_codes and source.recomputes_output(sizes.recompute) for source in sources]
         recomputed = sum(size for size, repeated in zip(inputs, again, strict=True) if repeated)
         wgrad = max(sizes.wgrad(layer.weight_numel, size) for layer, size in zip(self.layers, inputs, strict=True))
         reduced = sizes.full + (sizes.stream + sizes.full if sizes.cut else 0)
         backward = recomputed + sum(inputs) + sizes.gathered + wgrad
-        saved = sum(inputs) - recomputed
-        saved = saved // sizes.shrink + sizes.column_amaxes(saved)
+        kept = [layer.inputs for layer, repeated in zip(self.layers, again, strict=True) if not repeated]
+        saved = sum(sizes.saved_input(sizes.sharded(k), k // sizes.tp) for k in kept)
+        saved += sizes.column_amaxes(sizes.sharded(sum(kept)))
         gathering, forward = 2 * sizes.gathered, sizes.stream + recomputed + reduced
         left = saved + sizes.stream  # a recomputed input is left as what it is recomputed from
         return UnitBytes(saved, forward, backward, sum(inputs) - result, left=left, wgrad=gathering + wgrad)

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megascale.catalog.layers import NORMS
 from megascale.config.model import ModelConfig
@@ -16,7 +16,6 @@ from megascale.layout.pieces import MIN_PIECE_BYTES
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 
 FP32 = 4  # bytes of an FP8 scale or amax
-SCALE_BLOCK = 128  # elements of a row with one FP8 scale in block-wise granularity (`ops.fp8`)
 CAST = 8  # bytes of quantizing an element to FP8: fp32 before and after scaling
 
 
@@ -56,8 +55,8 @@ class MicroBatchSizes:
     residual stream over `tp`; `pieces`: most chunks of a collective that overlaps with a GEMM. Bytes of an element:
     `compute` dtype, `wide` accumulation dtype. `cp_heads`, `cp_keys`: ranks that exchange heads, and keys, by an
     all-gather if `gathers`; `key_parts`: times that a rank attends to some of the keys. `documents`: their expected
-    lengths in a row with a document mask. `granularity` of FP8 scales, from the tensor itself if `current`; `fp8`: the
-    linear layers run FP8 GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
+    lengths in a row with a document mask. `recipe`: its facts (`catalog.recipes`); `fp8`: the linear layers run FP8
+    GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
     all-gather; `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
     `cast_where_used`: FP8 operands of weights are not kept for the step.
     """
@@ -75,8 +74,7 @@ class MicroBatchSizes:
     key_parts: int
     gathers: bool
     documents: Sequence[int]
-    granularity: str
-    current: bool
+    recipe: Mapping[str, Any]
     fp8: bool = False
     recompute: RecomputePolicy = NO_RECOMPUTE
     ep: int = 1
@@ -98,7 +96,12 @@ class MicroBatchSizes:
     @property
     def grain(self) -> str:
         """The granularity of FP8 scales; empty in other dtypes."""
-        return self.granularity if self.fp8 else ""
+        return self.recipe["granularity"] if self.fp8 else ""
+
+    @property
+    def current(self) -> bool:
+        """FP8 scales come from the tensor itself."""
+        return self.recipe["scaling"] == "current"
 
     @property
     def parts(self) -> int:
@@ -111,14 +114,19 @@ class MicroBatchSizes:
         return self.compute < self.wide
 
     @property
-    def tensorwise(self) -> bool:
-        """One FP8 scale serves forward and wgrad, so saved inputs shrink to FP8."""
-        return self.grain == "tensor"
+    def saves_codes(self) -> bool:
+        """One FP8 copy of an input serves forward and wgrad, and is saved."""
+        return self.fp8 and self.recipe["saves_codes"]
 
-    @property
-    def shrink(self) -> int:
-        """The factor by which saved inputs of linear layers shrink."""
-        return self.compute if self.tensorwise else 1
+    def saved_input(self, nbytes: int, k: int) -> int:
+        """Size an input [..., k] of linear layers as it is saved, of `nbytes` in the compute dtype."""
+        elements = nbytes // self.compute
+        return elements + elements // k * self.recipe["input"].scale_bytes(k) if self.saves_codes else nbytes
+
+    def code_bytes(self, operand: str, k: int) -> tuple[int, int]:
+        """Bytes of a row [k] of an operand where it is gathered for both its GEMMs, and those of its scales."""
+        spec = self.recipe[operand]
+        return (k, spec.scale_bytes(k)) if self.fp8 and spec.serves_transpose else (k * self.compute, 0)
 
     @cached_property
     def full(self) -> int:
@@ -175,7 +183,7 @@ class MicroBatchSizes:
 
     def column_amaxes(self, nbytes: int) -> int:
         """Bytes of the amaxes kept with saved inputs of `nbytes` and all tokens, for wgrad (`ops.known_amax`)."""
-        return FP32 * nbytes // (self.tokens * self.compute) if self.grain == "row" else 0
+        return FP32 * nbytes // (self.tokens * self.compute) if self.grain == "row" and not self.saves_codes else 0
 
     def wgrad(self, weight_numel: int, nbytes: int) -> int:
         """Size wgrad's result and, in FP8, the operands of `full` and `nbytes` bytes quantized along the tokens."""
@@ -183,7 +191,8 @@ class MicroBatchSizes:
         if not self.fp8:
             return elements * self.compute if self.narrow else 0
         first, second = self.full // self.compute, nbytes // self.compute
-        cast = 1 if self.tensorwise else CAST + self.compute
+        spec = self.recipe["input"]
+        cast = 1 if self.grain == "tensor" else CAST + self.compute * (1 + spec.requantises)
         result = elements * self.wide * (3 if self.grain == "block" else 1)  # two partial results and their sum
         return max(cast * first, first + max(cast * second, second + result))
 

@@ -45,7 +45,7 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
         MAX_PIECES if config.overlap.tp is True else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,
         max(p.cp_keys, 1 + config.attends_in_parts),  # a chunk attends to its own keys and to others
         p.cp_mode == "allgather", expected_documents(config.model, config.data) if within else (),
-        recipe["granularity"], recipe["scaling"] == "current", ep=p.ep, imbalance=imbalance,
+        recipe, ep=p.ep, imbalance=imbalance,
         gathers_tokens=p.ep > 1 and config.moe.dispatcher == "all_gather", token_blocks=config.moe.token_blocks,
         split=p.schedule is not None and SCHEDULES[p.schedule].facts["split"], cast_where_used=p.zero == 3,
     )  # fmt: skip

@@ -40,6 +40,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"train__precision": "fp8", "fp8__recipe": "tensorwise", "model__block": "post_norm"},
     {"train__precision": "fp8", "fp8__recipe": "rowwise", "model__block": "parallel_two_norms"},
     {"train__precision": "fp8", "fp8__recipe": "rowwise", "model__block": "parallel"},
+    {"train__precision": "fp8", "fp8__recipe": "rowwise", "fp8__scale": "pow2"},
+    {"train__precision": "fp8", "fp8__recipe": "mxfp8"},
 ]
 TILED = [
     ("none", {"train__precision": "bf16"}),

@@ -46,10 +46,15 @@ CASES: dict[str, dict[str, Any]] = {
         for name in ("parallel", "sandwich", "parallel_two_norms")
     },
     **{f"sp, {name}": {"parallel__sp": True, "fp8__recipe": name, **ALL_FP8} for name in ("tensorwise", "rowwise")},
+    **{
+        f"sp, {name}, powers of two": {"parallel__sp": True, "fp8__recipe": name, "fp8__scale": "pow2", **ALL_FP8}
+        for name in ("rowwise", "blockwise")
+    },
+    "sp, mxfp8": {"parallel__sp": True, "fp8__recipe": "mxfp8", **ALL_FP8},
 }  # fmt: skip
 
 
-QUICK = ("tp", "sp, full recomputation", "sp, parallel block", "sp, tiles, sandwich block", "sp, rowwise")
+QUICK = ("tp", "sp, full recomputation", "sp, parallel block", "sp, tiles, sandwich block", "sp, rowwise", "sp, mxfp8")
 
 
 @pytest.mark.parametrize("case", only_quick(CASES, *QUICK))
