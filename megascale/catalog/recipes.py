@@ -93,7 +93,7 @@ class QuantizerSpec:
     @property
     def gathers_codes(self) -> bool:
         """True if sharded weights are gathered as codes, which serve forward and dgrad, with all their scales."""
-        return self.serves_transpose and self.amax_block == self.block
+        return self.serves_transpose and self.amax_block == self.block and not self.stochastic
 
     def count_amaxes(self, rows: int) -> int:
         """Count the amaxes of an operand of `rows` rows to which parts of a row contribute: ranks that cut them reduce
@@ -115,11 +115,13 @@ class QuantizerSpec:
 
 def facts_of(
     input: QuantizerSpec, weight: QuantizerSpec, gradient: QuantizerSpec, *, alignment: int = 16, granularity: str = "",
-    **columns: QuantizerSpec,
+    bf16_layers: tuple[float, float] = (0.0, 0.0), **columns: QuantizerSpec,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`.
+    """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`. `bf16_layers`: by
+    default the shares of layers that stay in bf16, of the first and of the last; one layer at least.
 
-    - `token_run`: consecutive tokens with a common scale in wgrad; 0 for all or one of them
+    - `token_run`: consecutive tokens with a common scale, or random bits, in wgrad; 0 for all or one of them
+    - `stochastic`: an operand is rounded by random bits of its tokens
     - `covers_tokens`: scales come from all tokens of a micro-batch, and other tokens change their values
     - `free_borders`: which tokens have a common scale in wgrad changes values of subnormal codes alone, as scales of
       rows, or of parts of them, are powers of two
@@ -129,16 +131,20 @@ def facts_of(
     rows = {"input": input, "weight": weight, "gradient": gradient}
     of_columns = {f"{name}_column": columns.get(f"{name}_column", spec) for name, spec in rows.items()}
     over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
-    of_tokens = [input, gradient, of_columns["input_column"], of_columns["gradient_column"]]
+    columns_of_tokens = of_columns["input_column"], of_columns["gradient_column"]
+    of_tokens = (input, gradient, *columns_of_tokens)
+    stochastic = any(spec.stochastic for spec in (*rows.values(), *of_columns.values()))
     return rows | of_columns | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
-        "token_run": of_columns["input_column"].block.k or 0,
+        "bf16_layers": bf16_layers,
+        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in columns_of_tokens),
+        "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
         "free_borders": all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
         "saves_codes": input.serves_transpose,
-        "serves_experts": input.amax_block.rows is not None,
+        "serves_experts": input.amax_block.rows is not None and not stochastic,
     }  # fmt: skip
 
 
@@ -149,7 +155,9 @@ def with_scale(facts: Mapping[str, Any], scale: str) -> Mapping[str, Any]:
         return facts
     specs = {name: replace(spec, scale=scale) for name, spec in specs.items()}
     rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
-    return {**facts, **facts_of(*rows, alignment=facts["alignment"], granularity=facts["granularity"], **specs)}
+    alignment, granularity, bf16_layers = (facts[name] for name in ("alignment", "granularity", "bf16_layers"))
+    others = facts_of(*rows, alignment=alignment, granularity=granularity, bf16_layers=bf16_layers, **specs)
+    return {**facts, **others}
 
 
 def _card(
@@ -162,11 +170,16 @@ def _card(
 
 
 def _nvfp4() -> Card:
-    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated."""
+    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated. Its model of
+    62 layers had the first 2 and the last 8 in bf16.
+    """
     tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
     gradient = replace(tokens, stochastic=True)
     columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
-    facts = facts_of(tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4", **columns)
+    facts = facts_of(
+        tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4",
+        bf16_layers=(1 / 32, 1 / 8), **columns,
+    )  # fmt: skip
     help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
     return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
 

@@ -8,7 +8,7 @@ from megascale.catalog.backends import AUTO, BACKENDS, Requirement, unmet_requir
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
-from megascale.config.backends import BackendsConfig, Fp8Config
+from megascale.config.backends import BackendsConfig, Fp8Config, bf16_layers
 from megascale.config.data import DataConfig
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
@@ -22,7 +22,7 @@ def fp8_shapes(
     """Check that FP8 GEMM sizes are multiples of the recipe's alignment, and that some layer runs in FP8."""
     if not train.quantizes:
         return
-    first, last, layers = fp8.first_layers_bf16, fp8.last_layers_bf16, model.num_layers
+    (first, last), layers = bf16_layers(fp8, model.num_layers), model.num_layers
     if first + last >= layers:
         message = f"the first {first} and last {last} of {layers} layers leave none in fp8"
         yield Finding(
@@ -33,7 +33,8 @@ def fp8_shapes(
     facts, head, tp = fp8.facts, model.head_dim, parallel.tp
     fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
     expert_gemms = model.experts > 0 and facts["serves_experts"]
-    if facts["weight"].block.spans_rows or model.kv_lora_rank:  # a block must not span k and v
+    tokens = "tokens of a sequence" if facts["token_run"] else "tokens in a micro-batch"
+    if facts["weight"].block.spans_rows or facts["stochastic"] or model.kv_lora_rank:  # a block must not span k and v
         fused_columns, columns = model.num_kv_heads * head, "columns of k on a rank"
     latent = (
         ("model.kv_lora_rank", model.kv_lora_rank, 1, "kv_lora_rank"),
@@ -52,7 +53,7 @@ def fp8_shapes(
             "columns of the MLP on a rank",
         ),
         ("model.shared_ffn_size", model.shared_ffn_size, tp, "columns of the shared expert on a rank"),
-        ("model.seq_length", model.seq_length * batch.micro, 1, "tokens in a micro-batch"),
+        ("model.seq_length", model.seq_length * (1 if facts["token_run"] else batch.micro), 1, tokens),
         *([("model.expert_ffn_size", model.expert_ffn_size, 1, "columns of an expert")] if expert_gemms else []),
     ):
         if size // ranks % facts["alignment"]:

@@ -230,9 +230,10 @@ def cp_fp8(
     if not train.quantizes or cp == 1 or cp % parallel.cp_heads:
         return
     blocks, runs = facts["token_run"] > 0, keys * math.lcm(2, parallel.cp_heads) if keys > 1 else cp
-    tokens, alignment = model.seq_length * batch.micro // (runs if blocks else cp), facts["alignment"]
+    tokens = model.seq_length // runs if blocks else model.seq_length * batch.micro // cp
+    alignment = facts["token_run"] or facts["alignment"]
     if tokens % alignment:
-        message = f"{tokens} {'consecutive ' if blocks else ''}tokens of a micro-batch on a rank along cp"
+        message = f"{tokens} {'consecutive tokens of a sequence' if blocks else 'tokens of a micro-batch'} on a cp rank"
         needs = f"the fp8 recipe {fp8.recipe} needs multiples of {alignment}"
         yield Finding("parallel.cp", f"{message}: {needs}", "fewer ranks, a longer sequence, or another fp8.recipe")
 

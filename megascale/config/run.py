@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megascale.catalog.decays import uses_decay_steps
-from megascale.config.backends import BackendsConfig, Fp8Config
+from megascale.config.backends import BackendsConfig, Fp8Config, bf16_layers
 from megascale.config.batch_rampup import BatchSizes, batch_sizes, samples_of_run, schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
@@ -153,6 +153,10 @@ class RunConfig(RunKeys):
             steps = schedule_steps(self.batch, self.train, optimizer)
             decay_steps = optimizer.decay_steps or max(min(steps // 10, steps - optimizer.warmup_steps), 1)
             optimizer = optimizer.model_copy(update={"decay_steps": decay_steps})
+        fp8 = self.fp8
+        if self.train.quantizes:
+            first, last = bf16_layers(fp8, self.model.num_layers)
+            fp8 = fp8.model_copy(update={"first_layers_bf16": first, "last_layers_bf16": last})
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):
             prefix = HF_PREFIX if resume.startswith(HF_PREFIX) else ""
@@ -164,6 +168,7 @@ class RunConfig(RunKeys):
                 "output_dir": str(Path(self.output_dir).absolute()),
                 "parallel": parallel,
                 "optimizer": optimizer,
+                "fp8": fp8,
                 "data": self.data.absolute(),
                 "checkpoint": self.checkpoint.model_copy(update=paths),
                 "observe": self.observe.model_copy(update={"store_dir": store_dir}),

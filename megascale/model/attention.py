@@ -63,19 +63,22 @@ class Attention(nn.Module):
         `compute_output` as in `row_parallel_steps`.
         """
         heads = yield from self.attend(x_sbh, batch, recompute_input)
-        rows = [heads], [self.out.params]
+        rows = [heads], [self.out.params.of(batch)]
         return (yield from row_parallel_steps(*rows, self._tp, self._out_label, compute_output=compute_output))
 
     forward = run_through(steps)
 
     def attend(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None) -> Steps[Tensor]:
         """Map x [s, b, h] to the result of this rank's heads [s, b, ...]. `recompute_input` as in `forward`."""
-        (qkv,) = yield from self.project(x_sbh, recompute_input)
+        (qkv,) = yield from self.project(x_sbh, batch, recompute_input)
         return self.core_attention(qkv, batch)
 
-    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Steps[tuple[Tensor, ...]]:
+    def project(
+        self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None = None
+    ) -> Steps[tuple[Tensor, ...]]:
         """Map x [s, b, h] to this rank's q, k and v [s, b, ...]. `recompute_input` as in `forward`."""
-        return column_parallel_steps(x_sbh, [self.qkv.params], self._tp, self._qkv_label, recompute_input)
+        layers = [self.qkv.params.of(batch)]
+        return column_parallel_steps(x_sbh, layers, self._tp, self._qkv_label, recompute_input)
 
     def core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
         """Map this rank's q, k and v [s, b, ...] to attention output [s, b, heads x head_dim], perhaps recomputed."""

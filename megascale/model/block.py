@@ -112,17 +112,20 @@ class ParallelBlock(SteppedBlock):
             branch = yield from attention.steps(normed, batch, again, compute_output)
             if len(self.norms) > 1:
                 normed, again = self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh)
-            branch = branch + (yield from mlp.steps(normed, again, compute_output))
+            branch = branch + (yield from mlp.steps(normed, batch, again, compute_output))
             return x_sbh + self._drop(branch, batch)
         heads, inner = yield from self._into_branches(x_sbh, batch)
-        inputs, rows = [heads, mlp.activate(inner)], [attention.out.params, mlp.down.params]
-        recompute_inputs, label = [None, mlp.recompute_activation(inner)], Label.for_layer(self._index, "out and down")
+        inputs = [heads, mlp.activate(batch, inner)]
+        rows = [layer.params.of(batch) for layer in (attention.out, mlp.down)]
+        recompute_inputs = [None, mlp.recompute_activation(inner, batch)]
+        label = Label.for_layer(self._index, "out and down")
         branch = yield from row_parallel_steps(inputs, rows, self._tp, label, recompute_inputs, compute_output)
         return x_sbh + self._drop(branch, batch)
 
     def _into_branches(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[tuple[Tensor, Tensor]]:
         """Compute attention of all heads of this rank, and the MLP up to its activation."""
-        columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
+        columns = [layer.params.of(batch) for layer in (self.attention.qkv, self.mlp.up)]
+        label = Label.for_layer(self._index, "qkv and up")
         again = self.attention_norm.recompute_norm(x_sbh)
         qkv, inner = yield from column_parallel_steps(self.attention_norm(x_sbh), columns, self._tp, label, again)
         return self.attention.core_attention(qkv, batch), inner
@@ -135,9 +138,9 @@ class ParallelTwoNormsBlock(ParallelBlock):
 
     def _into_branches(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[tuple[Tensor, Tensor]]:
         again = self.attention_norm.recompute_norm(x_sbh)
-        (qkv,) = yield from self.attention.project(self.attention_norm(x_sbh), again)
+        (qkv,) = yield from self.attention.project(self.attention_norm(x_sbh), batch, again)
         heads = self.attention.core_attention(qkv, batch)
-        (inner,) = yield from self.mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
+        (inner,) = yield from self.mlp.project(self.mlp_norm(x_sbh), batch, self.mlp_norm.recompute_norm(x_sbh))
         return heads, inner
 
 
@@ -158,5 +161,5 @@ def branch_steps(
     arguments as in `MLP.steps`; experts save x for the router, and compute their result in any case.
     """
     if isinstance(branch, MLP):
-        return residual, (yield from branch.steps(x_sbh, recompute_input, compute_output))
+        return residual, (yield from branch.steps(x_sbh, batch, recompute_input, compute_output))
     return (yield from branch.steps(residual, x_sbh, batch))

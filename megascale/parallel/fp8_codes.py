@@ -66,7 +66,8 @@ class ShardedCodes:
         by_axes = dict[tuple[str, ...], list[Bucket]]()
         for bucket in buckets:
             size = BucketSize.of(bucket.first_module, bucket.layout)
-            if coded := size.coded(state.layers, self._quantizer.spec):
+            coded = 0 if state.changes else size.coded(state.layers, self._quantizer.spec)
+            if coded:
                 bucket.sharded.keep_codes(coded)
                 by_axes.setdefault(size.reduce_axes, []).append(bucket)
         self._weights = [self._shard(each) for each in by_axes.values()]

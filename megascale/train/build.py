@@ -186,10 +186,13 @@ def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext, buffers: ParamA
     if not config.train.quantizes:
         return None
     from megascale.parallel.fp8_codes import ShardedCodes
+    from megascale.parallel.fp8_phases import later_phases
     from megascale.parallel.fp8_state import Fp8State
 
     kernels, layers = select.build_op("linear", context), fp8_layers(config.model, config.train, config.fp8)
-    state = Fp8State(config.model, config.fp8, layers, mesh, context.device.torch_device, kernels)
+    device, seed = context.device.torch_device, config.train.seed
+    later = later_phases(config.fp8, lambda recipe: select.build_op("linear", replace(context, recipe=recipe)))
+    state = Fp8State(config.model, config.fp8, layers, mesh, device, kernels, seed, later)
     if config.parallel.zero == 3:
         state.cast_shards = ShardedCodes(buffers.buckets, state, mesh.tp).encode
     return state

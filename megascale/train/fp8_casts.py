@@ -26,8 +26,10 @@ class Fp8Steps(Hook):
         self._state = state
 
     def step_begins(self, run: Run) -> None:
-        logged = is_logged_step(run.config.train, run.progress.step + 1)
-        self._state.begin_step(collect_stats=run.config.fp8.monitor and logged)
+        step = run.progress.step + 1
+        logged = is_logged_step(run.config.train, step)
+        share = run.progress.samples / run.config.samples
+        self._state.begin_step(step, share, collect_stats=run.config.fp8.monitor and logged)
 
     def backwards_end(self, run: Run) -> None:
         self._state.update_history()
