@@ -13,8 +13,10 @@ from torch import Tensor
 
 from megascale.device import profiler_range
 from megascale.ops.grouped_gemm import RowGroups, scaled_grouped_gemm
+from megascale.ops.planned_cast import kept_cast
 from megascale.ops.quantized import Quantized
 from megascale.ops.recipe import Quantizer, Recipe
+from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.linear_gemms import OperandName
@@ -33,7 +35,7 @@ class Fp8GroupedGemms(GroupedGemms):
     _weights: tuple[Quantized, ...] = ()
 
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        if not (self.state.quantizes_forward and serves_experts(self.state.recipe)):
+        if not self._quantizes_forward:
             return super().forward(x, weight, groups)
         operand = self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
         return self._gemm("input", x, operand, groups)
@@ -45,12 +47,21 @@ class Fp8GroupedGemms(GroupedGemms):
         operand = self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
         return self._gemm("gradient", grad, operand, groups)
 
+    @property
+    def cast_tokens(self) -> CastTokens | None:
+        quantizer = self.state.recipe.rows["input"]
+        return quantizer.encode if self._quantizes_forward and quantizer.spec.requantises else None
+
+    @property
+    def _quantizes_forward(self) -> bool:
+        return self.state.quantizes_forward and serves_experts(self.state.recipe)
+
     def _gemm(self, operand: OperandName, x: Tensor, weight: Quantized, groups: RowGroups) -> Tensor:
         if not len(x):
             return x.new_empty(0, weight.shape[0] // len(groups.counts))
         recipe = self.state.recipe
         with profiler_range("quantize"):
-            rows = recipe.rows[operand].encode(x)
+            rows = kept_cast(x) or recipe.rows[operand].encode(x)
         return scaled_grouped_gemm(rows, weight, groups, x.dtype, recipe.gemm)
 
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
