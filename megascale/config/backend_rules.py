@@ -31,6 +31,9 @@ def fp8_shapes(
             "first_layers_bf16 = 0 and last_layers_bf16 = 0, or train.precision = bf16",
         )
     facts, head, tp = fp8.facts, model.head_dim, parallel.tp
+    for key, ranks in (("parallel.tp", tp), ("parallel.cp", parallel.cp)):
+        if facts["whole"] and ranks > 1:
+            yield Finding(key, f"{ranks} ranks shard matrices, and the fp8 recipe {fp8.recipe} needs whole ones", "1")
     fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
     expert_gemms = model.experts > 0 and facts["serves_experts"]
     tokens = "tokens of a sequence" if facts["token_run"] else "tokens in a micro-batch"

@@ -29,6 +29,7 @@ class ElementFormat(Enum):
     E4M3 = (torch.float8_e4m3fn, 448.0)
     E5M2 = (torch.float8_e5m2, 57_344.0)
     E2M1 = (torch.float4_e2m1fn_x2, 6.0)
+    INT8 = (torch.int8, 127.0)
 
     @property
     def dtype(self) -> torch.dtype:
