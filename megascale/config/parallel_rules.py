@@ -171,16 +171,16 @@ def rebuilt_stages(
         name for name, of in facts.items()
         if of["unit_of_work"] in MATRIX_UNITS or of["state"].get("exp_avg_sq") != "mn"
     ]  # fmt: skip
-    for key, fails, message, hint in (
-        ("model.num_layers", sizes is None and model.num_layers % chunks,
-         f"{model.num_layers} layers do not make {chunks} equal stages", f"a multiple of {chunks}"),
-        ("parallel.layers_per_chunk", len(set(sizes or ())) > 1, "layers of unequal stages do not correspond",
-         "equal numbers"),
-        ("optimizer.name", unsuited, f"{', '.join(unsuited)}: no mean of every element's squared gradient",
-         "adamw or lamb"),
-    ):  # fmt: skip
-        if why and fails:
-            yield Finding(key, f"{message} (fault.rebuild_stage = {why})", f"{hint}, or no rebuild_stage")
+    given, off = f"(fault.rebuild_stage = {why})", "or no rebuild_stage"
+    if why and sizes is None and model.num_layers % chunks:
+        message = f"{model.num_layers} layers do not make {chunks} equal stages {given}"
+        yield Finding("model.num_layers", message, f"a multiple of {chunks}, {off}")
+    if why and len(set(sizes or ())) > 1:
+        message = f"layers of unequal stages do not correspond {given}"
+        yield Finding("parallel.layers_per_chunk", message, f"equal numbers, {off}")
+    if unsuited:
+        message = f"{', '.join(unsuited)}: no mean of every element's squared gradient {given}"
+        yield Finding("optimizer.name", message, f"adamw or lamb, {off}")
 
 
 def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:
