@@ -47,7 +47,7 @@ class StepMetrics:
     peak_memory_bytes: int
     """peak memory of rank 0's device so far"""
     communication: dict[str, dict[str, float]]
-    """calls, bytes of the full tensors and exposed seconds (`exposed_s`) per step, by axis, on rank 0"""
+    """calls, bytes of the full tensors and exposed seconds (`exposed_s`) per step, by axis or of `sites`, on rank 0"""
     noise_scale: float | None = None
     """gradient noise scale in tokens, a moving average (`train.noise_scale`)"""
     fp8: dict[str, dict[str, float]] = field(default_factory=dict)

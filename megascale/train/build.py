@@ -38,7 +38,7 @@ from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
 from megascale.optim.lr import learning_rate
-from megascale.optim.outer_optimizer import build_outer
+from megascale.optim.outer_optimizer import OuterOptimizer
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
 from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
@@ -136,7 +136,8 @@ def build_rank_run(
     mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config.train, mesh, buffers, on, sequence=p.sp)
     average = build_average(config.train, optimizer, mesh)
-    outer = build_outer(config.sites, optimizer.shards, config.model.total_layers, mesh)
+    shards, several = optimizer.shards, config.sites.count > 1
+    outer = OuterOptimizer(config.sites, shards, config.model.total_layers, mesh) if several else None
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), config.overlap.pp
     pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)

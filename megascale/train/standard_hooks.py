@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megascale.train.further_losses import further_metrics
 from megascale.train.reporter import Reporter
 from megascale.train.run import Hook, Hooks, Run, StepResult
@@ -14,14 +12,9 @@ from megascale.train.spike import SpikeAlert
 from megascale.train.start_report import StartReport
 from megascale.train.step import is_logged_step
 
-if TYPE_CHECKING:
-    from megascale.train.outer_steps import Sites
 
-
-def standard_hooks(run: Run, reporter: Reporter, sites: Sites | None) -> Hooks:
-    """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step.
-    `sites`: which have met.
-    """
+def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
+    """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step."""
     hooks: list[Hook] = [StartReport(reporter)]
     if run.config.observe.profile_step or not run.progress.step:  # a run that begins removes an earlier one's profiles
         from megascale.train.kernel_shares import KernelShares
@@ -36,10 +29,9 @@ def standard_hooks(run: Run, reporter: Reporter, sites: Sites | None) -> Hooks:
 
         hooks.append(PolicyUpdates(run.policy, reporter))
     hooks += [StepRecords(reporter), SpikeAlert(run.config.fault, reporter), SkippedSteps(reporter)]
-    if sites is not None:
-        from megascale.train.outer_steps import SiteSteps
-
-        hooks.append(SiteSteps(sites, reporter))
+    if run.sites is not None:
+        run.sites.say = reporter.write_message
+        hooks.append(run.sites)
     if run.average is not None:
         hooks.append(WeightAveraging())
     if run.valid_loader is not None:
