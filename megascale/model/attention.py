@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megascale.catalog.layers import NORMS
 from megascale.layout.sequence_shard import TokenSpan
-from megascale.model.modules import LayerContext, Linear, Norm
+from megascale.model.modules import FixedNorm, LayerContext, Linear, Norm, ScaledTanh
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
 from megascale.parallel.kv_exchange import KVExchange, RingKV, VisibleScores, attend_to_all
@@ -19,6 +19,8 @@ from megascale.parallel.segments import Steps, run_through
 from megascale.parallel.sharded_norm import sharded_rms_norms
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.record.label import Label
+
+QueryNorm = Norm | FixedNorm | ScaledTanh
 
 
 class Attention(nn.Module):
@@ -35,9 +37,7 @@ class Attention(nn.Module):
         self._partial_attend = context.operators.partial_attend
         self._rotate = context.operators.rotate
         self._window = model.windows[index]
-        normed = model.qk_norm != "none"
-        self.q_norm = Norm(context, f"{name}.q_norm") if normed else None
-        self.k_norm = Norm(context, f"{name}.k_norm") if normed else None
+        self.q_norm, self.k_norm = (_query_norm(context, f"{name}.{part}_norm") for part in "qk")
         self.sinks = context.parameters.get(f"{name}.sinks")
         self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
         self._recompute = context.recompute.attention
@@ -114,9 +114,9 @@ class Attention(nn.Module):
             return rope_table(length, rope, wide, x.device, spans)
         return rope_at(batch.boundaries, rope, rope_table(length, rope, wide, x.device, None), spans)
 
-    def _normalize(self, q: Tensor, q_norm: Norm, k: Tensor, k_norm: Norm) -> tuple[Tensor, Tensor]:
+    def _normalize(self, q: Tensor, q_norm: QueryNorm, k: Tensor, k_norm: QueryNorm) -> tuple[Tensor, Tensor]:
         """Normalize q and k [s, b, heads, head_dim]: every head, or all heads of all tp ranks together."""
-        if self._model.qk_norm == "head":
+        if self._model.qk_norm != "full":
             return q_norm(q), k_norm(k)
         flat = q.flatten(2), k.flatten(2)
         if self._tp.size == 1:
@@ -166,6 +166,12 @@ class Attention(nn.Module):
     def _join(self, out_sbnd: Tensor) -> Tensor:
         """Return the heads of attention's result [s, b, heads, d] side by side."""
         return out_sbnd.flatten(2)
+
+
+def _query_norm(context: LayerContext, name: str) -> QueryNorm | None:
+    """Build the norm of q or k that the model has."""
+    kind = context.model.qk_norm
+    return None if kind == "none" else {"fixed": FixedNorm, "tanh": ScaledTanh}.get(kind, Norm)(context, name)
 
 
 def self_attention(context: LayerContext, index: int) -> Attention:

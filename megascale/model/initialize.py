@@ -46,7 +46,7 @@ def _draws(
         if all(size) and tensor.init == "normal":
             yield from _blocks(*_as_matrix(box, tensor, offset, size), seed)
         elif all(size):
-            box.fill_(1.0 if tensor.init == "ones" else 0.0)
+            box.fill_(tensor.init)
         row += tensor.local_shape(topology)[0]
 
 
