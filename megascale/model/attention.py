@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megascale.catalog.layers import NORMS
 from megascale.layout.sequence_shard import TokenSpan
-from megascale.model.modules import FixedNorm, LayerContext, Linear, Norm, ScaledTanh
+from megascale.model.modules import LayerContext, Linear, Norm
+from megascale.model.query_norm import QueryNorm, query_norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
 from megascale.parallel.kv_exchange import KVExchange, RingKV, VisibleScores, attend_to_all
@@ -19,8 +20,6 @@ from megascale.parallel.segments import Steps, run_through
 from megascale.parallel.sharded_norm import sharded_rms_norms
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.record.label import Label
-
-QueryNorm = Norm | FixedNorm | ScaledTanh
 
 
 class Attention(nn.Module):
@@ -37,7 +36,7 @@ class Attention(nn.Module):
         self._partial_attend = context.operators.partial_attend
         self._rotate = context.operators.rotate
         self._window = model.windows[index]
-        self.q_norm, self.k_norm = (_query_norm(context, f"{name}.{part}_norm") for part in "qk")
+        self.q_norm, self.k_norm = (query_norm(context, f"{name}.{part}_norm") for part in "qk")
         self.sinks = context.parameters.get(f"{name}.sinks")
         self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
         self._recompute = context.recompute.attention
@@ -121,6 +120,7 @@ class Attention(nn.Module):
         flat = q.flatten(2), k.flatten(2)
         if self._tp.size == 1:
             return q_norm(flat[0]).view_as(q), k_norm(flat[1]).view_as(k)
+        assert isinstance(q_norm, Norm) and isinstance(k_norm, Norm)
         gains, label = [q_norm.weight, k_norm.weight], Label.for_layer(self._index, "qk norm")
         offset = NORMS[self._model.norm].facts["offset"]
         normed = sharded_rms_norms(flat, gains, self._model.norm_eps, self._tp, label, offset)
@@ -166,12 +166,6 @@ class Attention(nn.Module):
     def _join(self, out_sbnd: Tensor) -> Tensor:
         """Return the heads of attention's result [s, b, heads, d] side by side."""
         return out_sbnd.flatten(2)
-
-
-def _query_norm(context: LayerContext, name: str) -> QueryNorm | None:
-    """Build the norm of q or k that the model has."""
-    kind = context.model.qk_norm
-    return None if kind == "none" else {"fixed": FixedNorm, "tanh": ScaledTanh}.get(kind, Norm)(context, name)
 
 
 def self_attention(context: LayerContext, index: int) -> Attention:

@@ -43,10 +43,10 @@ def _draws(
     for tensor in parameter.parts:
         offset, size = tensor.local_box(topology, coord)
         box = target[row : row + size[0]]
-        if all(size) and tensor.init == "normal":
-            yield from _blocks(*_as_matrix(box, tensor, offset, size), seed)
-        elif all(size):
+        if not isinstance(tensor.init, str):
             box.fill_(tensor.init)
+        elif all(size):
+            yield from _blocks(*_as_matrix(box, tensor, offset, size), seed)
         row += tensor.local_shape(topology)[0]
 
 

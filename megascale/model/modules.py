@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megascale.catalog.layers import NORMS
 from megascale.config.model import ModelConfig
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.model.layer_ops import LayerOps
-from megascale.ops.activation import scaled_tanh
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms
 from megascale.parallel.microbatch import MicroBatch
@@ -82,32 +80,10 @@ class Norm(nn.Module):
         return recomputation(self, x, self._recompute)
 
 
-class FixedNorm(nn.Module):
-    """The configured norm over the last dimension, an RMS norm, with a gain of 1 that is not trained."""
-
-    def __init__(self, context: LayerContext, name: str) -> None:
-        super().__init__()
-        self._eps = context.model.norm_eps
-        self._weight = 1.0 - NORMS[context.model.norm].facts["offset"]
-        self._normalize = context.operators.normalize
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._normalize(x, x.new_full(x.shape[-1:], self._weight), None, self._eps)
-
-
-class ScaledTanh(nn.Module):
-    """tanh(alpha x), element-wise, with one learned alpha (Zhu et al. 2025)."""
-
-    def __init__(self, context: LayerContext, name: str) -> None:
-        super().__init__()
-        self.weight = context.parameters[f"{name}.weight"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return scaled_tanh(x, self.weight)
-
-
 def add_branch(x_sbh: Tensor, branch: Tensor, tau: float) -> Tensor:
-    """Add a branch to the residual stream; with `tau` as its share of the variance (Narayan et al. 2025, equation 11)."""
+    """Add a branch to the residual stream [s, b, h]. `tau`: its share of the variance (Narayan et al. 2025, equation
+    11), or 0 for a sum.
+    """
     if not tau:
         return x_sbh + branch
     return (x_sbh * math.sqrt(1 - tau)).add_(branch, alpha=math.sqrt(tau))

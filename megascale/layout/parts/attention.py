@@ -20,7 +20,8 @@ from megascale.layout.windows import QUERY_BLOCK, count_scores
 class AttentionSpec(Part):
     """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions.
     `qk_norm`: the norms of q and k before it, over each "head", without a gain if "fixed", or over all heads ("full"),
-    or a "tanh", or "none". `softcap`: the scores have a soft cap. `sinks`: beside the scores of a query's keys is a learned logit of its head.
+    or a "tanh", or "none". `softcap`: the scores have a soft cap. `sinks`: beside the scores of a query's keys is a
+    learned logit of its head.
     """
 
     heads: int
