@@ -351,7 +351,7 @@ EXPERT_KEYS = (
 FREE_KEYS = (
     "preset", "seq_length", "norm_eps", "rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta",
     "softmax_scale", "latent_norm_eps", "attention_softcap", "embedding_scale", "logit_softcap", "window", "dropout",
-    "init_std", "mup_base_width", "unit_scaling", "residual_tau",
+    "init_std", "mup_base_width", "unit_scaling",
 )  # fmt: skip
 """Keys of `[model]` that a run may change when it loads a checkpoint: they change no tensor."""
 
