@@ -173,7 +173,7 @@ def initial_size(model: ModelConfig, inputs: int, residual: bool) -> tuple[float
     """The initial standard deviation of a linear layer's weight, and the `width_ratio` that divides its learning rate.
     `residual`: it feeds the residual stream, which sums 2 l branches in a network of l layers, and is divided by
     sqrt(2 l). muP divides by the root of the width. Unit scaling has weights of size 1 and multiplies the output by
-    inputs^-1/2: the weight here is their product, with the learning rate of the one times the other.
+    inputs^-1/2, with which the weight here and its learning rate are multiplied already.
     """
     if model.unit_scaling:
         return inputs**-0.5, math.sqrt(inputs * model.width_ratio)
