@@ -128,8 +128,8 @@ NO_BALANCE_BIAS = _without_effect("model.balance_bias", only(False), {"moe.bias_
 
 EXPERTS = unsupported(
     "model.experts",
-    ("model.block", only("serial", "sandwich", "post_norm"), "experts follow attention, in a branch of their own",
-     "serial, sandwich or post_norm"),
+    ("model.block", only("serial", "sandwich", "post_norm", "fog"),
+     "experts follow attention, in a branch of their own", "serial, sandwich, post_norm or fog"),
     ("parallel.hybrid_dp", only(False), "ranks that exchange tokens run the same micro-batches", "false"),
     ("train.mlp_tiles", only(1), "experts have no tiles", "1"),
 )  # fmt: skip

@@ -28,7 +28,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.attention_heads,
     exclusions.NO_LEARNED_POSITIONS, model_rules.positions,
     exclusions.NO_ROPE, model_rules.rope, model_rules.rope_scaling,
-    model_rules.qk_norm,
+    model_rules.qk_norm, model_rules.RESIDUAL_TAU, model_rules.UNIT_SCALING,
     exclusions.NO_LATENT, exclusions.LATENT, model_rules.latent_attention,
     model_rules.attention_window,
     exclusions.ATTENTION_SINKS,

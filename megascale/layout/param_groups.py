@@ -53,6 +53,11 @@ class ParamGroup:
         """The meaning of the state, which a rule whose state means the same can take over."""
         return str(self._of_option("meaning") or self.rule)
 
+    @property
+    def width_power(self) -> float:
+        """The power of the width that divides the learning rate."""
+        return float(self._of_option("width_power"))
+
     def _of_option(self, fact: str) -> Any:
         """Return a fact that may be given by the values of an option."""
         value = self.facts[fact]
@@ -106,7 +111,7 @@ class ParamGroup:
         """Return the group with the learning rate of a tensor whose width is `ratio` times that of the model for which
         the rate was chosen; the rate times the weight decay stays (muP, Yang et al. 2022, arXiv:2203.03466).
         """
-        factor = ratio ** -self._of_option("width_power")
+        factor = ratio**-self.width_power
         return replace(self, lr_mult=self.lr_mult * factor, weight_decay=self.weight_decay / factor)
 
     def with_options_of(self, name: str) -> ParamGroup:

@@ -73,7 +73,7 @@ class Fp8State:
         self._numbered: tuple[MicroBatch, Tensor] | None = None
         self.step = 0
         self.token_groups = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
-        self._init_std = model.init_std
+        self._gradient_std = 1 / model.hidden_size if model.unit_scaling else model.init_std**2
         self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self._cast_counts = torch.zeros(len(self.names), 3, dtype=torch.int64, device=device)
         records = map(CastRecord, self._amax.unbind(), self._cast_counts.unbind())
@@ -125,9 +125,10 @@ class Fp8State:
 
         Inputs of column-parallel layers come from norms, at unit size; row-parallel inputs are taken as of unit size.
         Weights start at their initial standard deviation. dY is the gradient of the logits, about 1 if losses are
-        summed, times at least two weights of std init_std: the head's, and the last of the block.
+        summed, times at least two weights of std init_std: the head's, and the last of the block; with unit scaling
+        times the head's 1 / hidden_size.
         """
-        scales = {"input": 1.0, "weight": weight_std, "gradient": self._init_std**2}
+        scales = {"input": 1.0, "weight": weight_std, "gradient": self._gradient_std}
         static = [recipe.rows for recipe in self.recipes if recipe.rows["input"].spec.scaling == "static"]
         return {
             operand: self._amax.new_full((), scale * rows[operand].element.max_value)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config import exclusions, parallel_rules, site_rules
+from megascale.config import exclusions, model_rules, parallel_rules, site_rules
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
@@ -31,6 +31,9 @@ SITES = {"sites__count": 2, "sites__address": "10.0.0.5:7100"}
 
 LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != GPT.get(key)}
 
+UNIT = {
+    "model__unit_scaling": True, "model__block": "post_norm", "model__position": "rope", "model__tie_embeddings": False,
+}  # fmt: skip
 MOE = {"model__experts": 8, "model__bias": False}
 DOMINO = {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2}
 REBUILT = {
@@ -747,6 +750,26 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.mup_base_width": "the head's scale and learning rate are not the token embedding's under muP"},
     ),
     (
+        "RESIDUAL_TAU",
+        {"model__residual_tau": 0.25},
+        {"model.block": "branches of a weighted residual stream end in a norm"},
+    ),
+    (
+        "UNIT_SCALING",
+        {"model__unit_scaling": True, "model__init_std": 0.01},
+        {
+            "model.block": "unit scaling has a norm after each branch and none before",
+            "model.position": "learned positions would add to the embedding's variance",
+            "model.tie_embeddings": "the head's weight is 1 / hidden_size of an embedding's",
+            "model.init_std": "has no effect with unit scaling",
+        },
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "muon", **UNIT},
+        {"model.unit_scaling": "muon's updates do not have elements of a fixed size"},
+    ),
+    (
         "LAMB",
         {"optimizer__master_weights": "bf16_compensated", "optimizer__name": "lamb", "train__precision": "bf16"},
         {"optimizer.master_weights": "lamb needs master weights in fp32"},
@@ -1170,7 +1193,7 @@ def test_a_mistake_in_groups_or_options_says_what_is_meant(
 
 NAMES = {
     id(rule): name
-    for module in (exclusions, parallel_rules, site_rules)
+    for module in (exclusions, model_rules, parallel_rules, site_rules)
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)
 }
