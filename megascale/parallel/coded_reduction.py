@@ -21,10 +21,10 @@ from torch import Tensor
 from megascale.comm.collectives import all_reduce, all_to_all_v
 from megascale.comm.group import Group
 from megascale.comm.work import Work
+from megascale.ops.fp8 import scales_of
+from megascale.ops.quantized import ElementFormat
 
-CODE = torch.float8_e4m3fn
-LARGEST = 448.0
-SMALLEST_SCALE = 2.0**-126  # its inverse is finite
+CODE = ElementFormat.E4M3
 PART = 1 << 22  # elements that are encoded at a time, to bound temporary tensors
 
 
@@ -35,9 +35,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 def shared_scale(amax: Tensor) -> Tensor:
     """Return the least power of two, f32 [], at which `amax` does not overflow; 1 for an infinite one."""
-    fraction, exponent = torch.frexp((amax / LARGEST).clamp(min=SMALLEST_SCALE))
-    scale = torch.ldexp(torch.ones_like(amax), exponent - (fraction == 0.5).int())
-    return torch.where(amax.isfinite(), scale, 1.0)
+    return torch.where(amax.isfinite(), scales_of(amax, CODE, pow2=True), 1.0)
 
 
 def reduce_scatter_codes(group: Group, out: Tensor, full: Tensor, amax: Tensor, *, label: str) -> Work:
@@ -57,8 +55,8 @@ def _encode(x: Tensor, factor: Tensor) -> Tensor:
     """Return the codes of x * factor [n] as bytes."""
     codes = torch.empty_like(x, dtype=torch.uint8)
     for into, part in zip(codes.split(PART), x.split(PART), strict=True):
-        scaled = (part * factor).nan_to_num_(torch.nan, torch.nan, torch.nan).clamp_(-LARGEST, LARGEST)
-        into.view(CODE).copy_(scaled)
+        scaled = (part * factor).nan_to_num_(torch.nan, torch.nan, torch.nan)
+        into.view(CODE.dtype).copy_(scaled.clamp_(-CODE.max_value, CODE.max_value))
     return codes
 
 
@@ -74,6 +72,6 @@ class _CodedSum(Work):
     def wait(self) -> None:
         self.sent.wait()
         total = torch.zeros_like(self.out, dtype=torch.float32)
-        for codes in self.received.view(CODE):
+        for codes in self.received.view(CODE.dtype):
             total += codes.float()
         torch.mul(total, self.scale, out=self.out)
