@@ -42,6 +42,8 @@ TENSOR = ScaleBlock(None, None)
 ROW = ScaleBlock(1, None)
 BLOCK_1D = ScaleBlock(1, BLOCK)
 BLOCK_2D = ScaleBlock(BLOCK, BLOCK)
+MX = ScaleBlock(1, 32)
+NVFP4_1D, NVFP4_2D = ScaleBlock(1, 16), ScaleBlock(16, 16)
 
 POWERS_OF_TWO = ("pow2", "e8m0")  # formats of scales
 
@@ -51,13 +53,17 @@ class QuantizerSpec:
     """The quantized form of an operand. `element`: the format of an element, e4m3, e5m2 or e2m1. `scaling`: the source
     of scales: current, from the tensor's own amax; delayed, from the amax history of earlier steps; static, from unit
     scaling's standard deviations. `scale`: the format of a scale: fp32; pow2, a power of two in fp32; e8m0, a power of
-    two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor.
+    two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor. `stochastic`: a code is one of the two nearest at
+    random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand of wgrad is transformed along tokens
+    before (`ops.hadamard`), as must be the other.
     """
 
     element: str
     block: ScaleBlock
     scaling: str = "current"
     scale: str = "fp32"
+    stochastic: bool = False
+    rotated: bool = False
 
     @property
     def requantises(self) -> bool:
@@ -90,7 +96,7 @@ def facts_of(
     """
     rows = {"input": input, "weight": weight, "gradient": gradient}
     of_columns = {f"{name}_column": columns.get(f"{name}_column", spec) for name, spec in rows.items()}
-    over_tokens = input.block.rows is None or of_columns["input_column"].block.k is None
+    over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
     return rows | of_columns | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
@@ -98,7 +104,7 @@ def facts_of(
         "token_run": of_columns["input_column"].block.k or 0,
         "covers_tokens": over_tokens and input.scaling != "static",
         "saves_codes": input.serves_transpose,
-        "serves_experts": input.block.rows is not None,
+        "serves_experts": input.amax_block.rows is not None,
     }  # fmt: skip
 
 
@@ -121,6 +127,16 @@ def _card(
     return Card(name, help, "megascale.ops.recipe:scaled_recipe", facts)
 
 
+def _nvfp4() -> Card:
+    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated."""
+    tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
+    gradient = replace(tokens, stochastic=True)
+    columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
+    facts = facts_of(tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4", **columns)
+    help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
+    return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
+
+
 RECIPES = Registry(
     "fp8 recipe",
     "megascale.fp8_recipes",
@@ -137,6 +153,12 @@ RECIPES = Registry(
         _card(
             "static", "static scales, weights at unit variance (after Narayan et al. 2025)", TENSOR, "static", "e5m2"
         ),
+        Card(
+            "mxfp8", "a power of two per 32 elements of a row (OCP Microscaling)",
+            "megascale.ops.block_scaled_gemm:mxfp8_recipe",
+            facts_of(*[QuantizerSpec("e4m3", MX, scale="e8m0")] * 3, alignment=32, granularity="mx"),
+        ),
+        _nvfp4(),
     ],
-    synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mxfp8": "", "mx": ""},
+    synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8", "fp4": "nvfp4"},
 )  # fmt: skip

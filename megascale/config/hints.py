@@ -15,7 +15,6 @@ from megascale.core.registry import closest_name, closest_names
 
 UNSUPPORTED: dict[str, dict[str, str]] = {
     "train.precision": dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"), NO_FP16),
-    "fp8.recipe": dict.fromkeys(("mxfp8", "mx"), "mxfp8 is not supported: blockwise, with scales of 128 elements"),
     "optimizer.name": {"sgd": "SGD is not supported: adamw, or muon for matrices"},
     "parallel.schedule": {"dualpipe": "a second copy of the weights is not supported: dualpipev, which needs none"},
 }

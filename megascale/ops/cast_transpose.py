@@ -89,7 +89,7 @@ def _amax_of(matrix: _Matrix) -> Tensor:
 
 def cast(
     x: Tensor, expected: Tensor | None, block: ScaleBlock, element: ElementFormat, with_transpose: bool,
-    record: CastRecord | None, pow2: bool = False,
+    record: CastRecord | None, scale: str = "fp32",
 ) -> Quantized:  # fmt: skip
     """Implement `fp8.Cast`."""
     matrix = _Matrix.of(x, block)
@@ -97,26 +97,27 @@ def cast(
     with_columns = matrix.turned or (with_transpose and block.serves_transpose)
     rows = x.new_empty(m, k, dtype=element.dtype) if with_rows else None
     columns = x.new_empty(k, m, dtype=element.dtype) if with_columns else None
-    scale = x.new_empty(matrix.scales, dtype=torch.float32)
+    scales = x.new_empty(matrix.scales, dtype=torch.uint8 if scale == "e8m0" else torch.float32)
     largest, counts = (None, None) if record is None else (record.amax.view(torch.int32), record.counts)
     by_column = None
     if with_transpose and block == ROW and with_rows:
         by_column = torch.zeros(k, 1, dtype=torch.float32, device=x.device)
         keep_amax(x, columns=by_column)
     columns_bits = None if by_column is None else by_column.view(torch.int32)
-    last = largest, counts, columns_bits, m, k, element.max_value, FORMATS[element], pow2
+    last = largest, counts, columns_bits, m, k, element.max_value, FORMATS[element], scale
     if expected is None and block == ROW and with_rows:
-        _fp8_cast_rows[triton.cdiv(m, BAND),](matrix.data, scale, rows, *last, BAND, SPAN, num_warps=WARPS)
+        _fp8_cast_rows[triton.cdiv(m, BAND),](matrix.data, scales, rows, *last, BAND, SPAN, num_warps=WARPS)
     else:
         blocks = matrix.high, matrix.wide, SIDE
         known = None if expected is None else matrix.of_data(expected)
         if expected is None and not (matrix.high and matrix.wide):  # a tile has parts of blocks
             known = _amax_of(matrix)
-        _fp8_cast[matrix.tiles](matrix.data, known, scale, rows, columns, *last, *blocks, num_warps=CAST_WARPS)
+        _fp8_cast[matrix.tiles](matrix.data, known, scales, rows, columns, *last, *blocks, num_warps=CAST_WARPS)
     data = columns if rows is None else rows
     assert data is not None
     transposed = None if rows is None else columns
-    return Quantized(data.view(x.shape), matrix.of_x(scale, x, block), block, transposed=transposed)
+    scales = scales.view(torch.float8_e8m0fnu) if scale == "e8m0" else scales
+    return Quantized(data.view(x.shape), matrix.of_x(scales, x, block), block, transposed=transposed)
 
 
 # Triton evaluates annotations when it compiles, and knows none but its own
@@ -129,18 +130,32 @@ def _bits(tile):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scale(bits, largest, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale(bits, largest, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scales of blocks by the bits of their amax."""
     amax = bits.to(tl.float32, bitcast=True)
+    if SCALE == "e8m0":
+        inverse = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), tl.full(amax.shape, largest, tl.float32))
+        quotient = (amax * inverse).to(tl.int32, bitcast=True)
+        rounded = tl.where(quotient > 0x400000, (quotient + 0x7FFFFF) & 0x7F800000, 0x400000)
+        return tl.where(amax < float("inf"), rounded, 0x7FC00000).to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, largest, tl.float32)), SMALLEST, tl.PropagateNan.ALL)
-    if POW2:
+    if SCALE == "pow2":
         rounded = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale < float("inf"), rounded, scale)
     return tl.where(amax == 0, 1.0, scale)
 
 
-@triton.jit
-def _inverse(scale):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _stored(scale, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return scales as they are stored: the exponent alone of a power of two."""
+    return (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8) if SCALE == "e8m0" else scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inverse(scale, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if SCALE == "e8m0":  # Triton's division takes 2^-127, a subnormal number, for zero
+        exponents = scale.to(tl.int32, bitcast=True) & 0x7F800000
+        return tl.where(scale < float("inf"), (0x7F000000 - exponents).to(tl.float32, bitcast=True), scale)
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
@@ -214,7 +229,7 @@ def _fp8_amax(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tile, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
-    POW2: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
+    SCALE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of a matrix [m, k] from column `first`, up to column `end`, with the arguments of `_fp8_cast`."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
@@ -224,9 +239,9 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
         bits = _block_bits(tile, HIGH, WIDE, SIDE)
     else:
         bits = tl.load(amax + place, mask=exists, other=0.0).to(tl.int32, bitcast=True)
-    by_block = _scale(bits, largest, POW2)
-    tl.store(scale + place, by_block, mask=exists)
-    codes = _codes(tile, _spread(_inverse(by_block), HIGH, WIDE, SIDE), largest, FP8)
+    by_block = _scale(bits, largest, SCALE)
+    tl.store(scale + place, _stored(by_block, SCALE), mask=exists)
+    codes = _codes(tile, _spread(_inverse(by_block, SCALE), HIGH, WIDE, SIDE), largest, FP8)
     if data is not None:
         tl.store(data + row * k + column, codes, mask=inside)
     if transposed is not None:
@@ -243,7 +258,7 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     x, amax, scale, data, transposed, record, counts, by_column, m, k, largest, FP8: tl.constexpr,
-    POW2: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
+    SCALE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of x [m, k] with scales by `amax`, or without by the tile itself. Outputs may be None."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
@@ -252,7 +267,7 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
     cast_tile(
         tile, inside, tl.program_id(1) * SIDE, k, amax, scale, data, transposed, record, counts, m, k, largest, FP8,
-        POW2, HIGH, WIDE, SIDE,
+        SCALE, HIGH, WIDE, SIDE,
     )  # fmt: skip
     if by_column is not None:
         _raise_columns(by_column, tile, tl.program_id(1) * SIDE + tl.arange(0, SIDE), k)
@@ -260,7 +275,7 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, scale, data, record, counts, by_column, m, k, largest, FP8: tl.constexpr, POW2: tl.constexpr,
+    x, scale, data, record, counts, by_column, m, k, largest, FP8: tl.constexpr, SCALE: tl.constexpr,
     BAND: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Cast whole rows of x [m, k], each with the scale of its own amax."""
@@ -270,9 +285,9 @@ def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
         column = start + tl.arange(0, SPAN)[None, :]
         tile = tl.load(x + row * k + column, mask=(row < m) & (column < k), other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.max(_bits(tile), 1)[:, None])
-    scales = _scale(most, largest, POW2)
-    factors = _inverse(scales)
-    tl.store(scale + row, scales, mask=row < m)
+    scales = _scale(most, largest, SCALE)
+    factors = _inverse(scales, SCALE)
+    tl.store(scale + row, _stored(scales, SCALE), mask=row < m)
     if record is not None:
         tl.atomic_max(record, tl.max(tl.ravel(most)), sem="relaxed")
     for start in range(0, k, SPAN):

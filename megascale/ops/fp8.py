@@ -10,14 +10,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES, ROW, TENSOR, ScaleBlock
+from megascale.catalog.recipes import RECIPES, ROW, TENSOR, QuantizerSpec, ScaleBlock
 from megascale.ops import compiled
 from megascale.ops.known_amax import keep_amax
 from megascale.ops.quantized import ElementFormat, Quantized, in_blocks, over_blocks
@@ -46,12 +47,14 @@ def amax(x: Tensor, block: ScaleBlock) -> Tensor:
     return magnitude.amax(-1 if block.rows == 1 else (1, 3)).float()
 
 
-def scales_of(amaxes: Tensor, element: ElementFormat, pow2: bool = False) -> Tensor:
-    """Return the scales, f32, by the amaxes of their blocks: at least MIN_SCALE, to keep the inverse finite; not a
-    number if the amax is not. `pow2`: rounded up to a power of two.
+def scales_of(amaxes: Tensor, element: ElementFormat, scale: str = "fp32") -> Tensor:
+    """Return the scales by the amaxes of their blocks, in the format `scale` (`catalog.recipes`): in fp32 at least
+    MIN_SCALE, to keep the inverse finite; not a number if the amax is not.
     """
+    if scale == "e8m0":
+        return e8m0_scales(amaxes, element)
     scales = torch.where(amaxes == 0, 1.0, (amaxes / element.max_value).clamp(min=MIN_SCALE))
-    return round_up_to_pow2(scales) if pow2 else scales
+    return round_up_to_pow2(scales) if scale == "pow2" else scales
 
 
 def round_up_to_pow2(scales: Tensor) -> Tensor:
@@ -61,33 +64,49 @@ def round_up_to_pow2(scales: Tensor) -> Tensor:
     return torch.where(scales.isfinite(), rounded, scales)
 
 
+def e8m0_scales(amaxes: Tensor, element: ElementFormat) -> Tensor:
+    """Return the scales of the OCP's Microscaling formats, exponents biased by 127 (255: not a number), of amaxes, f32.
+    They are rounded up, as by NVIDIA's PTX (cvt.rp.satfinite.ue8m0x2) but for infinity, so that no element saturates:
+    trained so, E4M3 serves all operands, gradients too (Mishra et al. 2025). The specification rounds down.
+    """
+    bits = (amaxes * (1 / element.max_value)).view(torch.int32)
+    codes = torch.where(bits > 0x400000, (bits + 0x7FFFFF) >> 23, 0)  # code 0 is 2^-127, a subnormal number of fp32
+    return torch.where(amaxes.isfinite(), codes, 255).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
 def cast(
     x: Tensor, expected: Tensor | None, block: ScaleBlock, element: ElementFormat, with_transpose: bool,
-    record: CastRecord | None, pow2: bool = False,
+    record: CastRecord | None, scale: str = "fp32",
 ) -> Quantized:  # fmt: skip
     """Implement `Cast` with torch's operators. The transpose is left to `Quantized.t`."""
     if with_transpose and block == ROW:
         keep_amax(x, columns=amax(x.reshape(-1, x.shape[-1]).t(), ROW))
     largest = amax(x, block) if expected is None else expected
-    scale = scales_of(largest, element, pow2)
+    scales = scales_of(largest, element, scale)
     wide = in_blocks(x, block).to(torch.float32, copy=True)
     if expected is not None:  # else an infinity has the factor zero
         wide.nan_to_num_(torch.nan, torch.nan, torch.nan)
-    codes = wide.mul_(over_blocks(1.0 / scale, block)).clamp_(-element.max_value, element.max_value)
-    quantized = Quantized(codes.to(element.dtype).view(x.shape), scale, block)
+    codes = wide.mul_(over_blocks(1.0 / scales.float(), block)).clamp_(-element.max_value, element.max_value)
+    quantized = Quantized(codes.to(element.dtype).view(x.shape), scales, block)
     if record is not None:
-        most = x.abs().amax() if expected is not None else largest.amax()
-        torch.maximum(record.amax, most.float(), out=record.amax)
-    if record is not None and record.counts is not None:
-        record.counts.add_(_counts(x, quantized, element))
+        note(record, x, quantized, element, x.abs().amax().float() if expected is not None else largest.amax())
     return quantized
+
+
+def note(record: CastRecord, x: Tensor, quantized: Quantized, element: ElementFormat, amax: Tensor) -> None:
+    """Add the cast of x to the statistics. `amax`: of x, f32 []."""
+    torch.maximum(record.amax, amax, out=record.amax)
+    if record.counts is not None:
+        record.counts.add_(_counts(x, quantized, element))
 
 
 def _counts(x: Tensor, quantized: Quantized, element: ElementFormat) -> Tensor:
     """Return what a cast adds to `CastRecord.counts`."""
-    bound = over_blocks(quantized.scale, quantized.block) * (element.max_value * SATURATED)
+    bound = over_blocks(quantized.scale.float(), quantized.block) * (element.max_value * SATURATED)
+    if quantized.tensor_scale is not None:
+        bound = bound * quantized.tensor_scale
     saturated = (in_blocks(x.abs(), quantized.block).float() > bound).sum()
-    underflowed = ((x != 0) & (quantized.data.float() == 0)).sum()
+    underflowed = ((x != 0) & (quantized.dequantize() == 0)).sum()
     return torch.stack([saturated, underflowed, torch.full_like(underflowed, x.numel())])
 
 
@@ -158,13 +177,14 @@ class Cast(Protocol):
 
     def __call__(
         self, x: Tensor, expected: Tensor | None, block: ScaleBlock, element: ElementFormat, with_transpose: bool,
-        record: CastRecord | None, pow2: bool = False, /,
+        record: CastRecord | None, scale: str = "fp32", /,
     ) -> Quantized:  # fmt: skip
         """Quantize x [..., k], also a view of a transpose if the kernels read `strided` matrices.
 
         `expected`: the amax from which each scale comes, in the shape of `Quantized.scale`; None: x's own.
         `with_transpose`: write the transpose too, if the kernels do so in the same pass. Scales of rows do not serve
-        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`). `pow2`: scales are powers of two.
+        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`). `scale`: the format of
+        scales.
         """
 
 
@@ -180,7 +200,9 @@ and b [n, k]. total is contiguous and has the dtype of main gradients.
 @dataclass(frozen=True)
 class Fp8Kernels:
     """The functions of an FP8 backend. `strided`: `amax` and `cast` read a view of a transpose as it lies in memory,
-    and `cast` writes both layouts; otherwise a transpose is a copy.
+    and `cast` writes both layouts; otherwise a transpose is a copy. `capability`: of the GPU, by which recipes choose
+    their GEMM; (0, 0) of a CPU. `decode`: turns codes and scales of a byte into bf16, but for the tensor's scale;
+    None: torch's operators do.
     """
 
     amax: Callable[[Tensor, ScaleBlock], Tensor] = amax
@@ -188,6 +210,8 @@ class Fp8Kernels:
     scaled_matmul: ScaledMatmul = scaled_matmul
     scaled_wgrad: ScaledWgrad = scaled_wgrad
     strided: bool = False
+    capability: tuple[int, int] = (0, 0)
+    decode: Callable[[Quantized], Tensor] | None = None
 
 
 TORCH_KERNELS = Fp8Kernels()
@@ -200,7 +224,7 @@ class TorchFp8:
         return _unsupported_reason(context)
 
     def build(self, context: OpContext) -> Fp8Kernels:
-        return TORCH_KERNELS
+        return replace(TORCH_KERNELS, capability=context.device.capability)
 
 
 class TritonFp8:
@@ -212,11 +236,12 @@ class TritonFp8:
         return _unsupported_reason(context) or compiled.compile_unsupported_reason(context.device)
 
     def build(self, context: OpContext) -> Fp8Kernels:
-        from megascale.ops import cast_transpose, scaled_wgrad
+        from megascale.ops import cast_transpose, decode_blocks, scaled_wgrad
 
         return Fp8Kernels(
-            cast_transpose.amax, cast_transpose.cast, scaled_wgrad=scaled_wgrad.scaled_wgrad, strided=True
-        )
+            cast_transpose.amax, cast_transpose.cast, scaled_wgrad=scaled_wgrad.scaled_wgrad, strided=True,
+            capability=context.device.capability, decode=decode_blocks.decode,
+        )  # fmt: skip
 
 
 def _unsupported_reason(context: OpContext) -> str | None:
@@ -226,7 +251,11 @@ def _unsupported_reason(context: OpContext) -> str | None:
     capability = context.device.capability
     if capability < (8, 9):
         return "FP8 GEMMs need a GPU of compute capability 8.9 or more"
-    if RECIPES[context.recipe].facts["input"].block.k is not None:
+    spec: QuantizerSpec = RECIPES[context.recipe].facts["input"]
+    if spec.scale in ("e8m0", "nvfp4"):  # without tensor cores for them, operands are decoded
+        missing = capability[0] == 10 and not hasattr(F, "scaled_mm")
+        return "GEMMs with scales of a byte need torch.nn.functional.scaled_mm, of a later torch" if missing else None
+    if spec.block.k is not None:
         cuda = Version(torch.version.cuda or "0")
         if capability[0] != 9 or cuda < Version("12.9") or Version(torch.__version__) < Version("2.9"):
             return "FP8 GEMMs with block scales need a GPU of compute capability 9, CUDA 12.9 and torch 2.9"

@@ -53,8 +53,8 @@ class Quantizer:
     ) -> Quantized:
         """Quantize x [..., k], or the result of `turned`, as `fp8.Cast` says. `dither`: for stochastic rounding."""
         spec = self.spec
-        pow2, both = spec.scale == "pow2", with_transpose and not spec.requantises
-        quantized = self.kernels.cast(x, expected, spec.block, self.element, both, record, pow2)
+        both = with_transpose and not spec.requantises
+        quantized = self.kernels.cast(x, expected, spec.block, self.element, both, record, spec.scale)
         return replace(quantized, requantises=True) if spec.requantises else quantized
 
     def turned(self, x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class ShardedCodes:
                 for part in parts:
                     part.amaxes.copy_(self._state.history_amax(part.name))
             with profiler_range("quantize"):
-                scales.copy_(scales_of(amaxes, self._quantizer.element, self._quantizer.spec.scale == "pow2"))
+                scales.copy_(scales_of(amaxes, self._quantizer.element, self._quantizer.spec.scale))
                 for part in parts:
                     self._cast(part)
 

@@ -125,7 +125,11 @@ class Fp8Gemms(LinearGemms):
             return self.state.recipe.rows[name].transpose(x)
         rows = x.decode(torch.bfloat16) if isinstance(x, Quantized) else x
         turned = self.state.recipe.columns[name].turned(rows.reshape(-1, x.shape[-1]))  # for scales along the tokens
-        return self._cast(name, turned, amax=known_column_amax(rows), contracts_tokens=True, transposed=True)
+        features_sharded = self.shard_dim == (1 if name == "input" else 0)
+        return self._cast(
+            name, turned, rows_sharded=features_sharded, contracts_tokens=True, amax=known_column_amax(rows),
+            transposed=True,
+        )  # fmt: skip
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both operands are FP8"

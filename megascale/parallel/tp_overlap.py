@@ -111,8 +111,10 @@ class TensorParallel:
         return x.gathered(codes, scale), gathering
 
     def gather_scale(self, x: Quantized, label: Label) -> Tensor:
-        """Return the scales of the gathered x: all-gathered, unless one holds for the rows of all ranks."""
-        return self.gather(x.scale, label.with_suffix("scales"))[0] if x.scales_differ_by_row else x.scale
+        """Return the scales of the gathered x: all-gathered as bytes, unless one holds for the rows of all ranks."""
+        if not x.scales_differ_by_row:
+            return x.scale
+        return self.gather(x.scale.view(torch.uint8), label.with_suffix("scales"))[0].view(x.scale.dtype)
 
     def fused_for(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> SymmetricMemory | None:
         """Return torch's fused operators if they can run these GEMMs, with `rows` rows per rank."""

@@ -104,7 +104,7 @@ def test_a_preset_suggests_the_nearest_three() -> None:
     ("parallel.zero=4", "a whole number from 0, to 3"),
     *((f"train.precision={name}", "fp16, which needs loss scaling, is not supported: bf16")
       for name in ("fp16", "float16", "half", "16-mixed")),
-    ("fp8.recipe=mxfp8", "mxfp8 is not supported: blockwise"), ("optimizer.name=sgd", "SGD is not supported"),
+    ("optimizer.name=sgd", "SGD is not supported"),
     ("parallel.schedule=DualPipe", "a second copy of the weights is not supported"),
 ])  # fmt: skip
 def test_values_that_other_systems_have(override: str, hint: str) -> None:

@@ -72,7 +72,7 @@ def test_a_misspelled_choice_suggests_the_choice_or_none(key: str) -> None:
         ("parallel.schedule", "ZBVZeroBubble", "zb_v"),
         ("parallel.schedule", "InterleavedZeroBubble", "interleaved_zb"),
         ("parallel.schedule", "DualPipe", None),
-        ("fp8.recipe", "mxfp8", None),
+        ("fp8.recipe", "mx", "mxfp8"),
     ],
 )
 def test_names_of_choices_elsewhere(key: str, name: str, meant: str | None) -> None:

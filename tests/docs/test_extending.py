@@ -19,6 +19,7 @@ from megascale.catalog.backends import BACKENDS
 from megascale.catalog.data import DATA_POLICIES, SAMPLE_WEIGHTS
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.core.rank import Rank
 from megascale.core.registry import Registry
@@ -33,7 +34,7 @@ from tests.worlds import run_world
 PAGES = Path(__file__).parents[2] / "docs/extending"
 REGISTRIES = {
     "schedule": SCHEDULES, "optimizer": OPTIMIZERS, "block": BLOCKS, "backend": BACKENDS["norm"],
-    "data_policy": DATA_POLICIES, "sample_weight": SAMPLE_WEIGHTS,
+    "data_policy": DATA_POLICIES, "sample_weight": SAMPLE_WEIGHTS, "recipe": RECIPES,
 }  # fmt: skip
 Import = Callable[[str], ModuleType]
 
@@ -108,6 +109,41 @@ def test_the_backend_computes_the_norm(example: Import, tmp_path: Path) -> None:
     ours, theirs = (build_op("norm", context)(x, weight, None, 1e-5) for context in contexts)
     assert torch.allclose(ours, theirs, rtol=1e-12, atol=0)
     assert contexts[0].requested_backend("norm") == "rsqrt"
+
+
+def every_bf16() -> torch.Tensor:
+    return torch.arange(65_536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("exponent", "mantissa", "largest", "dtype"), [
+    (4, 3, 448.0, torch.float8_e4m3fn), (5, 2, 57_344.0, torch.float8_e5m2), (8, 7, 3.3895e38, torch.bfloat16),
+])  # fmt: skip
+def test_the_recipe_rounds_as_torch_casts(
+    exponent: int, mantissa: int, largest: float, dtype: torch.dtype, example: Import
+) -> None:
+    x = every_bf16()
+    finite, found = x.isfinite(), example("recipe").rounded(x, exponent, mantissa, largest)
+    assert found[~finite].isnan().all() and found.dtype == x.dtype
+    expected = x.float().clamp(-largest, largest).to(dtype).to(x.dtype)
+    assert torch.equal(found[finite].view(torch.int16), expected[finite].view(torch.int16)), "signs of zeros too"
+
+
+def test_the_recipe_rounds_to_fp4(example: Import) -> None:
+    numbers = torch.tensor([0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 1e30])
+    expected = torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0])
+    assert torch.equal(example("recipe").rounded(-numbers, 2, 1, 6.0), -expected)
+
+
+def test_the_recipe_trains(tmp_path: Path) -> None:
+    """Near bf16, and not as bf16, as tensor parallelism has it too."""
+    every = {"fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
+    fp8 = {"train__precision": "fp8", "fp8__recipe": "e4m3", **every}
+    (bf16,) = run_world(1, trained, "recipe", tmp_path, {"train__precision": "bf16"})
+    (alone,) = run_world(1, trained, "recipe", tmp_path, fp8)
+    first, _ = run_world(2, trained, "recipe", tmp_path, fp8 | {"parallel__tp": 2})
+    losses = torch.tensor([bf16, alone, first])[..., 0]
+    assert losses.isfinite().all() and not torch.equal(losses[0], losses[1])
+    assert torch.allclose(losses[1:], losses[:1], rtol=0.01, atol=0)
 
 
 def test_a_page_is_short() -> None:

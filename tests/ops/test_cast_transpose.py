@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
+from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, MX, ROW, TENSOR, QuantizerSpec, ScaleBlock
 from megascale.ops import fp8
 from megascale.ops.fp8 import CastRecord, Fp8Kernels
 from megascale.ops.known_amax import known_column_amax
@@ -131,7 +131,9 @@ def test_zeros_and_tiny_numbers(kernels: Any) -> None:
 @pytest.mark.parametrize("element", [ElementFormat.E4M3, ElementFormat.E5M2])
 def test_fp8_data_is_transposed_unchanged(kernels: Any, element: ElementFormat) -> None:
     x = numbers(130, 64, dtype=torch.float32).to(element.dtype)
-    quantizer = Quantizer(element, TENSOR, kernels=Fp8Kernels(kernels.amax, kernels.cast, strided=True))
+    quantizer = Quantizer(
+        QuantizerSpec(element.name.lower(), TENSOR), Fp8Kernels(kernels.amax, kernels.cast, strided=True)
+    )
     transposed = quantizer.transpose(Quantized(x, torch.tensor(3.0), TENSOR))
     assert torch.equal(bits(transposed.data), bits(x.t().contiguous())) and transposed.scale == 3
 
@@ -150,6 +152,14 @@ def test_a_cast_compiles_for_hopper(block: ScaleBlock, fp8_type: str, counts: bo
     assert {"fp8e4nv": ".e4m3x2", "fp8e5": ".e5m2x2"}[fp8_type] in assembly, "casts pairs to this format"
     assert "ld.global.v4" in assembly and "st.global.v4" in assembly
     assert "ld.global.b16" not in assembly and "st.global.b8" not in assembly and "acq_rel" not in assembly
+
+
+def test_powers_of_two_in_a_byte_compile_for_hopper() -> None:
+    types = {"x": "*bf16", "scale": "*u8", "data": "*fp8e4nv", "m": "i32", "k": "i32", "largest": "fp32"}
+    constants = {"FP8": "fp8e4nv", "SCALE": "e8m0", "HIGH": 1, "WIDE": 32, "SIDE": 128}
+    assembly = compile_for_hopper(MODULE, "_fp8_cast", types, constants, 16)
+    assert ".e4m3x2" in assembly and assembly.count("div.rn") == 1, "one of the largest number, none of scales"
+    assert "mul.ftz" not in assembly and "mul.f32" in assembly
 
 
 def test_amaxes_and_whole_rows_compile_for_hopper() -> None:
@@ -197,3 +207,26 @@ def test_kernels_are_not_compiled_for_places_of_statistics(launches: list[Launch
         expected = amaxes[place] if block == TENSOR else None
         cast(x, expected, block, ElementFormat.E4M3, True, CastRecord(amaxes[place], counts[place]))
     assert sorted((len(each.found), len(set(each.found))) for each in launches) == [(0, 0), (0, 0), (4, 1)]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_powers_of_two_in_a_byte_equal_torchs(kernels: Any, turned: bool, known: bool) -> None:
+    """From the largest numbers to the smallest, zero and what is not finite."""
+    powers = torch.arange(-149, 128).repeat(2)[:512].float()
+    x = numbers(512, 96, dtype=torch.float32)
+    x[: len(powers)] *= torch.exp2(powers)[:, None] * 3.99
+    x[8], x[9, 40], x[10, 70], x[11, 0] = 0, math.inf, math.nan, 3.3895e38
+    given = x.t().contiguous().t() if turned else x
+    amax = fp8.amax(x, MX) if known else None
+    (ours, our_record), (theirs, their_record) = (
+        (cast(each, amax, MX, ElementFormat.E4M3, True, noted, "e8m0"), noted)
+        for cast, each, noted in ((kernels.cast, given, record()), (fp8.cast, x, record()))
+    )
+    assert ours.scale.dtype == theirs.scale.dtype == torch.float8_e8m0fnu
+    scales = bits(theirs.scale)
+    assert torch.equal(bits(ours.scale), scales) and scales.min() == 0 and scales[scales < 255].max() == 247
+    finite = (scales < 255).repeat_interleave(32, 1)
+    assert torch.equal(bits(ours.data)[finite], bits(theirs.data)[finite])
+    assert ours.data.float()[~finite].isnan().all() and theirs.data.float()[~finite].isnan().all()
+    assert torch.equal(our_record.counts, their_record.counts)  # type: ignore[arg-type]

@@ -137,7 +137,7 @@ TORCHTITAN = (
              "nothing to write: weights are gathered in FP8, with rowwise in bf16"),
     computed("float8.filter_fqns, quantize.linear.float8.filter_fqns", "", lambda values, _: Needless(_HEAD)
              if set(values[0]) <= {"output", "lm_head"} else Advice(_LAYERS), _LAYERS),
-    absent("quantize.linear.mx.recipe_name, mx.recipe_name", "not supported: mxfp8; write fp8.recipe = blockwise"),
+    absent("quantize.linear.mx.recipe_name, mx.recipe_name", 'write train.precision = "fp8" and fp8.recipe = "mxfp8"'),
     needless("checkpoint.enable", "nothing to write: checkpoint.every = 0 is off", 0),
     needless("checkpoint.folder", "checkpoints are in output_dir/name; checkpoint.dir puts them elsewhere"),
     computed("checkpoint.interval", "checkpoint.every", lambda values, context: values[0] if "model.flavor" not in

@@ -127,7 +127,7 @@ class ExpertLayer(Part):
         if self.bias:  # rows of an expert in the accumulation dtype, before wgrad
             down = max(down, math.ceil(rows * sizes.ep / self.experts) * self.hidden * sizes.wide * sizes.narrow)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
-        cast = (FP32 + 1) / sizes.compute if sizes.grain in ("row", "block") else 0  # of rows, for each of their bytes
+        cast = (FP32 + 1) / sizes.compute if sizes.grain not in ("", "tensor") else 0  # for each byte of rows
         steps = [
             self._router_bytes(sizes),
             UnitBytes(0, *dispatch, own - arrived),

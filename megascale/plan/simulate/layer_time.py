@@ -23,10 +23,10 @@ from megascale.plan.simulate.gemm_time import HOST_WAIT_S, KernelTimes
 from megascale.plan.simulate.link_time import ContextRoutes, ExpertRoute, TpCollectives, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
 
-CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 6}
+CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 6, "mx": 6, "nvfp4": 9}
 """Bytes moved to quantize an element, by origin of the scale: a 16-bit read and two FP8 writes, one transposed. Current
-scales take another read for the amax; those of rows and blocks, another for the cast of the transpose. Other kernels
-spare some (`LayerTimes.spared`).
+scales take another read for the amax; those of rows and blocks, another for the cast of the transpose; NVFP4, which
+writes half a byte, takes both. Other kernels spare some (`LayerTimes.spared`).
 """
 
 CAST_ONCE = 3  # bytes moved to quantize an element of experts, whose wgrad is not in FP8
