@@ -210,6 +210,13 @@ def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:
         yield Finding(key, message, f"a multiple of {least}")
 
 
+def coded_gradients(parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that gradients that travel as FP8 codes go to ranks that shard."""
+    if parallel.grad_reduce == "fp8" and parallel.zero == 0:
+        message = "every rank needs the whole sum (parallel.zero = 0), which FP8 would round again"
+        yield Finding("parallel.grad_reduce", message, "parallel.zero = 1, 2 or 3, or remove the key")
+
+
 def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that the keys of context parallelism have an effect, and that usp says how many ranks exchange heads."""
     cp, mode, ranks, key = parallel.cp, parallel.cp_mode, parallel.cp_a2a_size, "parallel.cp_a2a_size"

@@ -44,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.schedule, parallel_rules.paired_experts, exclusions.VOCABULARY,
     exclusions.SKIPS, parallel_rules.skipped_stages, parallel_rules.released_weights, parallel_rules.SHARDED_WEIGHTS,
     parallel_rules.hybrid_sharding,
+    parallel_rules.coded_gradients,
     exclusions.NOT_SELECTIVE, train_rules.recomputed_operations,
     exclusions.NO_RECOMPUTATION, exclusions.NOT_FULL, train_rules.recompute_model_chunks,
     train_rules.batch_size, train_rules.batch_rampup, train_rules.counts,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLOCK, REST, with_defaults
+from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, REST, with_defaults
 from megascale.config.train import OptimizerConfig
 from megascale.layout.buckets import BucketLayout, SlotRange, inside, joined
 from megascale.layout.tensors import ParamSpec, TensorSpec
@@ -84,9 +84,10 @@ class ParamGroup:
         sizes = self._sizes(shape)
         shapes = dict[str, tuple[int, ...]]()
         for name, letters in self.state.items():
-            dimensions = tuple(sizes[letter] for letter in letters.removeprefix("/")) or (1,)
-            blocks = (-(-math.prod(dimensions) // QUANTIZED_BLOCK),)
-            shapes[name] = (*shape[:-2], *(blocks if letters.startswith("/") else dimensions))
+            of, _, block = letters.partition("/")
+            dimensions = tuple(sizes[letter] for letter in of) or (1,)
+            blocks = (-(-math.prod(dimensions) // int(block)),) if block else ()
+            shapes[name] = (*shape[:-2], *(blocks or dimensions))
         return shapes
 
     def can_keep(self, before: ParamGroup, shape: tuple[int, ...]) -> bool:

@@ -41,7 +41,7 @@ from megascale.optim.lr import learning_rate
 from megascale.optim.outer_optimizer import OuterOptimizer
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
-from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
+from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
@@ -299,7 +299,7 @@ def build_buffers(
         mesh,
         zero=parallel.zero,
         sequence=parallel.sp,
-        overlap=BucketOverlap(overlap, in_backward=not parallel.hybrid_dp),
+        communication=BucketCommunication(overlap, not parallel.hybrid_dp, parallel.grad_reduce == "fp8"),
         dtypes=dtypes,
         device=device,
         wgrad=wgrad,

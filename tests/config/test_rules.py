@@ -1028,6 +1028,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     ("hybrid_sharding", {"parallel__zero": 3, "parallel__state_shard": "all"}, {"parallel.state_shard": "no effect"}),
+    (
+        "coded_gradients",
+        {"parallel__dp": 2, "parallel__zero": 0, "parallel__grad_reduce": "fp8"},
+        {"parallel.grad_reduce": "every rank needs the whole sum (parallel.zero = 0)"},
+    ),
     ("released_weights", {"parallel__reshard": "keep"}, {"parallel.reshard": "never released (parallel.zero = 1)"}),
     (
         "released_weights",
