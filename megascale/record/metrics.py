@@ -1,5 +1,6 @@
-"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), an alert (`Alert`), an update of
-a blend's weights (`MixtureUpdate`), or a start with rebuilt stages (`RebuiltStages`).
+"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), the sharpness of logits
+(`SharpnessMetrics`), an alert (`Alert`), an update of a blend's weights (`MixtureUpdate`), or a start with rebuilt
+stages (`RebuiltStages`).
 """
 
 from __future__ import annotations
@@ -76,6 +77,16 @@ class EvaluationMetrics:
 
 
 @dataclass(frozen=True)
+class SharpnessMetrics:
+    """A measurement of the sharpness of logits after a step."""
+
+    step: int
+    """step before the measurement"""
+    logit_sharpness: float
+    """rise of the loss of held-out tokens at the worst point of a small box around their logits, in percent"""
+
+
+@dataclass(frozen=True)
 class Alert:
     """A spike: a metric far above its recent median."""
 
@@ -130,7 +141,7 @@ class RebuiltStages:
         return f"state of lost pipeline stages was rebuilt, {', '.join(means)}"
 
 
-MetricsRecord = StepMetrics | EvaluationMetrics | Alert | MixtureUpdate | RebuiltStages
+MetricsRecord = StepMetrics | EvaluationMetrics | SharpnessMetrics | Alert | MixtureUpdate | RebuiltStages
 
 
 def as_json(record: MetricsRecord) -> dict[str, Any]:
