@@ -149,13 +149,21 @@ def _codes(tile, factor, largest, FP8: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _count(counts, tile, scale, codes, inside, largest):  # type: ignore[no-untyped-def]
-    """Add to `CastRecord.counts`."""
+def _count(counts, tile, most, scale, codes, first, m, k, largest):  # type: ignore[no-untyped-def]
+    """Add to `CastRecord.counts`, by one atomic operation; the first tile adds the number of all elements. `most`: the
+    bits of an amax, about the tile's: powers of the tile over it are summed in fp32.
+    """
     saturated = tl.abs(tile) > scale * (largest * BEYOND)
     underflowed = (tile != 0) & ((codes.to(tl.uint8, bitcast=True) & 127) == 0)
-    tl.atomic_add(counts, tl.sum(tl.ravel(saturated.to(tl.int32))).to(tl.int64), sem="relaxed")
-    tl.atomic_add(counts + 1, tl.sum(tl.ravel(underflowed.to(tl.int32))).to(tl.int64), sem="relaxed")
-    tl.atomic_add(counts + 2, tl.sum(tl.ravel(inside.to(tl.int32))).to(tl.int64), sem="relaxed")
+    unit = tl.clamp(most.to(tl.float32, bitcast=True), SMALLEST, 1 / SMALLEST, tl.PropagateNan.ALL)
+    squares = tile * tl.div_rn(1.0, unit)
+    squares *= squares
+    second, fourth, wide = tl.sum(tl.ravel(squares)), tl.sum(tl.ravel(squares * squares)), unit.to(tl.float64) * unit
+    place, whole = tl.arange(0, 8), tl.where(tl.program_id(0) + first == 0, tl.full((), m, tl.float64) * k, 0.0)
+    sums = tl.where(place == 0, tl.sum(tl.ravel(saturated.to(tl.int32))), tl.sum(tl.ravel(underflowed.to(tl.int32))))
+    sums = tl.where(place == 2, whole, sums.to(tl.float64))
+    sums = tl.where(place == 3, second * wide, tl.where(place == 4, fourth * wide * wide, sums))
+    tl.atomic_add(counts + place, sums, mask=place < 5, sem="relaxed")
 
 
 @triton.jit
@@ -232,9 +240,10 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
         column = first.to(tl.int64) + tl.arange(0, SIDE)[:, None]
         tl.store(transposed + column * m + row, tl.trans(codes), mask=(row < m) & (column < end))
     if record is not None:
-        tl.atomic_max(record, tl.max(tl.ravel(_bits(tile))), sem="relaxed")
-    if counts is not None:
-        _count(counts, tile, _spread(by_block, HIGH, WIDE, SIDE), codes, inside, largest)
+        most = tl.max(tl.ravel(_bits(tile)))
+        tl.atomic_max(record, most, sem="relaxed")
+        if counts is not None:
+            _count(counts, tile, most, _spread(by_block, HIGH, WIDE, SIDE), codes, first, m, k, largest)
 
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
@@ -279,6 +288,6 @@ def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
         codes = _codes(tile, factors, largest, FP8)
         tl.store(data + row * k + column, codes, mask=inside)
         if counts is not None:
-            _count(counts, tile, scales, codes, inside, largest)
+            _count(counts, tile, tl.max(tl.ravel(most)), scales, codes, start, m, k, largest)
         if by_column is not None:
             _raise_columns(by_column, tile, start + tl.arange(0, SPAN), k)

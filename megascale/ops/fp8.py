@@ -31,7 +31,8 @@ SATURATED = 1 + 2**-8  # times the largest: elements beyond are saturated, by mo
 
 class CastRecord(NamedTuple):
     """The statistics of a step to which a cast adds: `amax`, f32 [], is raised to the largest magnitude; `counts`,
-    i64 [3], or None: elements saturated (beyond the largest by more than rounding), underflowed to zero, and in total.
+    f64 [5], or None: elements saturated (beyond the largest by more than rounding), underflowed to zero, and in total;
+    the sums of their squares and of their fourth powers.
     """
 
     amax: Tensor
@@ -80,7 +81,18 @@ def _counts(x: Tensor, quantized: Quantized, element: Fp8Format) -> Tensor:
     bound = over_blocks(quantized.scale, quantized.block) * (element.max_value * SATURATED)
     saturated = (in_blocks(x.abs(), quantized.block).float() > bound).sum()
     underflowed = ((x != 0) & (quantized.data.float() == 0)).sum()
-    return torch.stack([saturated, underflowed, torch.full_like(underflowed, x.numel())])
+    total = torch.full_like(underflowed, x.numel())
+    return torch.cat([torch.stack([saturated, underflowed, total]).double(), moments(x)])
+
+
+def moments(x: Tensor) -> Tensor:
+    """Return the sums of the squares and of the fourth powers, f64 [2]. Powers are of x over its amax: fp32 holds them
+    for any x.
+    """
+    unit = x.abs().amax().float().clamp(MIN_SCALE, 1 / MIN_SCALE)
+    squares = (x.float() / unit).square_()
+    second, fourth = squares.sum(dtype=torch.float64), squares.square_().sum(dtype=torch.float64)
+    return torch.stack([second * unit.double() ** 2, fourth * unit.double() ** 4])
 
 
 def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
