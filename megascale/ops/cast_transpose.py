@@ -29,7 +29,7 @@ BAND, SPAN = 4, 2048  # rows read twice, the second time from cache, and their c
 WARPS, CAST_WARPS = 8, 16
 
 FORMATS = {ElementFormat.E4M3: tl.float8e4nv, ElementFormat.E5M2: tl.float8e5}
-ELEMENTS = ["amax", "record", "counts"]
+ELEMENTS = ["amax", "record", "sums"]
 """Arguments that may be elements of tensors: kernels are not compiled anew for their addresses."""
 
 SMALLEST, BEYOND = tl.constexpr(MIN_SCALE), tl.constexpr(SATURATED)
@@ -98,13 +98,13 @@ def cast(
     rows = x.new_empty(m, k, dtype=element.dtype) if with_rows else None
     columns = x.new_empty(k, m, dtype=element.dtype) if with_columns else None
     scale = x.new_empty(matrix.scales, dtype=torch.float32)
-    largest, counts = (None, None) if record is None else (record.amax.view(torch.int32), record.counts)
+    largest, sums = (None, None) if record is None else (record.amax.view(torch.int32), record.sums)
     by_column = None
     if with_transpose and block == ROW and with_rows:
         by_column = torch.zeros(k, 1, dtype=torch.float32, device=x.device)
         keep_amax(x, columns=by_column)
     columns_bits = None if by_column is None else by_column.view(torch.int32)
-    last = largest, counts, columns_bits, m, k, element.max_value, FORMATS[element], pow2
+    last = largest, sums, columns_bits, m, k, element.max_value, FORMATS[element], pow2
     if expected is None and block == ROW and with_rows:
         _fp8_cast_rows[triton.cdiv(m, BAND),](matrix.data, scale, rows, *last, BAND, SPAN, num_warps=WARPS)
     else:
@@ -152,8 +152,10 @@ def _codes(tile, factor, largest, FP8: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _count(counts, tile, most, scale, codes, first, m, k, largest):  # type: ignore[no-untyped-def]
-    """Add to `CastRecord.counts`, by one atomic operation; the first tile adds the number of all elements. `most`: the
+def _add_sums(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    sums, tile, most, scale, codes, first, m, k, largest
+):
+    """Add to `CastRecord.sums`, by one atomic operation; the first tile adds the number of all elements. `most`: the
     bits of an amax, about the tile's: powers of the tile over it are summed in fp32.
     """
     saturated = tl.abs(tile) > scale * (largest * BEYOND)
@@ -163,10 +165,10 @@ def _count(counts, tile, most, scale, codes, first, m, k, largest):  # type: ign
     squares *= squares
     second, fourth, wide = tl.sum(tl.ravel(squares)), tl.sum(tl.ravel(squares * squares)), unit.to(tl.float64) * unit
     place, whole = tl.arange(0, 8), tl.where(tl.program_id(0) + first == 0, tl.full((), m, tl.float64) * k, 0.0)
-    sums = tl.where(place == 0, tl.sum(tl.ravel(saturated.to(tl.int32))), tl.sum(tl.ravel(underflowed.to(tl.int32))))
-    sums = tl.where(place == 2, whole, sums.to(tl.float64))
-    sums = tl.where(place == 3, second * wide, tl.where(place == 4, fourth * wide * wide, sums))
-    tl.atomic_add(counts + place, sums, mask=place < 5, sem="relaxed")
+    added = tl.where(place == 0, tl.sum(tl.ravel(saturated.to(tl.int32))), tl.sum(tl.ravel(underflowed.to(tl.int32))))
+    added = tl.where(place == 2, whole, added.to(tl.float64))
+    added = tl.where(place == 3, second * wide, tl.where(place == 4, fourth * wide * wide, added))
+    tl.atomic_add(sums + place, added, mask=place < 5, sem="relaxed")
 
 
 @triton.jit
@@ -221,7 +223,7 @@ def _fp8_amax(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    tile, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
+    tile, inside, first, end, amax, scale, data, transposed, record, sums, m, k, largest, FP8: tl.constexpr,
     POW2: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of a matrix [m, k] from column `first`, up to column `end`, with the arguments of `_fp8_cast`."""
@@ -245,13 +247,13 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
     if record is not None:
         most = tl.max(tl.ravel(_bits(tile)))
         tl.atomic_max(record, most, sem="relaxed")
-        if counts is not None:
-            _count(counts, tile, most, _spread(by_block, HIGH, WIDE, SIDE), codes, first, m, k, largest)
+        if sums is not None:
+            _add_sums(sums, tile, most, _spread(by_block, HIGH, WIDE, SIDE), codes, first, m, k, largest)
 
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, amax, scale, data, transposed, record, counts, by_column, m, k, largest, FP8: tl.constexpr,
+    x, amax, scale, data, transposed, record, sums, by_column, m, k, largest, FP8: tl.constexpr,
     POW2: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of x [m, k] with scales by `amax`, or without by the tile itself. Outputs may be None."""
@@ -260,7 +262,7 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     inside = (row < m) & (column < k)
     tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
     cast_tile(
-        tile, inside, tl.program_id(1) * SIDE, k, amax, scale, data, transposed, record, counts, m, k, largest, FP8,
+        tile, inside, tl.program_id(1) * SIDE, k, amax, scale, data, transposed, record, sums, m, k, largest, FP8,
         POW2, HIGH, WIDE, SIDE,
     )  # fmt: skip
     if by_column is not None:
@@ -269,7 +271,7 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, scale, data, record, counts, by_column, m, k, largest, FP8: tl.constexpr, POW2: tl.constexpr,
+    x, scale, data, record, sums, by_column, m, k, largest, FP8: tl.constexpr, POW2: tl.constexpr,
     BAND: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Cast whole rows of x [m, k], each with the scale of its own amax."""
@@ -290,7 +292,7 @@ def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
         tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
         codes = _codes(tile, factors, largest, FP8)
         tl.store(data + row * k + column, codes, mask=inside)
-        if counts is not None:
-            _count(counts, tile, tl.max(tl.ravel(most)), scales, codes, start, m, k, largest)
+        if sums is not None:
+            _add_sums(sums, tile, tl.max(tl.ravel(most)), scales, codes, start, m, k, largest)
         if by_column is not None:
             _raise_columns(by_column, tile, start + tl.arange(0, SPAN), k)

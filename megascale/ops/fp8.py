@@ -30,13 +30,13 @@ SATURATED = 1 + 2**-8  # times the largest: elements beyond are saturated, by mo
 
 
 class CastRecord(NamedTuple):
-    """The statistics of a step to which a cast adds: `amax`, f32 [], is raised to the largest magnitude; `counts`,
+    """The statistics of a step to which a cast adds: `amax`, f32 [], is raised to the largest magnitude; `sums`,
     f64 [5], or None: elements saturated (beyond the largest by more than rounding), underflowed to zero, and in total;
     the sums of their squares and of their fourth powers.
     """
 
     amax: Tensor
-    counts: Tensor | None = None
+    sums: Tensor | None = None
 
 
 def amax(x: Tensor, block: ScaleBlock) -> Tensor:
@@ -77,20 +77,21 @@ def cast(
     codes = wide.mul_(over_blocks(1.0 / scale, block)).clamp_(-element.max_value, element.max_value)
     quantized = Quantized(codes.to(element.dtype).view(x.shape), scale, block)
     if record is not None:
-        most = x.abs().amax() if expected is not None else largest.amax()
-        torch.maximum(record.amax, most.float(), out=record.amax)
-    if record is not None and record.counts is not None:
-        record.counts.add_(_counts(x, quantized, element))
+        note(record, x, quantized, element, x.abs().amax() if expected is not None else largest)
     return quantized
 
 
-def _counts(x: Tensor, quantized: Quantized, element: ElementFormat) -> Tensor:
-    """Return what a cast adds to `CastRecord.counts`."""
-    bound = over_blocks(quantized.scale, quantized.block) * (element.max_value * SATURATED)
-    saturated = (in_blocks(x.abs(), quantized.block).float() > bound).sum()
-    underflowed = ((x != 0) & (quantized.data.float() == 0)).sum()
+def note(record: CastRecord, x: Tensor, quantized: Quantized, element: ElementFormat, amax: Tensor) -> None:
+    """Add the statistics of a cast of x to `record`. `amax`: of x, or of its blocks."""
+    torch.maximum(record.amax, amax.amax().float(), out=record.amax)
+    if record.sums is None:
+        return
+    scale = over_blocks(quantized.scale.float(), quantized.block)
+    scale = scale if quantized.tensor_scale is None else scale * quantized.tensor_scale
+    saturated = (in_blocks(x.abs(), quantized.block).float() > scale * (element.max_value * SATURATED)).sum()
+    underflowed = ((x != 0) & (quantized.dequantize() == 0)).sum()
     total = torch.full_like(underflowed, x.numel())
-    return torch.cat([torch.stack([saturated, underflowed, total]).double(), moments(x)])
+    record.sums.add_(torch.cat([torch.stack([saturated, underflowed, total]).double(), moments(x)]))
 
 
 def moments(x: Tensor) -> Tensor:
