@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 RECORDS = {
     "StepMetrics": "a logged step",
     "EvaluationMetrics": "an evaluation",
+    "SharpnessMetrics": "a measurement of sharpness",
     "Alert": "a spike",
     "MixtureUpdate": "new weights of a blend",
     "RebuiltStages": "a start with rebuilt stages",

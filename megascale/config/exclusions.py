@@ -375,7 +375,7 @@ SWITCHED_OFF = (
     _without_effect("parallel.ep", only(1), {"moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1)}),
     _without_effect("parallel.pp", only(1), {"parallel.schedule": only("1f1b", "interleaved_1f1b")}, "above 1"),
     _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")}, "above 1"),
-    _off("train.eval_every", only(0), TrainConfig, "eval_steps"),
+    _off("train.eval_every", only(0), TrainConfig, "eval_steps", "logit_sharpness_every"),
     _off("train.noise_scale_every", only(0), TrainConfig, "noise_scale_decay"),
     _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "max_file_bytes"),
     _off("checkpoint.in_memory_every", only(0), CheckpointConfig, "in_memory_dir"),

@@ -35,7 +35,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 def shared_scale(amax: Tensor) -> Tensor:
     """Return the least power of two, f32 [], at which `amax` does not overflow; 1 for an infinite one."""
-    return torch.where(amax.isfinite(), scales_of(amax, CODE, pow2=True), 1.0)
+    return torch.where(amax.isfinite(), scales_of(amax, CODE, "pow2"), 1.0)
 
 
 def reduce_scatter_codes(group: Group, out: Tensor, full: Tensor, amax: Tensor, *, label: str) -> Work:

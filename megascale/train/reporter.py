@@ -48,7 +48,7 @@ class Reporter:
         if config.train.quantizes:
             from megascale.train.fp8_casts import CastMonitor
 
-            self._cast_monitor = CastMonitor()
+            self._cast_monitor = CastMonitor(static=config.fp8.facts["scaling"] == "static")
         self.outages = Outages()
         self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
         self._steps = self._tokens = 0
@@ -121,8 +121,8 @@ class Reporter:
                 **features,
             )
         )
-        for warning in self._cast_monitor.update(cast_stats) if self._cast_monitor is not None else ():
-            self.write_message(f"WARNING: step {progress.step}: {warning}")
+        for alert in self._cast_monitor.update(progress.step, cast_stats) if self._cast_monitor is not None else ():
+            self.write(alert)
         self._steps = self._tokens = 0
         self._loss_tokens = 0.0
         self._scores.clear()

@@ -38,6 +38,10 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
         from megascale.train.evaluate import Evaluations
 
         hooks.append(Evaluations(reporter))
+    if run.config.train.logit_sharpness_every:
+        from megascale.train.logit_sharpness import LogitSharpness
+
+        hooks.append(LogitSharpness(reporter))
     hooks += [Saves(reporter), ScheduledGC()]
     if not run.mesh.rank:
         from megascale.train.plan_record import PlanRecord
