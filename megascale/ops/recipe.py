@@ -66,6 +66,11 @@ class Quantizer:
         turned = x.movedim(-1, 0).flatten(1)
         return turned if self.kernels.strided else turned.contiguous()
 
+    def decode(self, x: Quantized) -> Tensor:
+        """Turn codes with scales of powers of two into bf16."""
+        kernel = self.kernels.decode if self.element == ElementFormat.E4M3 else None
+        return kernel(x) if kernel else x.decode(torch.bfloat16)
+
     def transpose(self, x: Quantized) -> Quantized:
         """Return `x.t()` of symmetric blocks. Codes in a single layout, such as an all-gathered input's, go through the
         kernels' cast: FP8 times a factor of 1 is unchanged.

@@ -124,7 +124,7 @@ class Fp8Gemms(LinearGemms):
         if isinstance(x, Quantized) and not x.requantises:
             return self.state.recipe.rows[name].transpose(x)
         quantizer, known = self.state.recipe.columns[name], None if isinstance(x, Quantized) else known_column_amax(x)
-        turned = quantizer.turned(x.decode(torch.bfloat16) if isinstance(x, Quantized) else x)
+        turned = quantizer.turned(quantizer.decode(x) if isinstance(x, Quantized) else x)
         features_sharded = self.shard_dim == (1 if name == "input" else 0)
         return self._cast(
             name, turned, rows_sharded=features_sharded, contracts_tokens=True, amax=known, transposed=True
@@ -164,7 +164,7 @@ class Fp8Gemms(LinearGemms):
             operand = quantizer.transpose(forward)
         else:
             if quantizer.spec.requantises and forward is not None:
-                given = quantizer.turned(forward.decode(weight.dtype))
+                given = quantizer.turned(quantizer.decode(forward))
             else:
                 given, known = quantizer.turned(weight), known_column_amax(weight)
             operand = self._cast(
