@@ -61,6 +61,11 @@ class Quantizer:
         """Transpose x [m, k] before its cast: a view if the kernels read one, else a copy."""
         return x.t() if self.kernels.strided else x.t().contiguous()
 
+    def decode(self, x: Quantized) -> Tensor:
+        """Turn codes with scales of powers of two into bf16."""
+        kernel = self.kernels.decode if self.element == ElementFormat.E4M3 else None
+        return kernel(x) if kernel else x.decode(torch.bfloat16)
+
     def transpose(self, x: Quantized) -> Quantized:
         """Return `x.t()` of symmetric blocks. Codes in a single layout, such as an all-gathered input's, go through the
         kernels' cast: FP8 times a factor of 1 is unchanged.

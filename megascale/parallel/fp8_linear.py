@@ -158,7 +158,8 @@ class Fp8Gemms(LinearGemms):
         if isinstance(x, Quantized) and not x.requantises:
             assert not recipe.orders_tokens, "codes that serve wgrad have another order of tokens"
             return recipe.rows[name].transpose(x)
-        rows, quantizer = x.decode(torch.bfloat16) if isinstance(x, Quantized) else x, recipe.columns[name]
+        quantizer = recipe.columns[name]
+        rows = quantizer.decode(x) if isinstance(x, Quantized) else x
         ordered = rows.transpose(0, 1) if recipe.orders_tokens and rows.dim() == 3 else rows  # sample by sample
         turned = quantizer.turned(ordered.reshape(-1, x.shape[-1]))  # for scales along the tokens
         known = known_column_amax(rows) if quantizer.spec.amax_block == ROW and not quantizer.spec.rotated else None
@@ -200,7 +201,7 @@ class Fp8Gemms(LinearGemms):
             operand = quantizer.transpose(forward)
         else:
             if quantizer.spec.requantises and forward is not None:
-                given = quantizer.turned(forward.decode(weight.dtype))
+                given = quantizer.turned(quantizer.decode(forward))
             else:
                 given, known = quantizer.turned(weight), known_column_amax(weight)
             operand = self._cast(

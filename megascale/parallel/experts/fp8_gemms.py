@@ -88,7 +88,7 @@ class Fp8GroupedGemms(GroupedGemms):
         forward = self._forward_weight(weight) if forward is None else forward
         if forward.requantises:
             n = forward.shape[0] // experts
-            decoded = (forward[first : first + n].decode(weight.dtype) for first in range(0, n * experts, n))
+            decoded = (quantizer.decode(forward[first : first + n]) for first in range(0, n * experts, n))
             operand = self._stack(quantizer, (matrix.t() for matrix in decoded), experts)
         else:
             turned = (part.view(experts, -1, part.shape[1]).transpose(1, 2) for part in forward.tensors)
