@@ -45,6 +45,21 @@ class Fp8Config(Section):
     )
 
     @property
+    def phases(self) -> list[tuple[str, Fp8Config]]:
+        """What follows each other in the run: a recipe, bf16 or bf16_forward, and a section of its recipe alone. A
+        section whose only change is at 0 is of that phase.
+        """
+        found, section = list[tuple[str, Fp8Config]](), self.model_copy(update={"schedule": []})
+        for start, change in [(0.0, self.recipe), *self.schedule]:
+            found = found if start else []
+            if change == BF16_FORWARD:
+                found.append((change, section.model_copy(update={"schedule": [(0.0, change)]})))
+            else:
+                section = section if change == BF16 else section.model_copy(update={"recipe": change})
+                found.append((change, section))
+        return found
+
+    @property
     def facts(self) -> Mapping[str, Any]:
         """The facts of the recipe's card, with scales in the chosen format."""
         return with_scale(RECIPES[self.recipe].facts, self.scale)

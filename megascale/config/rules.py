@@ -18,6 +18,7 @@ from megascale.config import (
     time_rules,
     train_rules,
 )
+from megascale.config.backends import Fp8Config
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import Finding
 
@@ -40,7 +41,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_EXITS, exclusions.EXITS, model_rules.early_exits,
     parallel_rules.tensor_parallel, parallel_rules.domino,
     parallel_rules.pipeline,
-    backend_rules.fp8_shapes, backend_rules.fp8_scale,
+    backend_rules.fp8_shapes, backend_rules.fp8_scale, backend_rules.fp8_schedule,
     parallel_rules.schedule, parallel_rules.paired_experts, exclusions.VOCABULARY,
     exclusions.SKIPS, parallel_rules.skipped_stages, parallel_rules.released_weights, parallel_rules.SHARDED_WEIGHTS,
     parallel_rules.hybrid_sharding,
@@ -96,10 +97,14 @@ def sections_of(rule: Rule) -> frozenset[str]:
 
 
 def run_rules(rules: Iterable[Rule], sections: Mapping[str, Any]) -> Iterator[Finding]:
-    """Run the rules whose sections are all there."""
+    """Run the rules whose sections are all there; functions that read `[fp8]`, for all recipes of the run."""
+    fp8 = sections.get("fp8")
+    later = [{**sections, "fp8": section} for _, section in fp8.phases[1:]] if isinstance(fp8, Fp8Config) else []
     for rule in rules:
         if sections_of(rule) <= sections.keys():
+            phases = [sections, *(later if "fp8" in sections_of(rule) and not isinstance(rule, Exclusions) else ())]
             try:
-                yield from rule(**{name: sections[name] for name in sections_of(rule)})
+                found = [each for phase in phases for each in rule(**{name: phase[name] for name in sections_of(rule)})]
             except InvalidValueError:
                 continue
+            yield from dict.fromkeys(found)

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megascale.catalog.decays import uses_decay_steps
-from megascale.config.backends import BackendsConfig, Fp8Config, bf16_layers
+from megascale.config.backends import BF16, BackendsConfig, Fp8Config, bf16_layers
 from megascale.config.batch_rampup import BatchSizes, batch_sizes, samples_of_run, schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
@@ -94,6 +94,15 @@ class RunConfig(RunKeys):
     def step_samples(self) -> BatchSizes:
         """The samples that each step consumes, at all sites."""
         return batch_sizes(self.batch, self.sites.count)
+
+    @property
+    def phases(self) -> list[RunConfig]:
+        """Configurations of one recipe each: of those that follow each other (`fp8.schedule`)."""
+        in_bf16 = self.train.model_copy(update={"precision": "bf16"})
+        return [
+            self.model_copy(update={"fp8": fp8, "train": in_bf16 if change == BF16 else self.train})
+            for change, fp8 in self.fp8.phases
+        ]
 
     @property
     def num_microbatches(self) -> int:

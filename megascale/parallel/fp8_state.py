@@ -162,7 +162,8 @@ class Fp8State:
         casts (`take_cast_stats`).
         """
         self.step = step
-        self.enter(share)
+        if self.changes:
+            self.enter(share)
         self.collects_stats = collect_stats and bool(self.names) and self.quantizes
         self._amax.zero_()
         self._sums.zero_()
@@ -225,10 +226,11 @@ class Fp8State:
     def end_load(self) -> None:
         if self.has_history:  # zero but on the first rank
             sum_over_job(self._mesh, self.history)
-            self._set_has_history(bool(self.history.any()))  # False before the phase that has one
+            self.end_restore()
 
     def end_restore(self) -> None:
-        self._set_has_history(bool(self.history.any()))
+        begins = self.recipes[0].uses_history  # otherwise the phase that has a history may be yet to come
+        self._set_has_history(bool(self.history.numel()) and (begins or bool(self.history.any())))
 
     def record(self, name: str) -> CastRecord | None:
         """Return the statistics to which a cast of this operand adds in this step; None if nobody reads them."""

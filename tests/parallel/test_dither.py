@@ -13,10 +13,8 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.sequence_shard import sequence_chunk, shard_sequence
 from megascale.parallel.dither import number_tokens
-from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.rng import Dropout
 from tests.marks import only_quick
-from tests.runs import LLAMA, build_run, config_of, settings
+from tests.runs import LLAMA, build_run, config_of, micro_batch, settings
 from tests.worlds import run_world
 
 MODEL = LLAMA | {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 128, "seq_length": 64}
@@ -122,8 +120,7 @@ def test_steps_and_operands_have_bits_of_their_own(alone: Rounded, tmp_path: Pat
 
 
 def numbered(samples: list[int], **shard: Any) -> list[list[int]]:
-    batch = MicroBatch(None, None, None, Dropout(0.0, 0, samples, torch.device("cpu")), **shard)
-    return number_tokens(batch, 8, torch.device("cpu")).t().tolist()
+    return number_tokens(micro_batch(samples, **shard), 8, torch.device("cpu")).t().tolist()
 
 
 def test_tokens_are_numbered_by_sample_and_position() -> None:

@@ -32,7 +32,7 @@ from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from megascale.plan.account.state_bytes import state_bytes
 from tests.fused import serve_on_cpus
 from tests.marks import only_quick
-from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve, train_order
+from tests.runs import LLAMA, build_run, config_of, curve_of, micro_batch, settings, train_curve, train_order
 from tests.worlds import run_world
 
 Array = np.ndarray
@@ -88,7 +88,7 @@ def casts(mesh: Mesh, config: RunConfig, layer: str, sequence: bool) -> list[Arr
     tp, index = mesh.tp.size, mesh.tp.index
     axis = TensorParallel(mesh.tp, sequence)
     scaling = state_of(config, mesh)
-    gemms = build_linear_gemms(f"layers.1.{layer}", scaling, axis)
+    gemms = build_linear_gemms(f"layers.1.{layer}", scaling, axis).of(micro_batch([0]))
     assert isinstance(gemms, Fp8Gemms)
     x, weight, grad = operands(layer)
     column = gemms.shard_dim == 0
@@ -135,6 +135,8 @@ def test_two_ranks_quantize_as_one_process(recipe: str, layer: str, quantized: A
         parts = [rank[recipe, layer][index] for rank in ranks]
         together = parts[0] if cut is None else np.concatenate(parts, cut)
         operand = ("input", "weight", "transposed weight", "gradient")[index]
+        if operand == "gradient" and column and RECIPES[recipe].facts["stochastic"]:
+            continue  # the random bits are those of shards of q, k and v (`test_dither`)
         assert np.array_equal(together, quantized_alone[recipe, layer][index]), operand
 
 
@@ -163,12 +165,13 @@ def casts_of_shared_tokens(rank: Rank, configs: list[RunConfig], reduces: bool =
     if not reduces:
         fp8_linear.all_reduce = lambda *_, **__: None  # type: ignore[assignment]
     mesh = open_mesh(Topology(cp=rank.world_size), rank.rank, tied=False)
-    places = [place for span in shard_sequence(TOKENS, rank.world_size, 1, rank.rank).spans for place in range(*span)]
+    shard = shard_sequence(TOKENS, rank.world_size, 1, rank.rank)
+    places, batch = [place for span in shard.spans for place in range(*span)], micro_batch([0], shard=shard)
     x, _, grad = (t[places] if t.dim() == 3 else t for t in operands("attention.out", TOKENS))
     results = {}
     for config in configs:
         scaling = state_of(config, mesh)
-        gemms = build_linear_gemms("layers.1.attention.out", scaling, TensorParallel(mesh.tp, False))
+        gemms = build_linear_gemms("layers.1.attention.out", scaling, TensorParallel(mesh.tp, False)).of(batch)
         assert isinstance(gemms, Fp8Gemms)
         x, grad = x.clone(), grad.clone()  # without the amaxes that another recipe has kept
         found: dict[str, Any] = {"X": gemms.input_operand(x), "dY": gemms.grad_operand(grad)}
@@ -238,7 +241,7 @@ def test_gradients_are_close_to_bf16(recipe: str, gradients: dict[str, dict[str,
     bf16_grads, fp8_grads = gradients["bf16"], gradients[recipe]
     assert bf16_grads.keys() == fp8_grads.keys()
     for name, expected in bf16_grads.items():
-        assert distance(fp8_grads[name], expected) < 0.15, name
+        assert distance(fp8_grads[name], expected) < (0.5 if recipe == "nvfp4" else 0.15), name
     chosen = {f"layers.{i}.{part}.weight" for i in (1, 2) for part in ("attention.qkv", "attention.out", "mlp.down")}
     assert all(distance(fp8_grads[name], bf16_grads[name]) > 0.01 for name in chosen)
 
@@ -379,8 +382,8 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
             return rows
         return replace(rows, transposed=rows.data.reshape(-1, x.shape[-1]).t().contiguous())
 
-    def with_kernel(self: Fp8State, *given: Any) -> None:
-        make(self, *given[:-1], Fp8Kernels(cast=kernel, strided=True))
+    def with_kernel(self: Fp8State, *given: Any, **more: Any) -> None:
+        make(self, *given[:-1], Fp8Kernels(cast=kernel, strided=True), **more)
 
     Quantized.t, Fp8State.__init__ = counting, with_kernel  # type: ignore[method-assign]
     return plain, first_gradients(rank, config), copies, turned
@@ -398,7 +401,7 @@ def cast_bytes(rank: Rank, config: RunConfig) -> int:
     run = build_run(rank, config)
     curve_of(run, 1)
     layers = [module for stage in run.stages for module in stage.modules() if isinstance(module, Linear)]
-    made = [layer.params.gemms._weights for layer in layers if isinstance(layer.params.gemms, Fp8Gemms)]
+    made = [layer.params.gemms._kept.operands for layer in layers if isinstance(layer.params.gemms, Fp8Gemms)]
     return sum(cast.nbytes for weights in made for cast in weights)
 
 

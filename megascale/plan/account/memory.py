@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -126,6 +126,26 @@ class JobMemory:
         return fullest
 
     def rank(self, stage: int) -> RankMemory:
+        """Account for a rank of a stage, in the phase of `fp8.schedule` with the highest peak. With forward in bf16 it
+        has bf16's activations and FP8's weights.
+        """
+        if not self.config.fp8.schedule:
+            return self._rank(stage)
+        ranks = [[memory._rank(stage) for memory in phase] for phase in self._phases]
+        joined = [RankMemory(*map(max, *(vars(rank).values() for rank in both))) for both in ranks]
+        return max(joined, key=lambda rank: rank.total)
+
+    @cached_property
+    def _phases(self) -> list[list[JobMemory]]:
+        """The memory of each phase; of two configurations if forward is in bf16."""
+        found = list[list[JobMemory]]()
+        for phase in self.config.phases:
+            fp8 = phase.model_copy(update={"fp8": phase.fp8.model_copy(update={"schedule": []})})
+            in_bf16 = fp8.model_copy(update={"train": fp8.train.model_copy(update={"precision": "bf16"})})
+            found.append([replace(self, config=each) for each in (fp8, in_bf16 if phase.fp8.schedule else fp8)])
+        return found
+
+    def _rank(self, stage: int) -> RankMemory:
         """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
