@@ -22,7 +22,7 @@ from megascale.layout.sequence_shard import shard_sequence
 from megascale.layout.topology import Topology
 from megascale.model.modules import Linear
 from megascale.ops import fp8
-from megascale.ops.fp8 import Fp8Kernels, scaled_matmul, scaled_wgrad
+from megascale.ops.fp8 import Fp8Kernels
 from megascale.ops.quantized import Quantized
 from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
 from megascale.parallel.fp8_state import Fp8State
@@ -124,7 +124,7 @@ def quantized(request: Any, wide: list[RunConfig]) -> tuple[bool, list[dict[tupl
     return request.param, run_world(2, all_casts, wide, request.param)
 
 
-@recipes
+@pytest.mark.parametrize("recipe", NAMES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_two_ranks_quantize_as_one_process(recipe: str, layer: str, quantized: Any, quantized_alone: Any) -> None:
     sequence, ranks = quantized
@@ -236,7 +236,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     return run_world(1, all_gradients, configs)[0]
 
 
-@recipes
+@pytest.mark.parametrize("recipe", RECIPES.names())
 def test_gradients_are_close_to_bf16(recipe: str, gradients: dict[str, dict[str, Array]]) -> None:
     bf16_grads, fp8_grads = gradients["bf16"], gradients[recipe]
     assert bf16_grads.keys() == fp8_grads.keys()
@@ -329,16 +329,17 @@ def count_gemms(rank: Rank, config: RunConfig) -> int:
     from megascale.train.step import train_step
 
     run, formats = build_run(rank, config), []
+    recipe = run.fp8_state.recipe
 
     def counting(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         formats.append(dtype)
-        return scaled_matmul(a, b, dtype)
+        return recipe.gemm(a, b, dtype)
 
     def counting_wgrad(total: Tensor, *given: Any) -> None:
         formats.append(total.dtype)
-        scaled_wgrad(total, *given)
+        recipe.wgrad(total, *given)
 
-    run.fp8_state.recipe = replace(run.fp8_state.recipe, gemm=counting, wgrad=counting_wgrad)
+    run.fp8_state.recipe = replace(recipe, gemm=counting, wgrad=counting_wgrad)
     train_step(run, run.train_loader.batch(run.progress.samples))
     return len(formats)
 
@@ -533,6 +534,8 @@ def count_casts(rank: Rank, config: RunConfig) -> dict[str, int]:
 FUSED = {
     "rowwise": ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"],
     "blockwise": [],
+    "mxfp8": [],
+    "nvfp4": [],
 }
 """Fused operators of a column-parallel forward, a row-parallel forward and its backward, by recipe. With `rowwise` the
 gradient is all-gathered before quantization.
