@@ -46,7 +46,7 @@ MOST_WORDS = {
     "docs/memory.md": 1200,
     "docs/planning.md": 1300,
     "docs/optimizers.md": 1800,
-    "docs/fp8.md": 800,
+    "docs/fp8.md": 1200,
     "docs/backends.md": 600,
     "docs/performance.md": 900,
     "docs/status.md": 400,
@@ -58,6 +58,7 @@ MOST_WORDS = {
     "docs/extending/block.md": 330,
     "docs/extending/data_policy.md": 260,
     "docs/extending/optimizer.md": 200,
+    "docs/extending/recipe.md": 280,
     "docs/extending/sample_weight.md": 210,
     "docs/extending/schedule.md": 260,
 }
