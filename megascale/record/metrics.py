@@ -51,6 +51,8 @@ class StepMetrics:
     """calls, bytes of the full tensors and exposed seconds (`exposed_s`) per step, by axis or of `sites`, on rank 0"""
     noise_scale: float | None = None
     """gradient noise scale in tokens, a moving average (`train.noise_scale`)"""
+    kept_updates: float | None = None
+    """share of the step's updates of compensated weights that rounding keeps, 1 for all (`optim.compensated`)"""
     fp8: dict[str, dict[str, float]] = field(default_factory=dict)
     """by quantized operand `amax`, shares of elements that are `saturated` or `underflow`, `rms` and `kurtosis`"""
     experts: dict[str, dict[str, float]] = field(default_factory=dict)

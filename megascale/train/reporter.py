@@ -87,10 +87,11 @@ class Reporter:
         progress: Progress,
         cast_stats: Mapping[str, CastStats],
         noise_scale: float | None = None,
+        kept_updates: float | None = None,
         **features: dict[str, dict[str, float]],
     ) -> None:
         """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor.
-        `noise_scale`: in tokens, if it is measured. `features`: `experts`, `mtp` and `exits` of `StepMetrics`.
+        `noise_scale`, `kept_updates`: if they are measured. `features`: `experts`, `mtp` and `exits` of `StepMetrics`.
         """
         if self._scores:
             scores = per_token(self._scores, self._tokens)
@@ -117,6 +118,7 @@ class Reporter:
                 peak_memory_bytes=self._device.peak_memory(),
                 communication={axis: traffic[axis].per_step(self._steps) for axis in sorted(traffic)},
                 noise_scale=noise_scale,
+                kept_updates=kept_updates,
                 fp8={name: asdict(stats) for name, stats in cast_stats.items()},
                 **features,
             )

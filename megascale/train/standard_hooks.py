@@ -56,6 +56,10 @@ class StepRecords(Hook):
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
 
+    def step_begins(self, run: Run) -> None:
+        if run.optimizer.kept is not None:
+            run.optimizer.kept.on = is_logged_step(run.config.train, run.progress.step + 1)
+
     def step_ends(self, run: Run, result: StepResult) -> None:
         if is_logged_step(run.config.train, run.progress.step) and result.loss_tokens:
             noise_scale = run.noise_scale.value if run.noise_scale else None
@@ -66,7 +70,8 @@ class StepRecords(Hook):
                 from megascale.train.expert_steps import expert_metrics
 
                 features["experts"] = expert_metrics(model, run.config.moe, totals)
-            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, **features)
+            kept = run.optimizer.kept.take(run.mesh, run.device.torch_device) if run.optimizer.kept else None
+            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, kept, **features)
 
 
 class WeightAveraging(Hook):

@@ -52,7 +52,7 @@ class PrecisionLaw:
         return N_FACTOR / self.weights**N_POWER + D_FACTOR / self.tokens**D_POWER + LEAST_LOSS
 
     def added_loss(self, exponent: int, mantissa: int) -> float:
-        """What quantization to a format adds."""
+        """Return the part of the loss that quantization to a format adds."""
         return self.tokens**D_POWER * self._per_knowledge(exponent, mantissa)
 
     def critical_tokens(self, exponent: int, mantissa: int) -> float:
@@ -69,7 +69,7 @@ class PrecisionLaw:
         ]
 
     def _per_knowledge(self, exponent: int, mantissa: int) -> float:
-        """What quantization adds over D^beta."""
+        """Return the loss that quantization adds, over D^beta."""
         resolution = FORMAT_FACTOR * (exponent + 0.5) ** EXPONENT_POWER * (mantissa + 0.5) ** MANTISSA_POWER
         return math.log2(self.block) / (self.weights**N_POWER * resolution)
 

@@ -37,8 +37,8 @@ SCALE_LOSS = 0.018  # share of a step per doubling beyond LARGE_JOB, fitted on p
 
 FP8_RATES = {"row": 0.70, "block": 0.87, "mx": 0.87, "nvfp4": 0.74}
 """FP8 GEMM rates by granularity, relative to tensor-wise. Llama 3 8B on H100 takes 12% longer row-wise (6,424 and 7,186
-tokens/s, pytorch/torchtitan@7a04053), MXFP8 steps on B200 and GB300 4% (Megatron-Bridge, tools/calibration). The rate
-of NVFP4, over its own peak, is the median of nine steps there; Transformer Engine's GEMMs alone reach 0.62 on B300.
+tokens/s, pytorch/torchtitan@7a04053), MXFP8 steps on B200 and GB300 4% (Megatron-Bridge, tools/calibration). NVFP4's,
+over its own peak, is the median of nine steps there; Transformer Engine's GEMMs alone reach 0.62 on B300.
 """
 
 
