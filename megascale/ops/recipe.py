@@ -102,6 +102,12 @@ class Recipe:
         return any(spec.block.k is not None or spec.rotated or spec.stochastic for spec in specs)
 
     @property
+    def free_borders(self) -> bool:
+        """True if which tokens share a scale changes values of subnormal codes alone (`catalog.recipes.facts_of`)."""
+        specs = (each[name].spec for each in (self.rows, self.columns) for name in ("input", "gradient"))
+        return all(spec.requantises for spec in specs)
+
+    @property
     def uses_history(self) -> bool:
         """True if a quantizer needs the amax of earlier steps."""
         return any(each.spec.scaling == "delayed" for each in self.rows.values())

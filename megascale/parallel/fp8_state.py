@@ -51,8 +51,9 @@ class CastStats:
 class Fp8State:
     """Amax of every FP8 operand of the whole model in this step, and with delayed scaling the amax history.
 
-    Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward. `layers`: those with
-    FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their event labels.
+    Every rank has entries for all operands. `facts`: of the recipe. `fast_dgrad`: dgrad accumulates as fast as forward.
+    `layers`: those with FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their
+    event labels.
     `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
     `token_groups`: the groups over which micro-batches have their tokens; none in hybrid data parallelism.
     `cast_shards`: if weights are sharded, casts this rank's (`parallel.fp8_codes`); then no operand of a weight is kept

@@ -48,7 +48,8 @@ def part(name: str, change: Callable[[QuantizerSpec], QuantizerSpec]) -> str:
     nvfp4, key = RECIPES["nvfp4"], f"nvfp4-{name}"
     specs = {name: change(spec) for name, spec in nvfp4.facts.items() if isinstance(spec, QuantizerSpec)}
     rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
-    facts = facts_of(*rows, alignment=nvfp4.facts["alignment"], granularity=nvfp4.facts["granularity"], **specs)
+    others: dict[str, Any] = {name: nvfp4.facts[name] for name in ("alignment", "granularity", "bf16_layers")}
+    facts = facts_of(*rows, **others, **specs)
     RECIPES.cards[key] = Card(key, nvfp4.help, nvfp4.target, facts)
     return key
 
@@ -97,7 +98,15 @@ def prepared(folder: Path) -> Sequence[str]:
     """Make the data, and return the settings that name it."""
     make_corpus(Path(sysconfig.get_path("stdlib")), folder, 257)
     for split in ("train", "valid"):
-        command = ["data", "prepare", f"{folder / split}.jsonl", "--output", f"{folder / split}", "--tokenizer", "bytes"]
+        command = [
+            "data",
+            "prepare",
+            f"{folder / split}.jsonl",
+            "--output",
+            f"{folder / split}",
+            "--tokenizer",
+            "bytes",
+        ]
         if status := megascale(command):
             raise SystemExit(status)
     return f"data.train={folder / 'train'}", f"data.valid={folder / 'valid'}", "data.tokenizer=bytes"
