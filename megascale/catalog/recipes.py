@@ -37,6 +37,14 @@ class ScaleBlock(NamedTuple):
         """True for several rows of many."""
         return self.rows is not None and self.rows > 1
 
+    def spans(self, dimension: int | None) -> bool:
+        """True for all rows (dimension 0), or for all of a row (1): then ranks that shard it share a block."""
+        return dimension is not None and self[dimension] is None
+
+    def grid(self, rows: int, k: int) -> tuple[int, ...]:
+        """The shape of the scales of a matrix [rows, k]."""
+        return () if self.rows is None else (rows // self.rows, k // self.k if self.k else 1)
+
 
 TENSOR = ScaleBlock(None, None)
 ROW = ScaleBlock(1, None)
@@ -77,21 +85,32 @@ class QuantizerSpec:
         """True if one copy, saved or gathered, serves the matrix and its transpose."""
         return self.block.serves_transpose or self.requantises
 
-    def scale_bytes(self, k: int) -> int:
-        """Bytes of the scales of a row of k elements; 0 if one scale holds for all rows."""
-        if self.block.rows is None:
-            return 0
-        return (1 if self.scale == "e8m0" else 4) * (k // (self.block.k or k))
-
-    @property
-    def serves_shards(self) -> bool:
-        """True if shards of a weight may be cast apart, and gathered as codes: their amaxes are the only ones."""
-        return self.block.serves_transpose and self.amax_block == self.block and not self.stochastic
-
     @property
     def amax_block(self) -> ScaleBlock:
         """The elements whose amax is found before the cast: of a block, or of the tensor if it has a scale, too."""
         return TENSOR if self.scale == "nvfp4" else self.block
+
+    @property
+    def gathers_codes(self) -> bool:
+        """True if sharded weights are gathered as codes, which serve forward and dgrad, with all their scales."""
+        return self.serves_transpose and self.amax_block == self.block and not self.stochastic
+
+    def count_amaxes(self, rows: int) -> int:
+        """Count the amaxes of an operand of `rows` rows to which parts of a row contribute: ranks that cut them reduce
+        the maxima. Blocks of a part of a row are cut nowhere.
+        """
+        block = self.amax_block
+        return 0 if self.scaling != "current" else 1 if block.rows is None else rows if block.k is None else 0
+
+    def code_bytes(self, elements: int) -> int:
+        """Size the codes of elements."""
+        return elements // 2 if self.element == "e2m1" else elements
+
+    def scale_bytes(self, k: int) -> int:
+        """Size the scales of a row of k elements; none if other rows share them."""
+        if self.block.rows != 1:
+            return 0
+        return (k // self.block.k if self.block.k else 1) * (1 if self.scale in ("e8m0", "nvfp4") else 4)
 
 
 def facts_of(
@@ -104,22 +123,26 @@ def facts_of(
     - `token_run`: consecutive tokens with a common scale, or random bits, in wgrad; 0 for all or one of them
     - `stochastic`: an operand is rounded by random bits of its tokens
     - `covers_tokens`: scales come from all tokens of a micro-batch, and other tokens change their values
+    - `free_borders`: which tokens have a common scale in wgrad changes values of subnormal codes alone, as scales of
+      rows, or of parts of them, are powers of two, and rounding is to nearest
     - `saves_codes`: inputs are saved for wgrad, and gathered, as codes
     - `serves_experts`: rows of experts have scales of their own
     """
     rows = {"input": input, "weight": weight, "gradient": gradient}
     of_columns = {f"{name}_column": columns.get(f"{name}_column", spec) for name, spec in rows.items()}
     over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
-    of_tokens = [of_columns["input_column"], of_columns["gradient_column"]]
+    of_tokens = [input, gradient, of_columns["input_column"], of_columns["gradient_column"]]
     stochastic = any(spec.stochastic for spec in (*rows.values(), *of_columns.values()))
     return rows | of_columns | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
         "bf16_layers": bf16_layers,
-        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in of_tokens),
+        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in of_tokens[2:]),
         "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
+        "free_borders": not stochastic
+        and all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
         "saves_codes": input.serves_transpose,
         "serves_experts": input.amax_block.rows is not None and not stochastic,
     }  # fmt: skip

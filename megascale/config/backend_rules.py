@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megascale.catalog.backends import AUTO, BACKENDS, Requirement, unmet_requirement
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import RECIPES
 from megascale.config.backends import BackendsConfig, Fp8Config, bf16_layers
 from megascale.config.data import DataConfig
 from megascale.config.finding import Finding
@@ -74,6 +75,19 @@ def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
         end, last = start, change
 
 
+def fp8_scale(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
+    """Check that a format of scales is for amaxes of the operands themselves, and has an effect."""
+    facts, key = RECIPES[fp8.recipe].facts, "fp8.scale"
+    if not train.quantizes or fp8.scale == "fp32":
+        return
+    if facts["scaling"] != "current":
+        message = f"{fp8.scale} is for scales by an operand's amax, and those of {fp8.recipe} are {facts['scaling']}"
+        yield Finding(key, message, "fp8.recipe = tensorwise, rowwise or blockwise, or remove the key")
+    elif fp8.facts is facts:
+        message = f"has no effect: the fp8 recipe {fp8.recipe} has scales in {facts['input'].scale}"
+        yield Finding(key, message, "remove the key")
+
+
 def tile_tokens(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -91,10 +105,11 @@ def tile_tokens(
         message = f"a rank has {rows} tokens of a sequence for {tiles} tiles"
         yield Finding("train.mlp_tiles", message, f"at most {rows}")
     elif train.quantizes:
-        alignment, tokens = fp8.facts["alignment"], rows * batch.micro
-        if rows % tiles or tokens // tiles % alignment:
-            message = f"{tokens} tokens on a rank in {tiles} tiles: the fp8 recipe {fp8.recipe} needs multiples"
-            yield Finding("train.mlp_tiles", f"{message} of {alignment} in a tile", "fewer tiles")
+        run, alignment = fp8.facts["token_run"], fp8.facts["alignment"]
+        tokens, unit, of = (rows, run, " of a sequence") if run else (rows * batch.micro, alignment, "")
+        if rows % tiles or tokens // tiles % unit:
+            message = f"{tokens} tokens{of} on a rank in {tiles} tiles: the fp8 recipe {fp8.recipe} needs multiples"
+            yield Finding("train.mlp_tiles", f"{message} of {unit} in a tile", "fewer tiles")
 
 
 def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
@@ -105,6 +120,9 @@ def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Itera
     if facts["covers_tokens"]:
         message = f"with the fp8 recipe {fp8.recipe} a scale covers all tokens, and a tile would have its own"
         yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise or static")
+    elif facts["stochastic"]:
+        message = f"the fp8 recipe {fp8.recipe} has random bits by a token's place in all of the micro-batch"
+        yield Finding("train.mlp_tiles", message, "1, or another fp8.recipe")
     elif BLOCKS[model.block].facts.get("shares_casts"):
         message = f"attention and MLP of a {model.block} block share an fp8 operand, and tiles have their own"
         yield Finding("train.mlp_tiles", message, "1, or train.precision = bf16")

@@ -1,6 +1,7 @@
-"""A Triton kernel that decodes matrices with scales of a byte to bf16, for GEMMs on GPUs that cannot read the codes.
+"""A Triton kernel that decodes E4M3 and E2M1 to bf16: for GEMMs on GPUs that cannot read the codes, and to quantize a
+transpose from them.
 
-It reads at most 1.07 bytes of an element, and writes two. A kernel is compiled for formats and blocks, not for shapes.
+It reads about a byte of an element, and writes two. A kernel is compiled for formats and blocks, not for shapes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ WARPS = 4
 
 def decode(x: Quantized) -> Tensor:
     """Implement `block_gemm.decode`."""
-    codes, scales = x.codes.contiguous(), x.scale.contiguous().view(torch.uint8)
+    codes, scales = x.codes.contiguous(), x.scale.contiguous()
     out = codes.new_empty(x.shape, dtype=torch.bfloat16)
     k, m = x.shape[-1], x.shape[:-1].numel()
-    formats = x.packed == 2, x.scale.dtype == torch.float8_e8m0fnu
+    narrow, side = scales.itemsize == 1, x.block.k or WIDE
+    blocks, formats = scales.shape[-1], (x.packed == 2, x.scale.dtype == torch.float8_e8m0fnu, not narrow)
     tiles = triton.cdiv(m, HIGH), triton.cdiv(k, WIDE)
-    _decode[tiles](codes, scales, out, m, k, *formats, *x.block, HIGH, WIDE, num_warps=WARPS)
+    scales = scales.view(torch.uint8) if narrow else scales
+    _decode[tiles](codes, scales, out, m, k, blocks, *formats, x.block.rows, side, HIGH, WIDE, num_warps=WARPS)
     return out
 
 
@@ -51,10 +54,10 @@ def _of_e8m0(code):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    codes, scales, out, m, k, PACKED: tl.constexpr, E8M0: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr,
+    codes, scales, out, m, k, blocks, PACKED: tl.constexpr, E8M0: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr,
+    SIDE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile of a matrix [m, k] with blocks of ROWS x SIDE."""
+    """Decode a tile of a matrix [m, k] with blocks of ROWS x SIDE, `blocks` in a row; or of one, wider than a tile."""
     row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)[:, None]
     first = tl.program_id(1) * WIDE
     if PACKED:
@@ -64,9 +67,10 @@ def _decode(  # type: ignore[no-untyped-def] # noqa: PLR0913
     else:
         column = first + tl.arange(0, WIDE)[None, :]
         tile = _of_e4m3(tl.load(codes + row * k + column, mask=(row < m) & (column < k), other=0))
-    block = first // SIDE + tl.arange(0, WIDE // SIDE)[None, :]
-    scale = tl.load(scales + row // ROWS * (k // SIDE) + block, mask=(row < m) & (block < k // SIDE), other=0)
-    scale = _of_e8m0(scale) if E8M0 else _of_e4m3(scale)
+    block = first // (k // blocks) + tl.arange(0, WIDE // SIDE)[None, :]
+    scale = tl.load(scales + row // ROWS * blocks + block, mask=(row < m) & (block < blocks), other=0)
+    if not FP32:
+        scale = _of_e8m0(scale) if E8M0 else _of_e4m3(scale)
     tile = tl.reshape(tl.reshape(tile, [HIGH, WIDE // SIDE, SIDE]) * scale[:, :, None], [HIGH, WIDE])
     column = first + tl.arange(0, WIDE)[None, :]
     tl.store(out + row * k + column, tile.to(tl.bfloat16), mask=(row < m) & (column < k))

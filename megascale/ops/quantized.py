@@ -148,8 +148,11 @@ class Quantized:
         return scaled if self.tensor_scale is None else scaled * self.tensor_scale
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return `dequantize` in another dtype: exact in bf16 if scales are powers of two."""
-        return self.dequantize().to(dtype)
+        """Return `dequantize` in another dtype: in bf16 exact, and also computed, if scales are powers of two."""
+        if not self.requantises or self.packed == 2:
+            return self.dequantize().to(dtype)
+        values = in_blocks(self.data.to(dtype), self.block)
+        return values.mul_(over_blocks(self.scale.to(dtype), self.block)).view(self.shape)
 
 
 E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

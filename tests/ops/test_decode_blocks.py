@@ -1,4 +1,4 @@
-"""The Triton kernel that decodes matrices with scales of a byte, run on a CPU by Triton's interpreter, equals torch's
+"""The Triton kernel that decodes matrices, run on a CPU by Triton's interpreter, equals torch's
 operators bit for bit.
 """
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import ScaleBlock
+from megascale.catalog.recipes import BLOCK_1D, ROW, ScaleBlock
 from megascale.ops.quantized import ElementFormat, Quantized
 from tests.ops.interpreter import compile_for_hopper, interpreted
 
@@ -73,6 +73,16 @@ def test_blocks_of_weights_and_ragged_tiles(kernels: Any, m: int, k: int) -> Non
     check(kernels, tokens)
 
 
+@pytest.mark.parametrize("block", [ROW, BLOCK_1D])
+def test_powers_of_two_of_rows_and_of_parts_of_them(kernels: Any, block: ScaleBlock) -> None:
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (48, 640), generator=draw, dtype=torch.uint8)
+    exponents = torch.randint(-126, 120, block.grid(48, 640), generator=draw)
+    x = Quantized(codes.view(torch.float8_e4m3fn), torch.exp2(exponents.float()), block, requantises=True)
+    check(kernels, x)
+    assert torch.equal(x.decode(torch.bfloat16).nan_to_num(), x.dequantize().bfloat16().nan_to_num())
+
+
 def test_the_tensors_scale_is_left_to_the_gemm(kernels: Any) -> None:
     codes = torch.full((16, 16), 0x22, dtype=torch.uint8)
     x = matrix(NVFP4, codes, torch.full((16, 2), 0x38, dtype=torch.uint8), ScaleBlock(1, 16))
@@ -81,9 +91,10 @@ def test_the_tensors_scale_is_left_to_the_gemm(kernels: Any) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_kernel_compiles_for_hopper(packed: bool) -> None:
-    types = {"codes": "*u8", "scales": "*u8", "out": "*bf16", "m": "i32", "k": "i32"}
+    types = {"codes": "*u8", "scales": "*u8", "out": "*bf16", "m": "i32", "k": "i32", "blocks": "i32"}
     constants = {
-        "PACKED": packed, "E8M0": not packed, "ROWS": 1, "SIDE": 16 if packed else 32, "HIGH": 16, "WIDE": 256,
+        "PACKED": packed, "E8M0": not packed, "FP32": False, "ROWS": 1, "SIDE": 16 if packed else 32, "HIGH": 16,
+        "WIDE": 256,
     }  # fmt: skip
     ptx = compile_for_hopper(MODULE, "_decode", types, constants)
     assert "ld.global.v4" in ptx or "ld.global.v2" in ptx

@@ -18,6 +18,7 @@ from tests.runs import build_run, config_of, curve_of, settings, traffic_of
 from tests.thread_world import run_threads
 from tests.worlds import run_world
 
+POW2 = {"fp8__scale": "pow2"}
 ALL = {"fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
 WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensorwise dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("tensorwise")}),
@@ -26,6 +27,10 @@ WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "blockwise dp2 ep2": (EXPERTS, {"parallel__ep": 2, **fp8("blockwise")}),
     "rowwise dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("rowwise"), **FULL}),
     "rowwise dp2 tp2 pp2 keep": (TENSORS, {"parallel__tp": 2, "parallel__pp": 2, **fp8("rowwise")}),
+    "rowwise pow2 dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("rowwise"), **POW2, **FULL}),
+    "rowwise pow2 dp2 tp2 sp": (TENSORS, {"parallel__tp": 2, "parallel__sp": True, **fp8("rowwise"), **POW2}),
+    "rowwise pow2 dp2 ep2": (EXPERTS, {"parallel__ep": 2, **fp8("rowwise"), **POW2}),
+    "blockwise pow2 dp2": (BLOCKS, {**fp8("blockwise"), **ALL, **POW2}),
 }
 
 

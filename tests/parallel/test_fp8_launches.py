@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lab.commands.operator_bytes import noted_triton
 from lab.launches import LaunchCounter
-from megascale.catalog.recipes import RECIPES
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import fp8_layers
@@ -92,7 +91,7 @@ def casts(gemms: Fp8Gemms, x: Tensor, weight: Tensor, grad: Tensor) -> Iterator[
 
 @pytest.fixture
 def configs(tmp_path: Path) -> list[RunConfig]:
-    return [configured(tmp_path, recipe, WIDE) for recipe in RECIPES.names()]
+    return [configured(tmp_path, recipe, WIDE) for recipe in LAUNCHES]
 
 
 @pytest.mark.parametrize("monitor", [False, True])

@@ -22,7 +22,7 @@ from megascale.layout.sequence_shard import shard_sequence
 from megascale.layout.topology import Topology
 from megascale.model.modules import Linear
 from megascale.ops import fp8
-from megascale.ops.fp8 import Fp8Kernels, scaled_matmul, scaled_wgrad
+from megascale.ops.fp8 import Fp8Kernels
 from megascale.ops.quantized import Quantized
 from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
 from megascale.parallel.fp8_state import Fp8State
@@ -40,7 +40,8 @@ Array = np.ndarray
 MODEL = LLAMA | {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128}
 WIDE = MODEL | {"hidden_size": 256, "ffn_size": 512}  # shards over two ranks are whole blocks
 
-recipes = pytest.mark.parametrize("recipe", RECIPES.names())
+NEAREST = [name for name in RECIPES.names() if not RECIPES[name].facts["gradient"].stochastic]
+"""Recipes whose casts need no place in the job."""
 
 
 def configured(folder: Path, recipe: str, model: dict[str, Any] = MODEL, **more: Any) -> RunConfig:
@@ -107,7 +108,7 @@ def casts(mesh: Mesh, config: RunConfig, layer: str, sequence: bool) -> list[Arr
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
-    return [configured(tmp_path_factory.mktemp("wide"), recipe, WIDE) for recipe in RECIPES.names()]
+    return [configured(tmp_path_factory.mktemp("wide"), recipe, WIDE) for recipe in NEAREST]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def quantized(request: Any, wide: list[RunConfig]) -> tuple[bool, list[dict[tupl
     return request.param, run_world(2, all_casts, wide, request.param)
 
 
-@recipes
+@pytest.mark.parametrize("recipe", NEAREST)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_two_ranks_quantize_as_one_process(recipe: str, layer: str, quantized: Any, quantized_alone: Any) -> None:
     sequence, ranks = quantized
@@ -233,12 +234,12 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     return run_world(1, all_gradients, configs)[0]
 
 
-@recipes
+@pytest.mark.parametrize("recipe", RECIPES.names())
 def test_gradients_are_close_to_bf16(recipe: str, gradients: dict[str, dict[str, Array]]) -> None:
     bf16_grads, fp8_grads = gradients["bf16"], gradients[recipe]
     assert bf16_grads.keys() == fp8_grads.keys()
     for name, expected in bf16_grads.items():
-        assert distance(fp8_grads[name], expected) < (0.5 if recipe == "nvfp4" else 0.15), name
+        assert distance(fp8_grads[name], expected) < (0.4 if recipe == "nvfp4" else 0.15), name
     chosen = {f"layers.{i}.{part}.weight" for i in (1, 2) for part in ("attention.qkv", "attention.out", "mlp.down")}
     assert all(distance(fp8_grads[name], bf16_grads[name]) > 0.01 for name in chosen)
 
@@ -326,16 +327,17 @@ def count_gemms(rank: Rank, config: RunConfig) -> int:
     from megascale.train.step import train_step
 
     run, formats = build_run(rank, config), []
+    recipe = run.fp8_state.recipe
 
     def counting(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         formats.append(dtype)
-        return scaled_matmul(a, b, dtype)
+        return recipe.gemm(a, b, dtype)
 
     def counting_wgrad(total: Tensor, *given: Any) -> None:
         formats.append(total.dtype)
-        scaled_wgrad(total, *given)
+        recipe.wgrad(total, *given)
 
-    run.fp8_state.recipe = replace(run.fp8_state.recipe, gemm=counting, wgrad=counting_wgrad)
+    run.fp8_state.recipe = replace(recipe, gemm=counting, wgrad=counting_wgrad)
     train_step(run, run.train_loader.batch(run.progress.samples))
     return len(formats)
 
@@ -530,6 +532,8 @@ def count_casts(rank: Rank, config: RunConfig) -> dict[str, int]:
 FUSED = {
     "rowwise": ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"],
     "blockwise": [],
+    "mxfp8": [],
+    "nvfp4": [],
 }
 """Fused operators of a column-parallel forward, a row-parallel forward and its backward, by recipe. With `rowwise` the
 gradient is all-gathered before quantization.

@@ -21,7 +21,7 @@ MODEL = LLAMA | {
     "hidden_size": 128, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128, "experts": 4, "experts_per_token": 2,
     "expert_ffn_size": 128,
 }  # fmt: skip
-RECIPES = ("rowwise", "blockwise")
+RECIPES = ("rowwise", "blockwise", "mxfp8")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 ep2": {"parallel__dp": 2, "parallel__ep": 2},
     "dp2 ep1": {"parallel__dp": 2},
