@@ -124,7 +124,7 @@ def facts_of(
     - `stochastic`: an operand is rounded by random bits of its tokens
     - `covers_tokens`: scales come from all tokens of a micro-batch, and other tokens change their values
     - `free_borders`: which tokens have a common scale in wgrad changes values of subnormal codes alone, as scales of
-      rows, or of parts of them, are powers of two
+      rows, or of parts of them, are powers of two, and rounding is to nearest
     - `saves_codes`: inputs are saved for wgrad, and gathered, as codes
     - `serves_experts`: rows of experts have scales of their own
     - `whole`: quantizers need whole matrices, which neither tp nor cp shards
@@ -138,18 +138,18 @@ def facts_of(
         if both[left].rotated != both[right].rotated:
             raise ValueError(f"{left} and {right} are multiplied: both are rotated, or neither")
     over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
-    columns_of_tokens = of_columns["input_column"], of_columns["gradient_column"]
-    of_tokens = (input, gradient, *columns_of_tokens)
+    of_tokens = [input, gradient, of_columns["input_column"], of_columns["gradient_column"]]
     stochastic = any(spec.stochastic for spec in both.values())
     return both | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
         "bf16_layers": bf16_layers,
-        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in columns_of_tokens),
+        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in of_tokens[2:]),
         "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
-        "free_borders": all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
+        "free_borders": not stochastic
+        and all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
         "saves_codes": input.serves_transpose,
         "serves_experts": input.amax_block.rows is not None and not stochastic,
         "whole": False,

@@ -123,6 +123,9 @@ def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Itera
     if facts["covers_tokens"]:
         message = f"with the fp8 recipe {fp8.recipe} a scale covers all tokens, and a tile would have its own"
         yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise or static")
+    elif facts["stochastic"]:
+        message = f"the fp8 recipe {fp8.recipe} has random bits by a token's place in all of the micro-batch"
+        yield Finding("train.mlp_tiles", message, "1, or another fp8.recipe")
     elif BLOCKS[model.block].facts.get("shares_casts"):
         message = f"attention and MLP of a {model.block} block share an fp8 operand, and tiles have their own"
         yield Finding("train.mlp_tiles", message, "1, or train.precision = bf16")

@@ -154,17 +154,16 @@ class Fp8Gemms(LinearGemms):
             torch.add(result, bias, out=out)
 
     def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
-        recipe = self.state.recipe
         if isinstance(x, Quantized) and not x.requantises:
-            assert not recipe.orders_tokens, "codes that serve wgrad have another order of tokens"
-            return recipe.rows[name].transpose(x)
-        quantizer = recipe.columns[name]
-        rows = quantizer.decode(x) if isinstance(x, Quantized) else x
-        ordered = rows.transpose(0, 1) if recipe.orders_tokens and rows.dim() == 3 else rows  # sample by sample
-        turned = quantizer.turned(ordered.reshape(-1, x.shape[-1]))  # for scales along the tokens
-        known = known_column_amax(rows) if quantizer.spec.amax_block == ROW and not quantizer.spec.rotated else None
-        sharded = (name == "input") == (self.shard_dim == 1)
-        return self._cast(name, turned, amax=known, rows_sharded=sharded, contracts_tokens=True, transposed=True)
+            return self.state.recipe.rows[name].transpose(x)
+        quantizer, known = self.state.recipe.columns[name], None
+        if isinstance(x, Tensor) and quantizer.spec.amax_block == ROW and not quantizer.spec.rotated:
+            known = known_column_amax(x)
+        turned = quantizer.turned(quantizer.decode(x) if isinstance(x, Quantized) else x)
+        features_sharded = self.shard_dim == (1 if name == "input" else 0)
+        return self._cast(
+            name, turned, rows_sharded=features_sharded, contracts_tokens=True, amax=known, transposed=True
+        )
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both operands are FP8"

@@ -13,21 +13,21 @@ from megascale.core.rank import Rank
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.dryrun.dry_run import dry_run
 from tests.marks import only_quick
-from tests.parallel.test_fp8_linear import MODEL, save_and_train
-from tests.runs import build_run, config_of, curve_of, settings, train_curve
+from tests.parallel.test_fp8_linear import save_and_train
+from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve
 from tests.worlds import run_world
 
 Curve = list[tuple[float, float]]
 
 STEPS, BATCH = 8, 2
 
+MODEL = LLAMA | {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 64, "seq_length": 32}
 
-def configured(
-    folder: Path, schedule: list[Any], recipe: str = "tensorwise", model: dict[str, Any] = MODEL, **more: Any
-) -> RunConfig:
+
+def configured(folder: Path, schedule: list[Any], recipe: str = "tensorwise", **more: Any) -> RunConfig:
     more = {"train__precision": "fp8", "batch__global": BATCH, "train__steps": STEPS, "optimizer__lr": 1e-3} | more
     more |= {"fp8__recipe": recipe, "fp8__schedule": schedule}
-    return config_of(settings(model, folder, **more), folder).resolve(None)
+    return config_of(settings(MODEL, folder, **more), folder).resolve(None)
 
 
 def curves(rank: Rank, configs: list[RunConfig]) -> list[Curve]:
@@ -43,7 +43,7 @@ SCHEDULES = {
     "healing": ("tensorwise", [[0.5, "bf16"]]),
     "forward": ("rowwise", [[0.5, "bf16_forward"]]),
     "delayed": ("delayed", [[0.5, "bf16_forward"]]),
-    "delayed later": ("blockwise", [[0.25, "bf16"], [0.5, "delayed"]]),
+    "delayed later": ("rowwise", [[0.25, "bf16"], [0.5, "delayed"]]),
     "nvfp4": ("nvfp4", [[0.5, "mxfp8"], [0.75, "bf16"]]),
 }
 
@@ -136,14 +136,10 @@ def test_memory_is_that_of_the_largest_phase(tmp_path: Path) -> None:
         ([[1.5, "bf16"]], {}, "less than 1"),
         ([[0.5, "fp3"]], {}, "'fp3' is not one of bf16, bf16_forward, tensorwise"),
         ([[0.5, "bf16"]], {"train__precision": "bf16"}, "has no effect with train.precision = bf16"),
-        (
-            [[0.5, "blockwise"]],
-            {"model": MODEL | {"seq_length": 64}},
-            "the fp8 recipe blockwise needs multiples of 128",
-        ),
+        ([[0.5, "blockwise"]], {}, "the fp8 recipe blockwise needs multiples of 128"),
     ],
 )
 def test_mistakes_in_a_schedule(schedule: list[Any], more: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fp8\.schedule|seq_length") as error:
+    with pytest.raises(ConfigError, match="problem") as error:
         configured(tmp_path, schedule, **more)
     assert message in str(error.value)

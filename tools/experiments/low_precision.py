@@ -48,8 +48,8 @@ def part(name: str, change: Callable[[QuantizerSpec], QuantizerSpec]) -> str:
     nvfp4, key = RECIPES["nvfp4"], f"nvfp4-{name}"
     specs = {name: change(spec) for name, spec in nvfp4.facts.items() if isinstance(spec, QuantizerSpec)}
     rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
-    others: dict[str, Any] = {name: nvfp4.facts[name] for name in ("alignment", "granularity", "bf16_layers")}
-    facts = facts_of(*rows, **others, **specs)
+    others: Any = {name: nvfp4.facts[name] for name in ("alignment", "granularity", "bf16_layers")}
+    facts = facts_of(*rows, **(others | specs))
     RECIPES.cards[key] = Card(key, nvfp4.help, nvfp4.target, facts)
     return key
 
