@@ -13,6 +13,8 @@ from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
+from megascale.plan.account.traffic import step_traffic
+from megascale.plan.dryrun.dry_run import dry_run
 from tests.parallel.test_fp8_linear import (
     LAYERS,
     WIDE,
@@ -22,6 +24,7 @@ from tests.parallel.test_fp8_linear import (
     distance,
     first_gradients,
 )
+from tests.plan.account.test_against_dry_run import sent_by
 from tests.runs import build_run, train_curve, train_order
 from tests.worlds import run_world
 
@@ -106,3 +109,21 @@ def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path, sequenc
     for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
         assert loss == pytest.approx(expected, rel=2e-3)
         assert norm == pytest.approx(expected_norm, rel=5e-2)
+
+
+@pytest.mark.usefixtures("nearest")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel__tp": 2},
+        {"parallel__tp": 2, "parallel__sp": True},
+        {"parallel__cp": 2, "model__seq_length": 256},
+        {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 3},
+    ],
+    ids=str,
+)
+def test_collectives_are_those_planned(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Calls and bytes: of codes, their scales, and amaxes, those of wgrad's operands too."""
+    config = configured(tmp_path, "nearest", WIDE, **layout)
+    dry = dry_run(config, 0)
+    assert step_traffic(config, dry.coord) == sent_by(dry)
