@@ -50,6 +50,7 @@ KERNELS = dict.fromkeys(
         f"megascale.ops.{name}"
         for name in (
             "cast_transpose",
+            "decode_blocks",
             "merge_parts",
             "scaled_wgrad",
             "triton_adamw",

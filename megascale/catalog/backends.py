@@ -152,7 +152,7 @@ LIGER_MAX_COLUMNS = 65536  # the row limit of Liger's kernels, which process a r
 _FLASH_FACTS: dict[str, Any] = {"dtypes": ("bfloat16",), "dropout": False, "max_head_dim": 256}
 """Facts of flash-attn's kernels, and of the kernels called by Transformer Engine."""
 
-GRANULARITIES = ("tensor", "row", "block", "mx")  # granularities of FP8 scales
+GRANULARITIES = ("tensor", "row", "block", "mx", "nvfp4")  # granularities of FP8 scales
 
 _CARDS = {
     "linear": [

@@ -37,12 +37,21 @@ class ScaleBlock(NamedTuple):
         """True for several rows of many."""
         return self.rows is not None and self.rows > 1
 
+    def spans(self, dimension: int | None) -> bool:
+        """True for all rows (dimension 0), or for all of a row (1): then ranks that shard it share a block."""
+        return dimension is not None and self[dimension] is None
+
+    def grid(self, rows: int, k: int) -> tuple[int, ...]:
+        """The shape of the scales of a matrix [rows, k]."""
+        return () if self.rows is None else (rows // self.rows, k // self.k if self.k else 1)
+
 
 TENSOR = ScaleBlock(None, None)
 ROW = ScaleBlock(1, None)
 BLOCK_1D = ScaleBlock(1, BLOCK)
 BLOCK_2D = ScaleBlock(BLOCK, BLOCK)
 MX = ScaleBlock(1, 32)
+NVFP4_1D, NVFP4_2D = ScaleBlock(1, 16), ScaleBlock(16, 16)
 
 POWERS_OF_TWO = ("pow2", "e8m0")  # formats of scales
 
@@ -52,13 +61,17 @@ class QuantizerSpec:
     """The quantized form of an operand. `element`: the format of an element, e4m3, e5m2 or e2m1. `scaling`: the source
     of scales: current, from the tensor's own amax; delayed, from the amax history of earlier steps; static, from unit
     scaling's standard deviations. `scale`: the format of a scale: fp32; pow2, a power of two in fp32; e8m0, a power of
-    two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor.
+    two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor. `stochastic`: a code is one of the two nearest at
+    random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand of wgrad is transformed along tokens
+    before (`ops.hadamard`), as must be the other.
     """
 
     element: str
     block: ScaleBlock
     scaling: str = "current"
     scale: str = "fp32"
+    stochastic: bool = False
+    rotated: bool = False
 
     @property
     def requantises(self) -> bool:
@@ -72,16 +85,32 @@ class QuantizerSpec:
         """True if one copy, saved or gathered, serves the matrix and its transpose."""
         return self.block.serves_transpose or self.requantises
 
-    def scale_bytes(self, k: int) -> int:
-        """Bytes of the scales of a row of k elements; 0 if one scale holds for all rows."""
-        if self.block.rows is None:
-            return 0
-        return (1 if self.scale == "e8m0" else 4) * (k // (self.block.k or k))
-
     @property
     def amax_block(self) -> ScaleBlock:
         """The elements whose amax is found before the cast: of a block, or of the tensor if it has a scale, too."""
         return TENSOR if self.scale == "nvfp4" else self.block
+
+    @property
+    def gathers_codes(self) -> bool:
+        """True if sharded weights are gathered as codes, which serve forward and dgrad, with all their scales."""
+        return self.serves_transpose and self.amax_block == self.block
+
+    def count_amaxes(self, rows: int) -> int:
+        """Count the amaxes of an operand of `rows` rows to which parts of a row contribute: ranks that cut them reduce
+        the maxima. Blocks of a part of a row are cut nowhere.
+        """
+        block = self.amax_block
+        return 0 if self.scaling != "current" else 1 if block.rows is None else rows if block.k is None else 0
+
+    def code_bytes(self, elements: int) -> int:
+        """Size the codes of elements."""
+        return elements // 2 if self.element == "e2m1" else elements
+
+    def scale_bytes(self, k: int) -> int:
+        """Size the scales of a row of k elements; none if other rows share them."""
+        if self.block.rows != 1:
+            return 0
+        return (k // self.block.k if self.block.k else 1) * (1 if self.scale in ("e8m0", "nvfp4") else 4)
 
 
 def facts_of(
@@ -92,20 +121,24 @@ def facts_of(
 
     - `token_run`: consecutive tokens with a common scale in wgrad; 0 for all or one of them
     - `covers_tokens`: scales come from all tokens of a micro-batch, and other tokens change their values
+    - `free_borders`: which tokens have a common scale in wgrad changes values of subnormal codes alone, as scales of
+      rows, or of parts of them, are powers of two
     - `saves_codes`: inputs are saved for wgrad, and gathered, as codes
     - `serves_experts`: rows of experts have scales of their own
     """
     rows = {"input": input, "weight": weight, "gradient": gradient}
     of_columns = {f"{name}_column": columns.get(f"{name}_column", spec) for name, spec in rows.items()}
-    over_tokens = input.block.rows is None or of_columns["input_column"].block.k is None
+    over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
+    of_tokens = [input, gradient, of_columns["input_column"], of_columns["gradient_column"]]
     return rows | of_columns | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
         "token_run": of_columns["input_column"].block.k or 0,
         "covers_tokens": over_tokens and input.scaling != "static",
+        "free_borders": all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
         "saves_codes": input.serves_transpose,
-        "serves_experts": input.block.rows is not None,
+        "serves_experts": input.amax_block.rows is not None,
     }  # fmt: skip
 
 
@@ -126,6 +159,16 @@ def _card(
     of_input, of_weight = (QuantizerSpec("e4m3", each, scaling) for each in (block, weight or block))
     facts = facts_of(of_input, of_weight, QuantizerSpec(gradient, block, scaling), alignment=alignment)
     return Card(name, help, "megascale.ops.recipe:scaled_recipe", facts)
+
+
+def _nvfp4() -> Card:
+    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated."""
+    tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
+    gradient = replace(tokens, stochastic=True)
+    columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
+    facts = facts_of(tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4", **columns)
+    help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
+    return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
 
 
 RECIPES = Registry(
@@ -149,6 +192,7 @@ RECIPES = Registry(
             "megascale.ops.block_scaled_gemm:mxfp8_recipe",
             facts_of(*[QuantizerSpec("e4m3", MX, scale="e8m0")] * 3, alignment=32, granularity="mx"),
         ),
+        _nvfp4(),
     ],
-    synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8"},
+    synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8", "fp4": "nvfp4"},
 )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megascale.catalog.backends import AUTO, BACKENDS, Requirement, unmet_requirement
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import RECIPES
 from megascale.config.backends import BackendsConfig, Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.finding import Finding
@@ -60,6 +61,19 @@ def fp8_shapes(
             yield Finding(to_change, f"{size // ranks} {noun}: {needs}", f"{hint}, or another fp8.recipe")
 
 
+def fp8_scale(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
+    """Check that a format of scales is for amaxes of the operands themselves, and has an effect."""
+    facts, key = RECIPES[fp8.recipe].facts, "fp8.scale"
+    if not train.quantizes or fp8.scale == "fp32":
+        return
+    if facts["scaling"] != "current":
+        message = f"{fp8.scale} is for scales by an operand's amax, and those of {fp8.recipe} are {facts['scaling']}"
+        yield Finding(key, message, "fp8.recipe = tensorwise, rowwise or blockwise, or remove the key")
+    elif fp8.facts is facts:
+        message = f"has no effect: the fp8 recipe {fp8.recipe} has scales in {facts['input'].scale}"
+        yield Finding(key, message, "remove the key")
+
+
 def tile_tokens(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -77,10 +91,11 @@ def tile_tokens(
         message = f"a rank has {rows} tokens of a sequence for {tiles} tiles"
         yield Finding("train.mlp_tiles", message, f"at most {rows}")
     elif train.quantizes:
-        alignment, tokens = fp8.facts["alignment"], rows * batch.micro
-        if rows % tiles or tokens // tiles % alignment:
-            message = f"{tokens} tokens on a rank in {tiles} tiles: the fp8 recipe {fp8.recipe} needs multiples"
-            yield Finding("train.mlp_tiles", f"{message} of {alignment} in a tile", "fewer tiles")
+        run, alignment = fp8.facts["token_run"], fp8.facts["alignment"]
+        tokens, unit, of = (rows, run, " of a sequence") if run else (rows * batch.micro, alignment, "")
+        if rows % tiles or tokens // tiles % unit:
+            message = f"{tokens} tokens{of} on a rank in {tiles} tiles: the fp8 recipe {fp8.recipe} needs multiples"
+            yield Finding("train.mlp_tiles", f"{message} of {unit} in a tile", "fewer tiles")
 
 
 def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:

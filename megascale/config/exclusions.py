@@ -290,7 +290,6 @@ HYBRID = _unsupported(
     ("batch.rampup", only(None), "steps have no fixed number of micro-batches", "no ramp-up"),
     ("model.dropout", only(0), "has no dropout", "0"),
     ("model.attention_softcap", only(None), "needs all keys at once", "no soft cap"),
-    ("train.precision", is_full_precision, "has no scales of fp8 that ranks agree on", "bf16"),
     ("train.compile", only(False), "micro-batches have any number of tokens", "false"),
     ("train.noise_scale_every", only(0), "micro-batches are no samples", "0"),
     ("data.blend_policy", only(None), "micro-batches have documents of many datasets", "no policy"),

@@ -15,6 +15,11 @@ from megascale.config.moe import MOST_BLOCKS, MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import BatchConfig, TrainConfig
 
+EXACT_SCALES = (
+    "other tokens with a common scale change 62% to 97% of the values in wgrad; with scale = pow2 those of subnormal "
+    "codes alone, about 1% at most"
+)
+
 
 def tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that tp divides heads and MLP columns, and with sp the sequence."""
@@ -41,7 +46,8 @@ def domino(
     """Check that a micro-batch has two halves, of whole sequences, and that layers and scales compute each alone."""
     if overlap.tp != "domino":
         return
-    of_tokens = train.quantizes and fp8.facts["scaling"] != "static"  # delayed ones in the first step
+    facts = fp8.facts
+    of_tokens = train.quantizes and (facts["covers_tokens"] or model.seq_length % (facts["token_run"] or 1) > 0)
     for key, fails, message, hint in (
         ("parallel.tp", parallel.tp == 1, "one rank has no tp collectives", "tp above 1"),
         ("batch.micro", batch.micro % 2, f"{batch.micro} sequences have no two equal halves", "an even number"),
@@ -54,7 +60,7 @@ def domino(
         ("data.sequence_chunk_tokens", data.sequence_chunk_tokens, "a chunk's keys are of whole micro-batches",
          "remove the key"),
         ("fp8.recipe", of_tokens, f"{fp8.recipe} has scales of a micro-batch's tokens, not of a half's",
-         "static"),
+         "static, or blockwise with sequences of whole blocks"),
     ):  # fmt: skip
         if fails:
             yield Finding(key, f"{message} (overlap.tp = domino)", f"{hint}, or overlap.tp = true")
@@ -223,16 +229,20 @@ def cp_heads(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
 def cp_fp8(
     model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, train: TrainConfig, fp8: Fp8Config
 ) -> Iterator[Finding]:
-    """Check that the tokens of a rank, and with scales of blocks its consecutive ones, are multiples of what the FP8
-    recipe needs.
+    """Check that the tokens of a rank, and with scales of blocks the consecutive ones of a sequence, are multiples of
+    what the FP8 recipe needs.
     """
     facts, cp, keys = fp8.facts, parallel.cp, parallel.cp_keys
-    if not train.quantizes or cp == 1 or cp % parallel.cp_heads:
+    if not train.quantizes or cp == 1 or cp % parallel.cp_heads or parallel.hybrid_dp:
         return
-    blocks, runs = facts["token_run"] > 0, keys * math.lcm(2, parallel.cp_heads) if keys > 1 else cp
-    tokens, alignment = model.seq_length * batch.micro // (runs if blocks else cp), facts["alignment"]
+    runs = keys * math.lcm(2, parallel.cp_heads) if keys > 1 else cp
+    if facts["token_run"]:
+        tokens, alignment, which = model.seq_length // runs, facts["token_run"], "consecutive tokens of a sequence"
+    else:
+        tokens, alignment = model.seq_length * batch.micro // cp, facts["alignment"]
+        which = "tokens of a micro-batch"
     if tokens % alignment:
-        message = f"{tokens} {'consecutive ' if blocks else ''}tokens of a micro-batch on a rank along cp"
+        message = f"{tokens} {which} on a rank along cp"
         needs = f"the fp8 recipe {fp8.recipe} needs multiples of {alignment}"
         yield Finding("parallel.cp", f"{message}: {needs}", "fewer ranks, a longer sequence, or another fp8.recipe")
 
@@ -262,11 +272,25 @@ def cp_sharding(
         message, hint = f"has no effect with {given}", "cp_mode = ring, allgather or usp"
     elif batch.micro > 1:
         message, hint = f"the {batch.micro} rows of a micro-batch have different documents", "batch.micro = 1"
-    elif train.quantizes and fp8.facts["token_run"]:
-        message, hint = f"the fp8 recipe {fp8.recipe} has scales of consecutive tokens", "another fp8.recipe"
+    elif train.quantizes and fp8.facts["token_run"] and not fp8.facts["free_borders"]:
+        message = f"the fp8 recipe {fp8.recipe} has scales of consecutive tokens, and {EXACT_SCALES}"
+        hint = 'fp8.scale = "pow2", or another fp8.recipe'
     else:
         return
     yield Finding("parallel.cp_sharding", message, f"{hint}; or cp_sharding = auto")
+
+
+def hybrid_fp8(parallel: ParallelConfig, train: TrainConfig, fp8: Fp8Config, data: DataConfig) -> Iterator[Finding]:
+    """Check that FP8 values hardly depend on which documents a rank has in a micro-batch, which has whole blocks."""
+    facts, tokens = fp8.facts, data.max_tokens_per_rank
+    if not parallel.hybrid_dp or not train.quantizes:
+        return
+    if not facts["free_borders"]:
+        message = f"ranks have other tokens together than without hybrid_dp, and {EXACT_SCALES}"
+        yield Finding("fp8.scale", message, 'pow2 with fp8.recipe = rowwise or blockwise, or train.precision = "bf16"')
+    elif tokens is not None and tokens % facts["alignment"]:
+        message = f"{tokens} tokens: the fp8 recipe {fp8.recipe} needs multiples of {facts['alignment']}"
+        yield Finding("data.max_tokens_per_rank", message, "another number, or another fp8.recipe")
 
 
 def hybrid_tokens(model: ModelConfig, parallel: ParallelConfig, data: DataConfig) -> Iterator[Finding]:

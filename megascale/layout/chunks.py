@@ -170,11 +170,11 @@ class BucketSize(NamedTuple):
 
     def coded(self, layers: range, weight: QuantizerSpec) -> int:
         """Count the first elements that are gathered as FP8 codes if weights are sharded: weights of FP8 `layers`,
-        where the codes of a `weight` serve forward and dgrad, of experts in parts of rows.
+        where the codes of a `weight` serve forward and dgrad, of experts in rows or parts of them.
         """
         kind, _, number = self.first_module.partition(".")
         experts = self.reduce_axes != DATA_AXES
-        serves = weight.block.serves_transpose and not (experts and weight.block.rows is None)
+        serves = weight.gathers_codes and not (experts and weight.block.rows is None)
         return self.fp8_numel if serves and kind == "layers" and int(number) in layers else 0
 
     def shard(self, topology: Topology) -> int:

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from megascale.catalog.recipes import RECIPES
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.sequence_shard import (
@@ -68,14 +68,16 @@ class RowSharding:
 
 
 def row_sharding(
-    parallel: ParallelConfig, model: ModelConfig, fp8_recipe: str | None, cp_rank: int
+    parallel: ParallelConfig, model: ModelConfig, fp8: Mapping[str, Any] | None, cp_rank: int
 ) -> RowSharding | None:
-    """Return the sharding of a context-parallel rank; None without context parallelism. `fp8_recipe`: of FP8 GEMMs."""
+    """Return the sharding of a context-parallel rank; None without context parallelism. `fp8`: facts of the recipe of
+    FP8 GEMMs.
+    """
     row = sequence_shard(parallel, model.seq_length, cp_rank)
     if row is None:
         return None
-    blocks = fp8_recipe is not None and RECIPES[fp8_recipe].facts["token_run"] > 0
-    by = "sequence" if parallel.cp_keys == 1 or blocks else parallel.cp_sharding  # a block has consecutive tokens
+    blocks = fp8 is not None and fp8["token_run"] and not fp8["free_borders"]  # a block has consecutive tokens
+    by = "sequence" if parallel.cp_keys == 1 or blocks else parallel.cp_sharding
     return RowSharding(row, parallel.cp_heads, Counter(model.windows), by)
 
 

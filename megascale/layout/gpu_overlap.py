@@ -71,8 +71,8 @@ def overlaps_on_gpus(
     gradient, which is gathered without scales if these do not serve its transpose.
     """
     p, facts = config.parallel, config.fp8.facts
-    block = facts[operand].block
-    first = block if operand == "input" or block.serves_transpose else None
+    spec = facts[operand]
+    first = spec.block if operand == "input" or spec.serves_transpose else None
     blocks = {first, facts["weight"].block} if fp8 else {None}
     fused = p.sp and p.tp <= ranks_per_host and can_fuse(rows, inputs, blocks)
     return fused or max_pieces(rows, 1, p.tp, p.sp) > (0 if p.sp else 1)  # a single all-reduce follows the whole GEMM

@@ -7,8 +7,9 @@ differ in the order of the sum alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,14 @@ from megascale.ops.wgrad import add_
 ROWS, COLUMNS = 128, 4  # scales of a tile; a matrix of scales is padded to whole tiles
 
 
-def decoded_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Implement `fp8.ScaledMatmul` with numbers: of bf16 on a GPU, of fp32 on a CPU, whose GEMM rounds to bf16."""
+def decoded_matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, decode: Callable[[Quantized], Tensor] | None = None
+) -> Tensor:
+    """Implement `fp8.ScaledMatmul` with numbers: of bf16 on a GPU, of fp32 on a CPU, whose GEMM rounds to bf16.
+    `decode`: a kernel's (`fp8.Fp8Kernels`).
+    """
     numbers = torch.float32 if a.data.is_cpu else torch.bfloat16
-    left, right = (replace(x, tensor_scale=None).decode(numbers) for x in (a, b))
+    left, right = (decode(x) if decode else replace(x, tensor_scale=None).decode(numbers) for x in (a, b))
     rows = left.flatten(0, -2)
     out = rows @ right.t() if rows.is_cpu else torch.mm(rows, right.t(), out_dtype=torch.float32)
     if a.tensor_scale is not None and b.tensor_scale is not None:
@@ -82,7 +87,9 @@ def accumulating(matmul: ScaledMatmul) -> ScaledWgrad:
 
 def matmul_of(kernels: Fp8Kernels) -> ScaledMatmul:
     """Return the GEMM of the compute capability for which a backend was built."""
-    return block_scaled_matmul if kernels.capability[0] == 10 else decoded_matmul
+    if kernels.capability[0] == 10:
+        return block_scaled_matmul
+    return partial(decoded_matmul, decode=kernels.decode) if kernels.decode else decoded_matmul
 
 
 def mxfp8_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:

@@ -89,18 +89,24 @@ def cast(
     codes = wide.mul_(over_blocks(1.0 / scales.float(), block)).clamp_(-element.max_value, element.max_value)
     quantized = Quantized(codes.to(element.dtype).view(x.shape), scales, block)
     if record is not None:
-        most = x.abs().amax() if expected is not None else largest.amax()
-        torch.maximum(record.amax, most.float(), out=record.amax)
-    if record is not None and record.counts is not None:
-        record.counts.add_(_counts(x, quantized, element))
+        note(record, x, quantized, element, x.abs().amax().float() if expected is not None else largest.amax())
     return quantized
+
+
+def note(record: CastRecord, x: Tensor, quantized: Quantized, element: ElementFormat, amax: Tensor) -> None:
+    """Add the cast of x to the statistics. `amax`: of x, f32 []."""
+    torch.maximum(record.amax, amax, out=record.amax)
+    if record.counts is not None:
+        record.counts.add_(_counts(x, quantized, element))
 
 
 def _counts(x: Tensor, quantized: Quantized, element: ElementFormat) -> Tensor:
     """Return what a cast adds to `CastRecord.counts`."""
     bound = over_blocks(quantized.scale.float(), quantized.block) * (element.max_value * SATURATED)
+    if quantized.tensor_scale is not None:
+        bound = bound * quantized.tensor_scale
     saturated = (in_blocks(x.abs(), quantized.block).float() > bound).sum()
-    underflowed = ((x != 0) & (quantized.data.float() == 0)).sum()
+    underflowed = ((x != 0) & (quantized.dequantize() == 0)).sum()
     return torch.stack([saturated, underflowed, torch.full_like(underflowed, x.numel())])
 
 
@@ -195,7 +201,8 @@ and b [n, k]. total is contiguous and has the dtype of main gradients.
 class Fp8Kernels:
     """The functions of an FP8 backend. `strided`: `amax` and `cast` read a view of a transpose as it lies in memory,
     and `cast` writes both layouts; otherwise a transpose is a copy. `capability`: of the GPU, by which recipes choose
-    their GEMM; (0, 0) of a CPU.
+    their GEMM; (0, 0) of a CPU. `decode`: turns E4M3 and E2M1 into bf16, but for the tensor's scale;
+    None: torch's operators do.
     """
 
     amax: Callable[[Tensor, ScaleBlock], Tensor] = amax
@@ -204,6 +211,7 @@ class Fp8Kernels:
     scaled_wgrad: ScaledWgrad = scaled_wgrad
     strided: bool = False
     capability: tuple[int, int] = (0, 0)
+    decode: Callable[[Quantized], Tensor] | None = None
 
 
 TORCH_KERNELS = Fp8Kernels()
@@ -228,11 +236,11 @@ class TritonFp8:
         return _unsupported_reason(context) or compiled.compile_unsupported_reason(context.device)
 
     def build(self, context: OpContext) -> Fp8Kernels:
-        from megascale.ops import cast_transpose, scaled_wgrad
+        from megascale.ops import cast_transpose, decode_blocks, scaled_wgrad
 
         return Fp8Kernels(
             cast_transpose.amax, cast_transpose.cast, scaled_wgrad=scaled_wgrad.scaled_wgrad, strided=True,
-            capability=context.device.capability,
+            capability=context.device.capability, decode=decode_blocks.decode,
         )  # fmt: skip
 
 
@@ -244,9 +252,9 @@ def _unsupported_reason(context: OpContext) -> str | None:
     if capability < (8, 9):
         return "FP8 GEMMs need a GPU of compute capability 8.9 or more"
     spec: QuantizerSpec = RECIPES[context.recipe].facts["input"]
-    if spec.scale == "e8m0":  # without tensor cores for it, operands are decoded
+    if spec.scale in ("e8m0", "nvfp4"):  # without tensor cores for them, operands are decoded
         missing = capability[0] == 10 and not hasattr(F, "scaled_mm")
-        return "GEMMs with E8M0 scales need torch.nn.functional.scaled_mm, of a later torch" if missing else None
+        return "GEMMs with scales of a byte need torch.nn.functional.scaled_mm, of a later torch" if missing else None
     if spec.block.k is not None:
         cuda = Version(torch.version.cuda or "0")
         if capability[0] != 9 or cuda < Version("12.9") or Version(torch.__version__) < Version("2.9"):

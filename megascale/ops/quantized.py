@@ -98,7 +98,7 @@ class Quantized:
 
     def constructor(self) -> Callable[..., Quantized]:
         """Return a function from `tensors` to the matrix, which keeps none of them alive."""
-        assert self.tensor_scale is None, "a matrix with two scales is neither saved nor gathered"
+        assert self.tensor_scale is None, "a matrix with two scales is not saved"
         block, columnwise, requantises = self.block, self.columnwise, self.requantises
         return lambda data, scale: Quantized(data, scale, block, columnwise=columnwise, requantises=requantises)
 
@@ -107,8 +107,8 @@ class Quantized:
 
     def gathered(self, codes: Tensor, scale: Tensor) -> Quantized:
         """Return the matrix of the rows of all ranks, by their bytes."""
-        assert self.tensor_scale is None, "a matrix with two scales is neither saved nor gathered"
-        return Quantized(codes.view(self.data.dtype), scale, self.block, requantises=self.requantises)
+        data = codes.view(self.data.dtype)
+        return Quantized(data, scale, self.block, tensor_scale=self.tensor_scale, requantises=self.requantises)
 
     def __getitem__(self, rows: slice) -> Quantized:
         """Slice dimension 0, between blocks."""
@@ -148,8 +148,11 @@ class Quantized:
         return scaled if self.tensor_scale is None else scaled * self.tensor_scale
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return `dequantize` in another dtype: exact in bf16 if scales are powers of two."""
-        return self.dequantize().to(dtype)
+        """Return `dequantize` in another dtype: in bf16 exact, and also computed, if scales are powers of two."""
+        if not self.requantises or self.packed == 2:
+            return self.dequantize().to(dtype)
+        values = in_blocks(self.data.to(dtype), self.block)
+        return values.mul_(over_blocks(self.scale.to(dtype), self.block)).view(self.shape)
 
 
 E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

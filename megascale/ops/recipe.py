@@ -58,8 +58,18 @@ class Quantizer:
         return replace(quantized, requantises=True) if spec.requantises else quantized
 
     def turned(self, x: Tensor) -> Tensor:
-        """Transpose x [m, k] before its cast: a view if the kernels read one, else a copy."""
-        return x.t() if self.kernels.strided else x.t().contiguous()
+        """Transpose x [m, k], or tokens [s, b, k] to [k, tokens], before its cast: a view if the kernels read one, else
+        a copy. Where a scale covers some of the tokens they are in the order of sequences, one after the other, in any
+        micro-batch.
+        """
+        x = x.transpose(0, 1) if x.dim() == 3 and self.spec.block.k is not None else x
+        turned = x.movedim(-1, 0).flatten(1)
+        return turned if self.kernels.strided else turned.contiguous()
+
+    def decode(self, x: Quantized) -> Tensor:
+        """Turn codes with scales of powers of two into bf16."""
+        kernel = self.kernels.decode if self.element == ElementFormat.E4M3 else None
+        return kernel(x) if kernel else x.decode(torch.bfloat16)
 
     def transpose(self, x: Quantized) -> Quantized:
         """Return `x.t()` of symmetric blocks. Codes in a single layout, such as an all-gathered input's, go through the

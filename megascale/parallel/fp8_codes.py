@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megascale.catalog.recipes import TENSOR
 from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
 from megascale.device import profiler_range
@@ -48,12 +47,15 @@ class _Part(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Weights of `buckets` of the same ranks: this rank's `parts`, and `amaxes` and `scales` of all blocks, f32."""
+    """Weights of `buckets` of the same ranks: this rank's `parts`, and `amaxes`, f32, and `scales` of all blocks; the
+    first `over_tp` blocks have elements of all tp ranks.
+    """
 
     buckets: Sequence[Bucket]
     parts: Sequence[_Part]
     amaxes: Tensor
     scales: Tensor
+    over_tp: int
 
 
 class ShardedCodes:
@@ -72,27 +74,29 @@ class ShardedCodes:
     def encode(self) -> None:
         """Cast this rank's shards after an update of the weights. A collective call."""
         own = self._state.uses_own_amax(self._quantizer.spec)
-        for buckets, parts, amaxes, scales in self._weights:
-            for bucket in buckets:
+        for weights in self._weights:
+            for bucket in weights.buckets:
                 bucket.storage.acquire_weights()
             if own:
-                self._find(parts, amaxes.zero_(), buckets[0].storage.inner)
+                self._find(weights)
             elif self._quantizer.spec.scaling == "delayed":
-                for part in parts:
+                for part in weights.parts:
                     part.amaxes.copy_(self._state.history_amax(part.name))
             with profiler_range("quantize"):
-                scales.copy_(scales_of(amaxes, self._quantizer.element, self._quantizer.spec.scale))
-                for part in parts:
+                weights.scales.copy_(scales_of(weights.amaxes, self._quantizer.element, self._quantizer.spec.scale))
+                for part in weights.parts:
                     self._cast(part)
 
-    def _find(self, parts: Sequence[_Part], amaxes: Tensor, shards: Group) -> None:
-        """Find the amaxes of all blocks, of which `parts` have some: their elements are in `shards`, and on tp."""
+    def _find(self, weights: _Weights) -> None:
+        """Find the amaxes of all blocks, which have elements on the ranks that share the weights."""
+        amaxes = weights.amaxes.zero_()
         with profiler_range("quantize"):
-            for part in parts:
+            for part in weights.parts:
                 if len(part.values):
                     part.amaxes.copy_(self._quantizer.amax(part.padded))
-        for group in (shards, *([self._tp] if self._quantizer.spec.block == TENSOR else [])):
-            all_reduce(group, amaxes, "max", label="fp8 amax")
+        all_reduce(weights.buckets[0].storage.inner, amaxes, "max", label="fp8 amax")
+        if weights.over_tp:
+            all_reduce(self._tp, amaxes[: weights.over_tp], "max", label="fp8 amax")
 
     def _cast(self, part: _Part) -> None:
         if not len(part.values):
@@ -105,21 +109,25 @@ class ShardedCodes:
 
     def _shard(self, buckets: Sequence[Bucket]) -> _Weights:
         """Allocate amaxes and scales of the weights of `buckets`, which the same ranks shard."""
-        quantizer, (rows, k), device = self._quantizer, self._quantizer.spec.block, buckets[0].weights.device
+        quantizer, block, device = self._quantizer, self._quantizer.spec.block, buckets[0].weights.device
         slots = [(b, slot) for b in buckets for slot in b.layout.slots if slot.stop <= b.sharded.coded]
+        over_tp = [block.spans(slot.parameter.sharding.get("tp")) for _, slot in slots]
+        slots = [each for first in (True, False) for each, cut in zip(slots, over_tp, strict=True) if cut is first]
         shapes = [bucket.parameters[slot.parameter.name].flatten(0, -2).shape for bucket, slot in slots]
-        grids = [(shape[0] // rows, shape[1] // k) if rows and k else () for shape in shapes]
+        grids = [block.grid(*shape) for shape in shapes]
         sizes = [*map(math.prod, grids)]
-        amaxes, scales = torch.zeros(2, sum(sizes), dtype=torch.float32, device=device)
+        amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        scales = scales_of(amaxes, quantizer.element, quantizer.spec.scale)
         parts, of_weights = list[_Part](), (flat.split(sizes) for flat in (amaxes, scales))
         for (bucket, slot), shape, grid, *flat in zip(slots, shapes, grids, *of_weights, strict=True):
             largest, scale = (each.view(grid) for each in flat)
-            part = _part(bucket, slot, largest, rows, shape[1] if rows else ALIGNMENT)
-            bucket.coded[part.name] = Quantized(part.codes.view(quantizer.element.dtype), scale, quantizer.spec.block)
+            part = _part(bucket, slot, largest, block.rows, shape[1] if block.rows else ALIGNMENT)
+            codes, requantises = part.codes.view(quantizer.element.dtype), quantizer.spec.requantises
+            bucket.coded[part.name] = Quantized(codes, scale, block, requantises=requantises)
             parts.append(part)
             if quantizer.spec.scaling == "static":
                 largest.fill_(self._state.static_amaxes(slot.parameter.parts[0].std)["weight"])
-        return _Weights(buckets, parts, amaxes, scales)
+        return _Weights(buckets, parts, amaxes, scales, sum(sizes[: sum(over_tp)]))
 
 
 def _part(bucket: Bucket, slot: Slot, amaxes: Tensor, rows: int | None, k: int) -> _Part:

@@ -123,9 +123,12 @@ class Fp8Gemms(LinearGemms):
     def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
         if isinstance(x, Quantized) and not x.requantises:
             return self.state.recipe.rows[name].transpose(x)
-        rows = x.decode(torch.bfloat16) if isinstance(x, Quantized) else x
-        turned = self.state.recipe.columns[name].turned(rows.reshape(-1, x.shape[-1]))  # for scales along the tokens
-        return self._cast(name, turned, amax=known_column_amax(rows), contracts_tokens=True, transposed=True)
+        quantizer, known = self.state.recipe.columns[name], None if isinstance(x, Quantized) else known_column_amax(x)
+        turned = quantizer.turned(quantizer.decode(x) if isinstance(x, Quantized) else x)
+        features_sharded = self.shard_dim == (1 if name == "input" else 0)
+        return self._cast(
+            name, turned, rows_sharded=features_sharded, contracts_tokens=True, amax=known, transposed=True
+        )
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both operands are FP8"
@@ -154,16 +157,16 @@ class Fp8Gemms(LinearGemms):
 
     def _dgrad_weight(self, weight: Tensor, forward: Quantized | None = None) -> Quantized:
         """Return W^T [k, n] for dgrad: the transpose of what forward used if its scales serve it, or cast."""
-        quantizer, source, by_row = self.state.recipe.columns["weight"], weight, self.shard_dim == 0
-        if not quantizer.spec.serves_transpose:
-            forward = None
-        elif forward is None:
+        quantizer, by_row, known = self.state.recipe.columns["weight"], self.shard_dim == 0, None
+        if quantizer.spec.serves_transpose and forward is None:
             forward = self._forward_weight(weight)
-        if forward is not None and not forward.requantises:
+        if quantizer.spec.block.serves_transpose and forward is not None:
             operand = quantizer.transpose(forward)
         else:
-            source = weight if forward is None else forward.decode(weight.dtype)
-            given, known = quantizer.turned(source), known_column_amax(source)
+            if quantizer.spec.requantises and forward is not None:
+                given = quantizer.turned(quantizer.decode(forward))
+            else:
+                given, known = quantizer.turned(weight), known_column_amax(weight)
             operand = self._cast(
                 "weight", given, rows_sharded=not by_row, k_sharded=by_row, amax=known, transposed=True
             )

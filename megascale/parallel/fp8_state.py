@@ -39,8 +39,9 @@ class Fp8State:
     Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward. `layers`: those with
     FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their event labels.
     `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
-    `token_groups`: the groups over which micro-batches have their tokens. `cast_shards`: if weights are sharded, casts
-    this rank's (`parallel.fp8_codes`); then no operand of a weight is kept for the step.
+    `token_groups`: the groups over which micro-batches have their tokens; none in hybrid data parallelism.
+    `cast_shards`: if weights are sharded, casts this rank's (`parallel.fp8_codes`); then no operand of a weight is kept
+    for the step.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class Fp8State:
         }
         self.names = list(self.labels)
         self._mesh = mesh
-        self.token_groups = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
+        shared = () if mesh.topology.pooled else (mesh.cp_heads, mesh.cp_keys)
+        self.token_groups = [group for group in shared if group.size > 1]
         self._init_std = model.init_std
         self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self._cast_counts = torch.zeros(len(self.names), 3, dtype=torch.int64, device=device)

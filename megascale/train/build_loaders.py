@@ -75,24 +75,26 @@ def _row_sharding(config: RunConfig, mesh: Mesh) -> RowSharding | None:
         return None
     from megascale.layout.document_shards import row_sharding
 
-    recipe = config.fp8.recipe if config.train.quantizes else None
-    return row_sharding(config.parallel, config.model, recipe, mesh.coord.cp)
+    fp8 = config.fp8.facts if config.train.quantizes else None
+    return row_sharding(config.parallel, config.model, fp8, mesh.coord.cp)
 
 
 def _hybrid_pool(config: RunConfig, mesh: Mesh, device: torch.device) -> HybridPool | None:
     """Return this rank of the pool of hybrid data parallelism; None in other modes. Rows have padding where operations
-    are compiled by default.
+    are compiled by default, and for FP8 GEMMs.
     """
     if not config.parallel.hybrid_dp:
         return None
     from megascale.data.mix.hybrid_batches import HybridPool
-    from megascale.layout.hybrid.plan import row_step
+    from megascale.layout.hybrid.plan import ROW_ALIGNMENT, row_step
     from megascale.plan.account.flops import sequence_flops
 
     assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
     pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
     reads = mesh.coord.pp in token_ranks(config.model, config.parallel)
-    step = 1 if device.type == "cpu" else row_step(most)
+    quantizes = config.train.quantizes
+    alignment = config.fp8.facts["alignment"] if quantizes else ROW_ALIGNMENT
+    step = 1 if device.type == "cpu" and not quantizes else row_step(most, alignment)
     return HybridPool(*pool, most, sequence_flops(config.model), config.parallel.pp, reads, step)
 
 

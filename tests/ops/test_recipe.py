@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascale.catalog.backends import GRANULARITIES
 from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, RECIPES, ROW, TENSOR, QuantizerSpec, ScaleBlock, facts_of
 from megascale.core.registry import Card
 from megascale.ops.fp8 import Fp8Kernels
@@ -31,7 +32,7 @@ def test_a_recipe_has_the_quantizers_of_its_card(name: str) -> None:
         )
         assert recipe.rows[operand].element == ElementFormat[facts[operand].element.upper()]
     assert recipe.uses_history == (name == "delayed")
-    assert facts["granularity"] in ("tensor", "row", "block", "mx") and facts["scaling"] == facts["input"].scaling
+    assert facts["granularity"] in GRANULARITIES and facts["scaling"] == facts["input"].scaling
 
 
 def test_weights_of_blocks_serve_both_directions() -> None:

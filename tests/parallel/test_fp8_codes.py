@@ -13,7 +13,7 @@ from megascale.layout.topology import topology_of
 from megascale.parallel import fp8_codes
 from megascale.plan.account.traffic import step_traffic
 from tests.marks import only_quick
-from tests.parallel.test_sharded_weights import BLOCKS, EXPERTS, FULL, TENSORS, fp8
+from tests.parallel.test_sharded_weights import BLOCKS, EXPERTS, FULL, POW2, TENSORS, fp8
 from tests.runs import build_run, config_of, curve_of, settings, traffic_of
 from tests.thread_world import run_threads
 from tests.worlds import run_world
@@ -26,6 +26,10 @@ WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "blockwise dp2 ep2": (EXPERTS, {"parallel__ep": 2, **fp8("blockwise")}),
     "rowwise dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("rowwise"), **FULL}),
     "rowwise dp2 tp2 pp2 keep": (TENSORS, {"parallel__tp": 2, "parallel__pp": 2, **fp8("rowwise")}),
+    "rowwise pow2 dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("rowwise"), **POW2, **FULL}),
+    "rowwise pow2 dp2 tp2 sp": (TENSORS, {"parallel__tp": 2, "parallel__sp": True, **fp8("rowwise"), **POW2}),
+    "rowwise pow2 dp2 ep2": (EXPERTS, {"parallel__ep": 2, **fp8("rowwise"), **POW2}),
+    "blockwise pow2 dp2": (BLOCKS, {**fp8("blockwise"), **ALL, **POW2}),
 }
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.stages import Place
-from megascale.plan.simulate.layer_time import CASTS, LayerTimes
+from megascale.plan.simulate.layer_time import LayerTimes, cast_bytes
 from megascale.plan.simulate.link_time import Buckets, ExpertRoute
 from megascale.plan.simulate.step_time import StepParts
 
@@ -76,7 +76,7 @@ class PublishedLayers(LayerTimes):
         if not self.config.train.quantizes:
             return super().grouped_linears([(up, hidden), (hidden, width)], experts, rows, fp8)
         total, grain = PassTimes(), recipe["granularity"]
-        cast = CASTS[recipe["scaling"] if grain == "tensor" else grain]
+        cast = cast_bytes(recipe["input"])
         own = 0 if self.system.fused else cast  # of what lies between the two GEMMs
         for outputs, inputs, quantized in ((up, hidden, (cast, own)), (hidden, width, (own, cast))):
             forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain, grain)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lab.launches import Launch
+from megascale.catalog.recipes import TENSOR
 from megascale.config.run import RunConfig
 
 
@@ -37,11 +38,12 @@ def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
     # the gradient of its input
     operands = written[norm] + written[added] // 2 + written[activation] + written[f"{activation} backward"]
     count = 2 + times[activation] + times[f"{activation} backward"]
-    if (facts["granularity"], facts["scaling"]) != ("tensor", "current"):
+    by_tensor, current = facts["input"].block == TENSOR, facts["scaling"] == "current"
+    if not (by_tensor and current):
         yield Saving("norms and other activations write FP8 beside 16 bits", count, operands)
     else:
         unknown = "the amax of attention's result and of gradients, in the kernels that write them"
         yield Saving(unknown, 2 * times["_fp8_amax"], read["_fp8_amax"])
-    if facts["granularity"] == "tensor" and facts["scaling"] != "current":
+    if by_tensor and not current:
         # of what SwiGLU writes, 16 bits are half
         yield Saving("norms and activations write FP8 without 16 bits", count, 2 * operands + written["_swiglu"] // 2)

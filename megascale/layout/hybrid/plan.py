@@ -75,11 +75,11 @@ def ring_parts(length: int, ranks: int) -> tuple[Spans, ...]:
     return tuple(parts)
 
 
-def row_step(max_tokens: int) -> int:
-    """Return the step between the numbers of rows of micro-batches: a multiple of `ROW_ALIGNMENT`, for `ROW_SHAPES` of
-    them at most.
+def row_step(max_tokens: int, alignment: int = ROW_ALIGNMENT) -> int:
+    """Return the step between the numbers of rows of micro-batches: a multiple of `alignment`, for `ROW_SHAPES` of them
+    at most.
     """
-    return -(-max_tokens // (ROW_SHAPES * ROW_ALIGNMENT)) * ROW_ALIGNMENT
+    return -(-max_tokens // (ROW_SHAPES * alignment)) * alignment
 
 
 def with_padding(tokens: int, ranks: int, step: int, max_tokens: int) -> int:

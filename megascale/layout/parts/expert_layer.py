@@ -127,7 +127,8 @@ class ExpertLayer(Part):
         if self.bias:  # rows of an expert in the accumulation dtype, before wgrad
             down = max(down, math.ceil(rows * sizes.ep / self.experts) * self.hidden * sizes.wide * sizes.narrow)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
-        cast = (FP32 + 1) / sizes.compute if sizes.grain not in ("", "tensor") else 0  # for each byte of rows
+        quantized = sizes.fp8 and sizes.recipe["serves_experts"]
+        cast = (FP32 + 1) / sizes.compute if quantized else 0  # of rows, for each of their bytes
         steps = [
             self._router_bytes(sizes),
             UnitBytes(0, *dispatch, own - arrived),

@@ -92,12 +92,12 @@ class LatentProjections(Part):
             (layer,) = part.layers
             outputs, inputs = sizes.sharded(layer.outputs), local * layer.inputs
             gathered = sizes.parts * inputs if sizes.cut else 0
-            added = 0 if layer.inputs == self.down.inputs else inputs
-            stored = sizes.saved_input(added, layer.inputs)
+            of_x, stored = layer.inputs == self.down.inputs, sizes.saved_input(inputs, layer.inputs, whole=False)
+            kept, added = (0, 0) if of_x else (stored * (not again), inputs)
             wgrad = 2 * gathered + sizes.wgrad(layer.weight_numel, outputs)
             forward, backward = alive + gathered + outputs, wgrad + inputs * (1 + again)
-            left = outputs + stored
-            steps.append(UnitBytes(stored * (not again), forward, backward, added - outputs, left=left, wgrad=wgrad))
+            left = outputs + (0 if of_x else stored)
+            steps.append(UnitBytes(kept, forward, backward, added - outputs, left=left, wgrad=wgrad))
             alive += outputs
         results = alive + sizes.tokens * self.shared_key * sizes.compute
         walked = walk(steps, results, sizes.split)

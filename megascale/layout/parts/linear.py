@@ -68,30 +68,40 @@ class LinearGroup(Part):
         operand, label = ("gradient", f"{self.label} gradient") if backward else ("input", self.label)
         size = first.inputs if column else first.outputs
         if column != backward:
-            yield from sizes.amaxes(f"{first.name}.{operand}", 1 if sizes.cut else 0, 0)
-            width, scales = sizes.code_bytes(operand, size)
-            if sizes.fp8 and not backward:  # for forward alone: wgrad gathers an input again
-                width, scales = size, sizes.recipe[operand].scale_bytes(size)
+            width, scales = sizes.sent(operand, size, both=backward)
+            if sizes.cut and sizes.sends_codes(operand, both=backward):
+                yield from sizes.amaxes(first.name, operand, 0)
             yield from sizes.gather(f"{label} scales", sizes.rows, scales)
             yield from sizes.gather(label, sizes.rows, width, overlap=True)
             if backward and sizes.split:  # in W again: until then the gradient would fill memory
                 yield from sizes.gather(f"{self.label} wgrad gradient scales", sizes.rows, scales)
                 yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, width, overlap=True)
+            if backward:
+                yield from self._wgrad_amaxes(sizes, "input_column")
             return
         for layer in self.layers:
-            yield from sizes.amaxes(f"{layer.name}.{operand}", 1, sizes.rows * sizes.batch)
+            yield from sizes.amaxes(layer.name, operand, sizes.rows * sizes.batch)
         if backward:  # for wgrad
-            width, scales = sizes.code_bytes("input", size)
+            width, scales = sizes.sent("input", size)
             yield from sizes.gather(f"{self.label} wgrad input scales", sizes.rows, scales)
             yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, width)
+            yield from self._wgrad_amaxes(sizes, "gradient_column")
         yield sizes.reduce(label, sizes.rows, size * sizes.compute, overlap=not backward)
+
+    def _wgrad_amaxes(self, sizes: MicroBatchSizes, column: str) -> Iterator[CommOp]:
+        """List the all-reduces of the amaxes of the operand of wgrad whose features tp shards."""
+        for layer in self.layers if not sizes.recipe[column].block.serves_transpose else ():
+            yield from sizes.amaxes(layer.name, column, 0)
 
     def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the all-reduces over cp of amaxes; with scales per row they are those of the operands of wgrad."""
         column, tp = self.sharded == 0, sizes.tp
         inputs = [layer.inputs // (1 if column else tp) for layer in self.layers][: 1 if column else None]
         gradients = [layer.outputs // (tp if column else 1) for layer in self.layers][: None if column else 1]
-        yield from sizes.token_amaxes(len(gradients if backward else inputs), inputs + gradients if backward else [])
+        yield from sizes.token_amaxes(*(("gradient", gradients) if backward else ("input", inputs)))
+        if backward:
+            yield from sizes.token_amaxes("input_column", inputs)
+            yield from sizes.token_amaxes("gradient_column", gradients)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         rows, columns = (times.sizes.tp, 1) if self.sharded == 0 else (1, times.sizes.tp)
@@ -123,8 +133,7 @@ class ColumnParallel(LinearGroup):
         casts = outputs // sizes.compute if sizes.fp8 else 0
         wgrad = max(sizes.wgrad(layer.weight_numel, sizes.sharded(layer.outputs)) for layer in self.layers)
         backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, CAST * casts)
-        amaxes = 0 if sizes.cut else sizes.column_amaxes(sizes.stream)
-        saved = 0 if recomputed else sizes.saved_input(sizes.stream, self.layers[0].inputs) + amaxes
+        saved = 0 if recomputed else sizes.saved_input(sizes.stream, sizes.model.hidden_size, whole=not sizes.cut)
         gradient = sizes.stream if after_norm and holds_gradient else 0
         gathering, left = 2 * sizes.gathered, (saved or sizes.stream) + outputs + casts
         return UnitBytes(
@@ -157,12 +166,12 @@ class RowParallel(LinearGroup):
         inputs = [sizes.sharded(layer.inputs) for layer in self.layers]
         again = [not sizes.saves_codes and source.recomputes_output(sizes.recompute) for source in sources]
         recomputed = sum(size for size, repeated in zip(inputs, again, strict=True) if repeated)
+        widths = [layer.inputs // sizes.tp for layer in self.layers]
         wgrad = max(sizes.wgrad(layer.weight_numel, size) for layer, size in zip(self.layers, inputs, strict=True))
         reduced = sizes.full + (sizes.stream + sizes.full if sizes.cut else 0)
         backward = recomputed + sum(inputs) + sizes.gathered + wgrad
-        kept = [layer.inputs for layer, repeated in zip(self.layers, again, strict=True) if not repeated]
-        saved = sum(sizes.saved_input(sizes.sharded(k), k // sizes.tp) for k in kept)
-        saved += sizes.column_amaxes(sizes.sharded(sum(kept)))
+        kept = zip(inputs, widths, again, strict=True)
+        saved = sum(sizes.saved_input(size, width) for size, width, repeated in kept if not repeated)
         gathering, forward = 2 * sizes.gathered, sizes.stream + recomputed + reduced
         left = saved + sizes.stream  # a recomputed input is left as what it is recomputed from
         return UnitBytes(saved, forward, backward, sum(inputs) - result, left=left, wgrad=gathering + wgrad)

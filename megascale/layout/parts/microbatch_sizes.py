@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megascale.catalog.layers import NORMS
+from megascale.catalog.recipes import ROW
 from megascale.config.model import ModelConfig
 from megascale.layout.pieces import MIN_PIECE_BYTES
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 
 FP32 = 4  # bytes of an FP8 scale or amax
-CAST = 8  # bytes of quantizing an element to FP8: fp32 before and after scaling
+CAST = 5  # bytes of quantizing an element to FP8: in fp32, and the code
 
 
 class CommOp(NamedTuple):
@@ -55,8 +56,8 @@ class MicroBatchSizes:
     residual stream over `tp`; `pieces`: most chunks of a collective that overlaps with a GEMM. Bytes of an element:
     `compute` dtype, `wide` accumulation dtype. `cp_heads`, `cp_keys`: ranks that exchange heads, and keys, by an
     all-gather if `gathers`; `key_parts`: times that a rank attends to some of the keys. `documents`: their expected
-    lengths in a row with a document mask. `recipe`: its facts (`catalog.recipes`); `fp8`: the linear layers run FP8
-    GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
+    lengths in a row with a document mask. `recipe`: facts of the FP8 recipe (`catalog.recipes`); `fp8`: the linear
+    layers run FP8 GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
     all-gather; `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
     `cast_where_used`: FP8 operands of weights are not kept for the step.
     """
@@ -94,16 +95,6 @@ class MicroBatchSizes:
         return self.tokens // self.parts
 
     @property
-    def grain(self) -> str:
-        """The granularity of FP8 scales; empty in other dtypes."""
-        return self.recipe["granularity"] if self.fp8 else ""
-
-    @property
-    def current(self) -> bool:
-        """FP8 scales come from the tensor itself."""
-        return self.recipe["scaling"] == "current"
-
-    @property
     def parts(self) -> int:
         """Shards of the residual stream over tp."""
         return self.tp if self.cut else 1
@@ -115,18 +106,8 @@ class MicroBatchSizes:
 
     @property
     def saves_codes(self) -> bool:
-        """One FP8 copy of an input serves forward and wgrad, and is saved."""
-        return self.fp8 and self.recipe["saves_codes"]
-
-    def saved_input(self, nbytes: int, k: int) -> int:
-        """Size an input [..., k] of linear layers as it is saved, of `nbytes` in the compute dtype."""
-        elements = nbytes // self.compute
-        return elements + elements // k * self.recipe["input"].scale_bytes(k) if self.saves_codes else nbytes
-
-    def code_bytes(self, operand: str, k: int) -> tuple[int, int]:
-        """Bytes of a row [k] of an operand where it is gathered for both its GEMMs, and those of its scales."""
-        spec = self.recipe[operand]
-        return (k, spec.scale_bytes(k)) if self.fp8 and spec.serves_transpose else (k * self.compute, 0)
+        """One FP8 copy serves forward and wgrad, and is what is saved of the inputs of linear layers."""
+        return bool(self.fp8 and self.recipe["saves_codes"])
 
     @cached_property
     def full(self) -> int:
@@ -181,19 +162,34 @@ class MicroBatchSizes:
         """Bytes of a tensor [tokens, width / tp]."""
         return self.tokens * width // self.tp * self.compute
 
-    def column_amaxes(self, nbytes: int) -> int:
-        """Bytes of the amaxes kept with saved inputs of `nbytes` and all tokens, for wgrad (`ops.known_amax`)."""
-        return FP32 * nbytes // (self.tokens * self.compute) if self.grain == "row" and not self.saves_codes else 0
+    def saved_input(self, nbytes: int, width: int, whole: bool = True) -> int:
+        """Size what is saved of the input of linear layers, `nbytes` in rows of `width` elements: its FP8 copy, or the
+        input; if that is `whole`, with the amaxes of its columns for scales of wgrad (`ops.known_amax`).
+        """
+        spec, elements = self.recipe["input"], nbytes // self.compute
+        if self.saves_codes:
+            return int(spec.code_bytes(elements) + elements // width * spec.scale_bytes(width))
+        return nbytes + (FP32 * width if self.fp8 and whole and self.recipe["input_column"].block == ROW else 0)
+
+    def sends_codes(self, operand: str, both: bool = True) -> bool:
+        """True if an operand is all-gathered as codes, for the GEMM or with `both` also for that of its transpose."""
+        return bool(self.fp8 and (not both or self.recipe[operand].serves_transpose))
+
+    def sent(self, operand: str, width: int, both: bool = True) -> tuple[int, int]:
+        """Size a row of an operand, and its scales, as it is all-gathered (`sends_codes`)."""
+        spec = self.recipe[operand]
+        if self.sends_codes(operand, both):
+            return spec.code_bytes(width), spec.scale_bytes(width)
+        return width * self.compute, 0
 
     def wgrad(self, weight_numel: int, nbytes: int) -> int:
         """Size wgrad's result and, in FP8, the operands of `full` and `nbytes` bytes quantized along the tokens."""
         elements = weight_numel // self.tp
         if not self.fp8:
             return elements * self.compute if self.narrow else 0
-        first, second = self.full // self.compute, nbytes // self.compute
-        spec = self.recipe["input"]
-        cast = 1 if self.grain == "tensor" else CAST + self.compute * (1 + spec.requantises)
-        result = elements * self.wide * (3 if self.grain == "block" else 1)  # two partial results and their sum
+        first, second, column = self.full // self.compute, nbytes // self.compute, self.recipe["input_column"].block
+        cast = 1 if self.recipe["input"].block.serves_transpose else CAST + self.compute
+        result = elements * self.wide * (3 if column.k else 1)  # of blocks, two partial results and their sum
         return max(cast * first, first + max(cast * second, second + result))
 
     def gather(self, label: str, rows: int, width: int, overlap: bool = False) -> list[CommOp]:
@@ -204,16 +200,22 @@ class MicroBatchSizes:
         """Reduce-scatter `rows` positions of `width` bytes if `cut`, else all-reduce."""
         return self._collective("reduce_scatter" if self.cut else "all_reduce", label, rows, width, overlap)
 
-    def amaxes(self, operand: str, tensors: int, rows: int) -> list[CommOp]:
-        """All-reduce an FP8 operand's amaxes over tp, by granularity: of `tensors`, of `rows`, or none."""
-        count = {"tensor": tensors, "row": rows}.get(self.grain, 0) if self.current else 0
-        return [CommOp("tp", "all_reduce", count * FP32, f"{operand} amax")] if count else []
+    def amaxes(self, layer: str, operand: str, rows: int) -> list[CommOp]:
+        """All-reduce over tp the amaxes of a layer's FP8 operand, of which ranks have parts: all, or of `rows` rows."""
+        count = self.recipe[operand].count_amaxes(rows) if self.fp8 else 0
+        return [CommOp("tp", "all_reduce", count * FP32, f"{layer}.{operand} amax")] if count else []
 
-    def token_amaxes(self, tensors: int, rows: list[int]) -> Iterator[CommOp]:
-        """All-reduce amaxes whose scales cover a micro-batch's tokens over cp: of `tensors`, or of `rows` of each."""
-        counts = {"tensor": [1] * tensors, "row": rows}.get(self.grain, []) if self.current else []
-        groups = [group for group, ranks in (("cp.heads", self.cp_heads), ("cp.keys", self.cp_keys)) if ranks > 1]
-        return (CommOp(group, "all_reduce", FP32 * count, "amax") for count in counts for group in groups)
+    def token_amaxes(self, operand: str, widths: list[int]) -> Iterator[CommOp]:
+        """All-reduce over cp the amaxes of scales that cover the tokens of a micro-batch: of operands of these widths,
+        or of their transposes, which have as many rows.
+        """
+        spec, transposed = self.recipe[operand], operand.endswith("_column")
+        if not self.fp8 or (transposed and spec.block.serves_transpose):
+            return
+        for count in (spec.count_amaxes(width if transposed else 0) for width in widths):
+            for group, ranks in (("cp.heads", self.cp_heads), ("cp.keys", self.cp_keys)):
+                if count and ranks > 1:
+                    yield CommOp(group, "all_reduce", FP32 * count, "amax")
 
     def _collective(self, operation: str, label: str, rows: int, width: int, overlap: bool) -> CommOp:
         nbytes = rows * self.batch * width

@@ -6,6 +6,7 @@ wgrad is in the compute dtype. Its scales would be of an expert's rows together,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from megascale.device import profiler_range
 from megascale.ops.grouped_gemm import RowGroups, scaled_grouped_gemm
 from megascale.ops.quantized import Quantized
+from megascale.ops.recipe import Quantizer
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.linear_gemms import OperandName
@@ -49,35 +51,46 @@ class Fp8GroupedGemms(GroupedGemms):
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
         if self._version != self.state.weight_version:
             with self.recorder.memory_kind("parameters"):
-                self._weights = self._forward_weight(weight), self._dgrad_weight(weight)
+                forward = self._forward_weight(weight)
+                self._weights = forward, self._dgrad_weight(weight, forward)
             self._version = self.state.weight_version
         return self._weights
 
     def _forward_weight(self, weight: Tensor) -> Quantized:
         """Return all W for forward: as they were gathered, or cast."""
         operand: Quantized | None = getattr(weight, "gathered", None)
-        return replace(operand or self._stack(weight.flatten(1, -2)), use_fast_accum=True)
-
-    def _dgrad_weight(self, weight: Tensor) -> Quantized:
-        """Return all W^T for dgrad: transposes of those that were gathered, or cast."""
-        operand: Quantized | None = getattr(weight, "gathered", None)
         if operand is None:
-            operand = self._stack(weight.flatten(1, -2).transpose(1, 2))
+            operand = self._stack(self.state.recipe.rows["weight"], weight.flatten(1, -2), len(weight))
+        return replace(operand, use_fast_accum=True)
+
+    def _dgrad_weight(self, weight: Tensor, forward: Quantized | None = None) -> Quantized:
+        """Return all W^T for dgrad: transposes of what forward used if its scales serve them, or cast."""
+        quantizer, experts = self.state.recipe.columns["weight"], len(weight)
+        if not quantizer.spec.serves_transpose:
+            operand = self._stack(quantizer, weight.flatten(1, -2).transpose(1, 2), experts)
+            return replace(operand, use_fast_accum=self.state.fast_dgrad)
+        forward = self._forward_weight(weight) if forward is None else forward
+        if forward.requantises:
+            n = forward.shape[0] // experts
+            decoded = (quantizer.decode(forward[first : first + n]) for first in range(0, n * experts, n))
+            operand = self._stack(quantizer, (matrix.t() for matrix in decoded), experts)
         else:
-            turned = (part.view(len(weight), -1, part.shape[1]).transpose(1, 2) for part in operand.tensors)
-            operand = operand.gathered(*(part.flatten(0, 1) for part in turned))
+            turned = (part.view(experts, -1, part.shape[1]).transpose(1, 2) for part in forward.tensors)
+            operand = forward.gathered(*(part.flatten(0, 1) for part in turned))
         return replace(operand, use_fast_accum=self.state.fast_dgrad)
 
-    def _stack(self, matrices: Tensor) -> Quantized:
+    def _stack(self, quantizer: Quantizer, matrices: Iterable[Tensor], experts: int) -> Quantized:
         """Quantize one matrix at a time, whose temporary memory is many times the result's."""
-        encode, (experts, n, _) = self.state.recipe.rows["weight"].encode, matrices.shape
+        stack: Quantized | None = None
         with profiler_range("quantize"):
-            first = encode(matrices[0].contiguous())
-            stack = first.gathered(first.codes.repeat(experts, 1), first.scale.repeat(experts, 1))
-            for expert in range(1, experts):
-                part = encode(matrices[expert].contiguous())
-                for place, values in zip(stack[expert * n : (expert + 1) * n].tensors, part.tensors, strict=True):
+            for number, matrix in enumerate(matrices):
+                part = quantizer.encode(matrix.contiguous())
+                n = part.shape[0]
+                if stack is None:
+                    stack = part.gathered(part.codes.repeat(experts, 1), part.scale.repeat(experts, 1))
+                for place, values in zip(stack[number * n : (number + 1) * n].tensors, part.tensors, strict=True):
                     place.copy_(values)
+        assert stack is not None, "a rank has experts"
         return stack
 
 

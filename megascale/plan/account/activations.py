@@ -16,6 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import QuantizerSpec
 from megascale.layout.blocks import BlockSpec, distinct_blocks, linears, surroundings, tile_mlp
 from megascale.layout.loss import BLOCK_BYTES, loss_chunks
 from megascale.layout.parts.microbatch_sizes import CAST, MicroBatchSizes, UnitBytes, walk
@@ -47,10 +48,12 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     if recompute.offload:  # on the device: the input, in forward the one before it, in backward two on their way
         saved, forward, backward = 0, forward + 2 * sizes.stream, backward + 3 * sizes.stream
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
-    cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + (1 + sizes.compute if of_block.grain == "row" else 0)
+    weight: QuantizerSpec = sizes.recipe["weight"]
+    turned = 0 if weight.block.serves_transpose else 1 + sizes.compute
+    cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + turned
     casting = cast * max(elements) if fp8 else 0
     if fp8 and sizes.cast_where_used:  # the operands of the largest weight, of codes a transpose in backward
-        forward = max(forward + max(elements), casting) if of_block.grain == "row" else forward
+        forward = forward if weight.gathers_codes else max(forward + max(elements), casting)
         backward, casting = max(backward + max(elements), casting), 0
     experts = sum(part.expert_numel for part in block) // sizes.ep
     whole = sum(part.whole_numel for part in block)

@@ -8,13 +8,14 @@ ranks all-reduce a N / n besides, once; or if they shard the state, reduce-scatt
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.catalog.recipes import TENSOR, QuantizerSpec
+from megascale.catalog.recipes import QuantizerSpec
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import BucketSize, chunk_buckets, module_of, shares_embedding, stages_of
@@ -96,16 +97,19 @@ class BucketTraffic:
         """List the reductions of the amaxes of weights that are gathered as codes."""
         c, topology, blocks = self.config, topology_of(self.config.parallel), Counter[tuple[str, ...]]()
         weight: QuantizerSpec = c.fp8.facts["weight"]
-        rows, k = weight.block
+        over_tp = Counter[tuple[str, ...]]()
         for _, bucket in self._buckets if weight.scaling == "current" else ():
             coded = coded_elements(c, BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket))
-            weights = sum(slot.stop <= coded for slot in bucket.slots)
-            blocks[bucket.inner_axes] += coded // (rows * k) if rows and k else weights
+            for slot in (slot for slot in bucket.slots if slot.stop <= coded):
+                shape = slot.parameter.local_shape(topology)
+                count = math.prod(weight.block.grid(math.prod(shape[:-1]), shape[-1]))
+                blocks[bucket.inner_axes] += count
+                over_tp[bucket.inner_axes] += count if weight.block.spans(slot.parameter.sharding.get("tp")) else 0
         for axes, count in blocks.items():
             if count and topology.size(*axes) > 1:
                 yield CommOp(group_name(topology, axes), "all_reduce", FP32 * count, "fp8 amax")
-            if count and topology.tp > 1 and weight.block == TENSOR:
-                yield CommOp("tp", "all_reduce", FP32 * count, "fp8 amax")
+            if over_tp[axes] and topology.tp > 1:
+                yield CommOp("tp", "all_reduce", FP32 * over_tp[axes], "fp8 amax")
 
     @cached_property
     def _module_gathers(self) -> Counter[str]:

@@ -39,13 +39,13 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
     if (factor := config.moe.capacity_factor) is not None:
         even = config.model.experts_per_token * config.model.seq_length / config.model.experts  # slots of a sequence
         imbalance = min(imbalance, math.ceil(factor * even) / even)
-    p, recipe, within = config.parallel, config.fp8.facts, config.data.attention_mask == "document"
+    p, within = config.parallel, config.data.attention_mask == "document"
     return MicroBatchSizes(
         config.model, config.batch.micro, config.row_tokens, p.tp, p.sp and p.tp > 1,
         MAX_PIECES if config.overlap.tp is True else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,
         max(p.cp_keys, 1 + config.attends_in_parts),  # a chunk attends to its own keys and to others
         p.cp_mode == "allgather", expected_documents(config.model, config.data) if within else (),
-        recipe, ep=p.ep, imbalance=imbalance,
+        config.fp8.facts, ep=p.ep, imbalance=imbalance,
         gathers_tokens=p.ep > 1 and config.moe.dispatcher == "all_gather", token_blocks=config.moe.token_blocks,
         split=p.schedule is not None and SCHEDULES[p.schedule].facts["split"], cast_where_used=p.zero == 3,
     )  # fmt: skip

@@ -91,17 +91,21 @@ class StageTraffic:
             yield from (each._replace(times=count) for each in self._messages(path))
 
     def _weight_amaxes(self, block: BlockSpec, recompute: RecomputePolicy, visits: int) -> Iterator[CommOp]:
-        """List the all-reduces of the amaxes of a block's FP8 weights: once a step; of sharded ones without codes with
-        every cast in which tp shards a scale's elements, for dgrad if it shards rows, else for forwards.
+        """List the all-reduces of the amaxes of a block's FP8 weights: once a step; of sharded ones with every cast in
+        which tp shards a scale's elements, for dgrad if it shards rows, else for forwards, which codes need no more.
         """
         sharded, weight = self.config.parallel.zero == 3, self.config.fp8.facts["weight"]
-        for part in block if not (sharded and weight.block.serves_transpose) else ():
+        for part in block if not (sharded and weight.gathers_codes and weight.block.serves_transpose) else ():
             forwards = 2 if recompute.full and not is_skippable(block, part) else 1
             for param in (param for param in part.params("", self.config.model) if param.fp8):
                 dimension = param.sharding["tp"]
                 whole = param.parts[0].shape[1 - dimension]  # of the dimension that tp does not shard
-                times = visits * (forwards if dimension == 1 else 1) if sharded else 1
-                for amaxes in replace(self.sizes, fp8=True).amaxes(param.name.removeprefix("."), 1, whole):
+                if sharded and dimension == 1:
+                    times = 0 if weight.gathers_codes else visits * forwards
+                else:
+                    times = visits if sharded else 1
+                layer = param.name.removeprefix(".").removesuffix(".weight")
+                for amaxes in replace(self.sizes, fp8=True).amaxes(layer, "weight", whole):
                     yield amaxes._replace(times=times)
 
     def _ends(self) -> Iterator[CommOp]:

@@ -61,7 +61,7 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
     quantized = [blocks[numbers[layer]] for layer in layers if layer in fp8]
     cast = sum(layer.weight_numel for block in quantized for layer in linears(block)) // config.parallel.tp
-    if config.fp8.facts["granularity"] != "tensor":
+    if config.fp8.facts["serves_experts"]:
         cast += sum(part.expert_numel for block in quantized for part in block) // config.parallel.ep
     beside = storage.fp8_weights == "beside"
     cast_bytes = (facts["fp8_weight_bytes"] - (0 if beside else compute)) * cast

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megascale.catalog.recipes import TENSOR, QuantizerSpec
 from megascale.config.run import RunConfig
 from megascale.layout.gpu_overlap import Operand, overlaps_on_gpus
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
@@ -23,15 +24,21 @@ from megascale.plan.simulate.gemm_time import HOST_WAIT_S, KernelTimes
 from megascale.plan.simulate.link_time import ContextRoutes, ExpertRoute, TpCollectives, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
 
-CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 6, "mx": 6}
-"""Bytes moved to quantize an element, by origin of the scale: a 16-bit read and two FP8 writes, one transposed. Current
-scales take another read for the amax; those of rows and blocks, another for the cast of the transpose. Other kernels
-spare some (`LayerTimes.spared`).
-"""
-
 CAST_ONCE = 3  # bytes moved to quantize an element of experts, whose wgrad is not in FP8
 
 LOSS_PASSES = 4  # passes over the logits in forward of the fp32 loss, and in backward
+
+
+def cast_bytes(spec: QuantizerSpec) -> int:
+    """Count the bytes moved to quantize an element for GEMMs in both directions: 16-bit reads, and writes of codes. A
+    current scale of the tensor takes another read for its amax; a transpose with other scales a cast of its own, and
+    that of codes, which are decoded, also an amax of whole rows. Other kernels spare some (`LayerTimes.spared`).
+    """
+    amax = 2 if spec.amax_block == TENSOR and spec.scaling == "current" else 0
+    casts, decoded = 1 if spec.block.serves_transpose else 2, 0
+    if spec.requantises:
+        decoded = 3 + (2 if spec.block.k is None else 0)
+    return casts * (2 + amax) + spec.code_bytes(2) + decoded
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class LayerTimes:
     def spared(self, part: Part, after: Part | None) -> PassTimes:
         """Return the time of a cast's reads that the kernels of a part spare, negative. `after`: the next part."""
         facts = self.config.fp8.facts
-        if not self.kernels.stack.spares_reads or facts["granularity"] != "tensor":
+        if not self.kernels.stack.spares_reads or facts["input"].block != TENSOR:
             return PassTimes()
         reads = part.spared_reads(self.sizes, after, facts["scaling"] == "current")
         return PassTimes(*(Seconds(elementwise=-self.kernels.elementwise(nbytes)) for nbytes in reads))
@@ -163,8 +170,8 @@ class LayerTimes:
         return self._gemms(outputs, inputs, fp8=False, tokens=self.stream // self.config.model.hidden_size)
 
     def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float, fp8: bool) -> PassTimes:
-        grain = self.config.fp8.facts["granularity"] if fp8 else None
-        grain, total = None if grain == "tensor" else grain, PassTimes()
+        facts, total = self.config.fp8.facts, PassTimes()
+        grain = facts["granularity"] if fp8 and facts["serves_experts"] else None
         cast = CAST_ONCE * experts * rows if grain else 0
         for outputs, inputs in shapes:
             forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain)
@@ -207,10 +214,12 @@ class LayerTimes:
         """
         facts, gemm, moved = self.config.fp8.facts, self.kernels.gemm, self.kernels.elementwise
         m, n, k, grain = tokens or self.tokens, outputs, inputs, facts["granularity"] if fp8 else None
-        cast = CASTS[facts["scaling"] if grain == "tensor" else grain] if grain else 0
-        forward = Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k))
+        of_input, of_gradient = (cast_bytes(facts[name]) if fp8 else 0 for name in ("input", "gradient"))
+        forward = Seconds(gemm(m, n, k, grain=grain), 0.0, moved(of_input * m * k))
         weights = Seconds(gemm(n, k, m, grain=grain), 0.0, self._added(n * k))
-        return PassTimes(forward, Seconds(gemm(m, k, n, grain=grain), 0.0, moved(cast * m * n)) + weights, weights)
+        return PassTimes(
+            forward, Seconds(gemm(m, k, n, grain=grain), 0.0, moved(of_gradient * m * n)) + weights, weights
+        )
 
     def _added(self, elements: int) -> float:
         """Time the addition of a micro-batch's gradients of a weight: 16-bit ones are added in a pass, with two reads

@@ -69,7 +69,7 @@ def _computed_scores(config: RunConfig, core: AttentionSpec, cp_rank: int) -> It
     elif p.cp_keys == 1:
         yield count_document_scores(lengths, core.window or (s if core.softcap else None))
     else:
-        recipe = config.fp8.recipe if config.train.quantizes else None
+        recipe = config.fp8.facts if config.train.quantizes else None
         sharding = row_sharding(p, m, recipe, cp_rank)
         assert sharding is not None, "ranks that exchange keys share sequences"
         shard, firsts = sharding.shard(starts * config.batch.micro), range(0, p.cp, p.cp_heads)

@@ -1,0 +1,27 @@
+"""The random Hadamard transform (RHT) of NVFP4's wgrad: outliers of a token are spread over 16 tokens.
+
+    x' = x D H / 4        H H^T = 16, D^2 = 1        (g D H / 4) (x D H / 4)^T = g x^T
+
+H is Sylvester's matrix of 16 rows. The signs D are those of Transformer Engine, the same in all layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SIGNS = 1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1
+SIDE = len(SIGNS)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Transform groups of 16 elements along the last dimension of x: bf16, from sums in fp32.
+
+    Sums are of pairs, in the same order on every device and for every shape, which a GEMM's are not.
+    """
+    groups = x.float().unflatten(-1, (-1, SIDE)) * x.new_tensor(SIGNS, dtype=torch.float32)
+    groups = groups.unflatten(-1, (2, 2, 2, 2))
+    for axis in (-4, -3, -2, -1):
+        first, second = groups.unbind(axis)
+        groups = torch.stack([first + second, first - second], axis)
+    return (groups / SIDE**0.5).flatten(-5).to(torch.bfloat16)

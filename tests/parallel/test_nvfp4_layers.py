@@ -1,0 +1,90 @@
+"""NVFP4 linear layers, with gradients rounded to nearest: they train, and ranks quantize as one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megascale.catalog.recipes import RECIPES
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
+from megascale.core.registry import Card
+from tests.parallel.test_fp8_linear import (
+    LAYERS,
+    WIDE,
+    all_casts,
+    casts_of_shared_tokens,
+    configured,
+    distance,
+    first_gradients,
+)
+from tests.runs import train_curve
+from tests.worlds import run_world
+
+NVFP4 = RECIPES["nvfp4"]
+SPECS = {name: replace(NVFP4.facts[name], stochastic=False) for name in ("gradient", "gradient_column")}
+NEAREST = Card("nearest", "NVFP4 without stochastic rounding", NVFP4.target, {**NVFP4.facts, **SPECS})
+
+
+@pytest.fixture
+def nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES.cards, "nearest", NEAREST)
+
+
+def call(rank: Rank, function: Any, *arguments: Any) -> Any:
+    """Call a function that knows the recipe."""
+    RECIPES.cards["nearest"] = NEAREST
+    return function(rank, *arguments)
+
+
+@pytest.mark.usefixtures("nearest")
+def test_a_model_trains(tmp_path: Path) -> None:
+    config = configured(tmp_path, "nearest")
+    bf16 = configured(tmp_path, "tensorwise", train__precision="bf16")
+    (ours,) = run_world(1, call, first_gradients, config)
+    (theirs,) = run_world(1, first_gradients, bf16)
+    assert max(distance(ours[name], theirs[name]) for name in theirs) < 0.35
+    weight = "layers.1.attention.qkv.weight"
+    assert distance(ours[weight], theirs[weight]) > 0.05
+    losses, expected = (np.array(run_world(1, call, train_curve, each, 4)[0])[:, 0] for each in (config, bf16))
+    assert 1e-5 < np.abs(losses - expected).max() < 0.01
+
+
+@pytest.mark.usefixtures("nearest")
+@pytest.mark.parametrize("sequence", [False, True])
+def test_two_ranks_quantize_as_one_process(tmp_path: Path, sequence: bool) -> None:
+    configs: list[RunConfig] = [configured(tmp_path, "nearest", WIDE)]
+    (alone,), ranks = run_world(1, call, all_casts, configs, False), run_world(2, call, all_casts, configs, sequence)
+    for layer in LAYERS:
+        column = layer == "attention.qkv"
+        cuts = [(0 if sequence else None) if column else 2, 0 if column else 1, 1 if column else 0,
+                2 if column else (0 if sequence else None)]  # fmt: skip
+        for index, cut in enumerate(cuts):
+            parts = [rank["nearest", layer][index] for rank in ranks]
+            together = parts[0] if cut is None else np.concatenate(parts, cut)
+            assert np.array_equal(together, alone["nearest", layer][index])
+
+
+@pytest.mark.usefixtures("nearest")
+def test_ranks_that_share_sequences_quantize_as_one_process(tmp_path: Path) -> None:
+    """Operands of wgrad, too, which are rotated along the tokens."""
+    configs = [configured(tmp_path, "nearest", WIDE)]
+    (alone,) = run_world(1, call, casts_of_shared_tokens, configs)
+    first, second = run_world(2, call, casts_of_shared_tokens, configs)
+    assert [name for name, whole in alone.items() if not np.array_equal(first[name] + second[name], whole)] == []
+
+
+@pytest.mark.usefixtures("nearest")
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path, sequence: bool) -> None:
+    """As close as bf16 sums permit: an element rounded differently may quantize to the next value."""
+    layout = {"parallel__tp": 2, "parallel__sp": sequence}
+    (alone,) = run_world(1, call, train_curve, configured(tmp_path, "nearest", WIDE), 3)
+    curve = run_world(2, call, train_curve, configured(tmp_path, "nearest", WIDE, **layout), 3)[0]
+    for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
+        assert loss == pytest.approx(expected, rel=2e-3)
+        assert norm == pytest.approx(expected_norm, rel=5e-2)
