@@ -58,13 +58,8 @@ class Quantizer:
         return replace(quantized, requantises=True) if spec.requantises else quantized
 
     def turned(self, x: Tensor) -> Tensor:
-        """Transpose x [m, k], or tokens [s, b, k] to [k, tokens], before its cast: a view if the kernels read one, else
-        a copy. Where a scale covers some of the tokens they are in the order of sequences, one after the other, in any
-        micro-batch.
-        """
-        x = x.transpose(0, 1) if x.dim() == 3 and self.spec.block.k is not None else x
-        turned = x.movedim(-1, 0).flatten(1)
-        return turned if self.kernels.strided else turned.contiguous()
+        """Transpose x [m, k] before its cast: a view if the kernels read one, else a copy."""
+        return x.t() if self.kernels.strided else x.t().contiguous()
 
     def decode(self, x: Quantized) -> Tensor:
         """Turn codes with scales of powers of two into bf16."""
@@ -92,6 +87,19 @@ class Recipe:
     columns: Mapping[str, Quantizer]
     gemm: ScaledMatmul
     wgrad: ScaledWgrad
+
+    @property
+    def stochastic(self) -> bool:
+        """True if an operand is rounded stochastically, for which casts need a `Dither`."""
+        return any(each.spec.stochastic for each in (*self.rows.values(), *self.columns.values()))
+
+    @property
+    def orders_tokens(self) -> bool:
+        """True if consecutive tokens of wgrad's operands share a scale, a rotation or random bits, and must be of one
+        sample.
+        """
+        specs = [self.columns[name].spec for name in ("input", "gradient")]
+        return any(spec.block.k is not None or spec.rotated or spec.stochastic for spec in specs)
 
     @property
     def uses_history(self) -> bool:

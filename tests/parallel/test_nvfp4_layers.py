@@ -22,7 +22,7 @@ from tests.parallel.test_fp8_linear import (
     distance,
     first_gradients,
 )
-from tests.runs import train_curve
+from tests.runs import build_run, train_curve, train_order
 from tests.worlds import run_world
 
 NVFP4 = RECIPES["nvfp4"]
@@ -52,6 +52,24 @@ def test_a_model_trains(tmp_path: Path) -> None:
     assert distance(ours[weight], theirs[weight]) > 0.05
     losses, expected = (np.array(run_world(1, call, train_curve, each, 4)[0])[:, 0] for each in (config, bf16))
     assert 1e-5 < np.abs(losses - expected).max() < 0.01
+
+
+def cast_stats(rank: Rank, config: RunConfig) -> dict[str, tuple[float, float, float]]:
+    run = build_run(rank, config)
+    run.buffers.begin_step()
+    run.fp8_state.begin_step(collect_stats=True)
+    run.pipeline.run_actions(train_order(run), run.train_loader.batch(0))
+    stats = run.fp8_state.take_cast_stats()
+    return {name: (each.amax, each.saturated, each.underflow) for name, each in stats.items()}
+
+
+@pytest.mark.usefixtures("nearest")
+def test_statistics_of_casts(tmp_path: Path) -> None:
+    """Few elements saturate, the largest of blocks whose scale is rounded down, and more become zero than in FP8."""
+    (stats,) = run_world(1, call, cast_stats, configured(tmp_path, "nearest"))
+    assert len(stats) == 2 * 4 * 3
+    for name, (amax, saturated, underflow) in stats.items():
+        assert amax > 0 and 0.001 < saturated < 0.05 and 0.02 < underflow < 0.3, name
 
 
 @pytest.mark.usefixtures("nearest")

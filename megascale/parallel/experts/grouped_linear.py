@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, grouped_gemm, grouped_wgrad
+from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, leaves
 
 
@@ -23,6 +24,11 @@ class GroupedGemms:
     def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         """Compute grad W_e [r, k]."""
         return grouped_gemm(grad, weight.flatten(1, -2).transpose(-2, -1), groups)
+
+    @property
+    def cast_tokens(self) -> CastTokens | None:
+        """The cast of tokens before they are sent to experts; None if their rows travel in their own dtype."""
+        return None
 
 
 HIGH_PRECISION_GROUPS = GroupedGemms()
