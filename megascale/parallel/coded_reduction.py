@@ -21,7 +21,7 @@ from torch import Tensor
 from megascale.comm.collectives import all_reduce, all_to_all_v
 from megascale.comm.group import Group
 from megascale.comm.work import Work
-from megascale.ops.fp8 import scales_of
+from megascale.ops.fp8 import round_up_to_pow2, scales_of
 from megascale.ops.quantized import ElementFormat
 
 CODE = ElementFormat.E4M3
@@ -35,7 +35,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 def shared_scale(amax: Tensor) -> Tensor:
     """Return the least power of two, f32 [], at which `amax` does not overflow; 1 for an infinite one."""
-    return torch.where(amax.isfinite(), scales_of(amax, CODE, pow2=True), 1.0)
+    return torch.where(amax.isfinite(), round_up_to_pow2(scales_of(amax, CODE)), 1.0)
 
 
 def reduce_scatter_codes(group: Group, out: Tensor, full: Tensor, amax: Tensor, *, label: str) -> Work:
@@ -48,7 +48,7 @@ def reduce_scatter_codes(group: Group, out: Tensor, full: Tensor, amax: Tensor, 
     codes = _encode(full, scale.reciprocal()).view(group.size, -1)
     received = torch.empty_like(codes)
     sent = all_to_all_v(group, received.unbind(), codes.unbind(), label=label, wait=False)
-    return _CodedSum(sent, received, scale, out)
+    return _CodedSum(sent, codes, received, scale, out)
 
 
 def _encode(x: Tensor, factor: Tensor) -> Tensor:
@@ -62,9 +62,12 @@ def _encode(x: Tensor, factor: Tensor) -> Tensor:
 
 @dataclass
 class _CodedSum(Work):
-    """Codes on their way: after `wait`, `out` is their sum. `received`: u8 [ranks, n]."""
+    """Codes on their way: after `wait`, `out` is their sum. `codes`, kept until they have left, and `received`: u8
+    [ranks, n].
+    """
 
     sent: Work
+    codes: Tensor
     received: Tensor
     scale: Tensor
     out: Tensor
