@@ -78,7 +78,8 @@ class ParallelConfig(Section):
     grad_reduce: Literal["full", "fp8"] = Field(
         "full",
         description="how gradients travel to the ranks that shard: full, in the dtype of accumulation; fp8, as e4m3 "
-        "codes with one power-of-two scale for a bucket, added in fp32 ([FP8-LM](https://arxiv.org/abs/2310.18313))",
+        "codes with one power-of-two scale for a bucket, added in fp32 ([FP8-LM](https://arxiv.org/abs/2310.18313)); "
+        "rounding then depends on the layout",
     )
     dp_shard: Annotated[Ranks | None, AUTO_AS_NONE] = Field(
         None,

@@ -48,7 +48,7 @@ def reduce_scatter_codes(group: Group, out: Tensor, full: Tensor, amax: Tensor, 
     codes = _encode(full, scale.reciprocal()).view(group.size, -1)
     received = torch.empty_like(codes)
     sent = all_to_all_v(group, received.unbind(), codes.unbind(), label=label, wait=False)
-    return _CodedSum(sent, received, scale, out)
+    return _CodedSum(sent, codes, received, scale, out)
 
 
 def _encode(x: Tensor, factor: Tensor) -> Tensor:
@@ -62,9 +62,12 @@ def _encode(x: Tensor, factor: Tensor) -> Tensor:
 
 @dataclass
 class _CodedSum(Work):
-    """Codes on their way: after `wait`, `out` is their sum. `received`: u8 [ranks, n]."""
+    """Codes on their way: after `wait`, `out` is their sum. `codes`, kept until they have left, and `received`: u8
+    [ranks, n].
+    """
 
     sent: Work
+    codes: Tensor
     received: Tensor
     scale: Tensor
     out: Tensor
