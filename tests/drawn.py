@@ -140,6 +140,7 @@ def layouts(draw: Draw, large: bool = False) -> dict[str, Any]:
 
 
 QK_NORMS = ["none", "head", "full", "fixed", "tanh"]
+WEIGHTED = ("post_norm", "fog")  # blocks that may have a weighted residual stream
 
 
 @st.composite
@@ -159,13 +160,11 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
     layers = max(chunks * (draw(st.integers(1, 4)) if large else 1) + draw(st.integers(0, 3)), 2 + fp8)
     window = draw(st.one_of(st.none(), st.integers(1, 2000 if large else 300), st.just([100, 0])))
     ffn = -(-heads * head * draw(st.sampled_from([2, 3, 4])) // (tp * 128)) if large else draw(st.integers(2, 8))
-    block = draw(st.sampled_from(BLOCKS.names()))
-    return {
+    model = {
         "num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head,
         "ffn_size": tp * 128 * ffn, "vocab_size": draw(st.integers(200, 32_000 if large else 20_000)),
         "seq_length": draw(st.sampled_from([1024, 2048, 4096, 8192] if large else [128, 256, 384, 512, 1024])),
-        "window": window, "block": block,
-        "residual_tau": draw(st.sampled_from([0.0, 0.25])) if block in ("post_norm", "fog") else 0.0,
+        "window": window, "block": draw(st.sampled_from(BLOCKS.names())),
         "norm": norm, "qk_norm": qk_norm, "attention_softcap": draw(st.sampled_from([None, None, 30.0])),
         "activation": draw(st.sampled_from(ACTIVATIONS.names())),
         "position": position, "rotary_fraction": draw(st.sampled_from([1.0, 0.5])) if position == "rope" else 1.0,
@@ -174,6 +173,7 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
         "embedding_scale": draw(st.sampled_from([1.0, 1.0, 8.0])),
         "logit_softcap": draw(st.sampled_from([None, None, 30.0])),
     }  # fmt: skip
+    return model | {"residual_tau": draw(st.sampled_from([0.0, 0.25])) if model["block"] in WEIGHTED else 0.0}
 
 
 @st.composite

@@ -136,7 +136,7 @@ def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
 
 
 def fog_block(model: ModelConfig, layer: int) -> BlockSpec:
-    """As `post_norm_block`, with initial gains by which 2 l branches together are twice the stream's start."""
+    """As `post_norm_block`, with initial gains that give all 2 l branches together a variance of 2."""
     return serial_block(model, layer, before=False, after=True, gain=model.num_layers**-0.5)
 
 

@@ -42,8 +42,7 @@ class TensorSpec:
     axis of parallelism -> sharded dimension; the tensor is replicated over all other axes. `init`, `std`:
     initialization. `pad_multiple`: the multiple to which a rank pads its rows. `head_dim`: rows of an attention head,
     of which the tensor is a stack; None for other tensors. `width_ratio`: by which muP and unit scaling divide the
-    learning rate of a rule like Adam.
-    `vectors`: a stack [..., size] of vectors, such as the biases of experts.
+    learning rate of a rule like Adam. `vectors`: a stack [..., size] of vectors, such as the biases of experts.
     """
 
     name: str
@@ -144,9 +143,8 @@ def vocabulary_param(name: str, model: ModelConfig, *axes: str) -> ParamSpec:
     scaling divides the head's unit weights by hidden_size.
     """
     shape, is_head = (model.vocab_size, model.hidden_size), name != TOKEN_EMBEDDING
-    std, ratio = (1.0, model.hidden_size) if model.unit_scaling else (model.init_std, model.width_ratio)
-    ratio = ratio if is_head else 1.0
-    std = std / ratio
+    ratio = (model.hidden_size if model.unit_scaling else model.width_ratio) if is_head else 1.0
+    std = (1.0 if model.unit_scaling else model.init_std) / ratio
     sharding = dict.fromkeys(("tp", *axes), 0)
     tensor = TensorSpec(name, shape, sharding, std=std, pad_multiple=VOCAB_MULTIPLE, width_ratio=ratio)
     return ParamSpec(name, (tensor,), "head" if is_head else "embedding")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Find the best learning rate of small models of several widths, in standard parametrization and with unit scaling,
 whose rate should not depend on the width. Models of two layers predict the bytes of Python's own library, once each.
-`--write` makes docs/results/width-transfer.md; about ten minutes of one core.
+`--write` makes docs/results/width-transfer.md; about three minutes of two cores.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ class Parametrization:
 
 PARAMETRIZATIONS = {
     "standard": Parametrization({}, range(-12, -6)),
-    "unit scaling": Parametrization({"block": "post_norm", "unit_scaling": True, "mup_base_width": BASE}, range(-6, 0)),
+    "unit scaling": Parametrization(
+        {"block": "post_norm", "unit_scaling": True, "mup_base_width": BASE}, range(-6, -1)
+    ),
 }
 
 
@@ -71,17 +74,20 @@ def main() -> None:
     """Run the experiment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, help="default: 64 128 256 512")
-    parser.add_argument("--steps", type=int, default=150, help="steps of a run (default: 150)")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a run (default: 100)")
     parser.add_argument("--write", action="store_true", help="write docs/results/width-transfer.md")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    runs = [(name, width, exponent, options.steps) for width in sorted(options.widths, reverse=True)
+            for name, tried in PARAMETRIZATIONS.items() for exponent in tried.exponents]  # fmt: skip
+    with ProcessPoolExecutor(2) as pool:  # the longest runs first
+        found = dict(zip(runs, pool.map(final_loss, *zip(*runs, strict=True)), strict=True))
     parts = []
     for name, tried in PARAMETRIZATIONS.items():
+        rates = [f"2^{exponent}" for exponent in tried.exponents]
         losses = {
-            width: [final_loss(tried.model, width, 2.0**exponent, options.steps) for exponent in tried.exponents]
+            width: [found[name, width, exponent, options.steps] for exponent in tried.exponents]
             for width in options.widths
         }
-        rates = [f"2^{exponent}" for exponent in tried.exponents]
         rows = [[width, *(f"{loss:.3f}" for loss in row), best(row, rates)] for width, row in losses.items()]
         parts.append(f"## {name.capitalize()}\n\n" + table(rows, ("width", *rates, "best")))
         print(parts[-1], flush=True)
@@ -102,8 +108,12 @@ def best(losses: Sequence[float], rates: Sequence[str]) -> str:
     return rates[min(range(len(losses)), key=losses.__getitem__)]
 
 
-def final_loss(model: Mapping[str, Any], width: int, rate: float, steps: int) -> float:
-    """Train a model of a width, and return the mean loss of the last 20 steps; infinity if it is not finite."""
+def final_loss(name: str, width: int, exponent: int, steps: int) -> float:
+    """Train a model of a width with the learning rate 2^exponent, and return the mean loss of the last 20 steps;
+    infinity if it is not finite.
+    """
+    torch.set_num_threads(1)
+    model, rate = PARAMETRIZATIONS[name].model, 2.0**exponent
     heads = {"num_heads": width // HEAD_DIM, "num_kv_heads": width // HEAD_DIM}
     tree = {
         "name": "width", "output_dir": tempfile.gettempdir(),
