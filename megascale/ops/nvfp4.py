@@ -54,7 +54,9 @@ class Nvfp4Quantizer(Quantizer):
         block, amax = self.spec.block, self.amax(x) if expected is None else expected
         to_fp4 = torch.where(amax == 0, 1.0, torch.div(LARGEST, amax).clamp(max=FP32_MAX))
         tensor_scale = 1 / to_fp4
-        scale = (self.kernels.amax(x, block) * (to_fp4 * (1 / fp4.LARGEST))).clamp(max=LARGEST_SCALE)
+        of_blocks = self.kernels.amax(x, block)
+        scale = (of_blocks * (to_fp4 * (1 / fp4.LARGEST))).clamp(max=LARGEST_SCALE)
+        scale = scale.where(of_blocks.isfinite(), torch.nan)  # no code says so
         scale = scale.to(ElementFormat.E4M3.dtype)
         factor = (1 / (scale.float() * tensor_scale)).clamp(max=FP32_MAX)
         scaled = (in_blocks(x, block).float() * over_blocks(factor, block)).view(x.shape)

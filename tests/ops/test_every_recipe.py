@@ -108,9 +108,10 @@ def test_later_tokens_reach_earlier_ones_as_the_recipe_says(name: str, scale: st
     later = x.clone()
     later[SIDE // 2 :] *= 7
     before, after = (multiply(recipe, "forward", operands() | {"input": each})[: SIDE // 2] for each in (x, later))
-    if not facts["covers_tokens"] or recipe.rows["input"].spec.block.rows == 1:
+    spec = recipe.rows["input"].spec
+    if not facts["covers_tokens"] or spec.amax_block.rows == 1:
         assert torch.equal(before, after)
     else:
         assert not torch.equal(before, after), "a scale of all tokens"
         change = float((before - after).norm() / before.norm())
-        assert change < (1e-3 if scale == "pow2" else 0.06)
+        assert change < (1e-3 if spec.scale == "pow2" else 0.06 if spec.element == "e4m3" else 0.18)

@@ -45,8 +45,9 @@ class RotatedQuantizer(Quantizer):
         rotated = self._rotated(x)
         if self.element != ElementFormat.INT8:
             return super().encode(rotated, expected, record=record)
-        largest = self.kernels.amax(rotated, self.spec.block) if expected is None else expected
-        scale = scales_of(largest, self.element, self.spec.scale)
+        own = self.kernels.amax(rotated, self.spec.block)
+        largest = own if expected is None else expected
+        scale = scales_of(largest, self.element, self.spec.scale).where(own.isfinite(), torch.nan)  # no code says so
         codes = (rotated / scale).round_().clamp_(-self.element.max_value, self.element.max_value)
         quantized = Quantized(codes.to(self.element.dtype), scale, self.spec.block)
         if record is not None:
