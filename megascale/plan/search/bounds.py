@@ -51,13 +51,12 @@ class Bounds:
         self._state = cache(lambda layout: state_bytes(space.with_layout(layout), 0, stack.storage).total)
         self._saved = cache(self._saved_of)
 
-    def step_s(self, layout: Layout, work_s: float = 0.0) -> float:
-        """Lower bound of step time in seconds. `work_s`: of a rank's compute for a micro-batch, at least."""
+    def step_s(self, layout: Layout) -> float:
+        """Lower bound of step time in seconds."""
         m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp, layout.schedule)
         block, flat = self._reset(self.in_blocks(layout))
-        (network, layer, head, *apart), (reduce, gather, streams, far) = self._seconds(block), self._link(flat)
-        facts = SCHEDULES[layout.schedule].facts
-        path, direct, fill = apart if facts["split"] else (network, layer, layer)
+        (network, layer, head, *apart), (reduce, gather, streams) = self._seconds(block), self._link(flat)
+        path, direct, fill = apart if SCHEDULES[layout.schedule].facts["split"] else (network, layer, layer)
         if self._space.config.parallel.vocab_pp and layout.pp > 1:  # all stages share the head
             path, head = path - head, 0.0
         busiest = max(before * fill + m * held * layer + (m * head if last else 0.0) for before, held, last in ranks)
@@ -69,8 +68,7 @@ class Bounds:
         else:
             link = reduce * (m if layout.zero >= 2 and self._stack.reduces_each else 1) + gather
             exposed = 0.0 if overlaps else link
-        far *= m * layout.micro * (layout.vpp // (facts["v"] or 1))
-        pipeline = max(max(busiest, m * max(work_s, network / layout.pp)) + exposed, one_by_one, far, link)
+        pipeline = max(max(busiest, m * network / layout.pp) + exposed, one_by_one, link)
         return (pipeline + self._stack.attained.step_s) * scale(self._space.devices, self._stack)
 
     def memory(self, layout: Layout) -> float:
@@ -87,17 +85,9 @@ class Bounds:
 
     def balanced(self, layout: Layout, slowness: Sequence[float]) -> list[int]:
         """Split the layers over a layout's stages by time. `slowness`: by stage, the seconds of equal work."""
-        first, *layers, last = self.modules(self.block(layout))
+        first, *layers, last = (pair.total for pair in self._passes(self._reset(self.in_blocks(layout))[0]))
         shared = self._space.config.parallel.vocab_pp
         return balanced(layers, first, 0.0 if shared else last, layout.pp * layout.vpp, slowness)
-
-    def block(self, layout: Layout) -> Layout:
-        """Return the layout without the keys that have no effect on the time of modules."""
-        return self._reset(self.in_blocks(layout))[0]
-
-    def modules(self, block: Layout) -> list[float]:
-        """Seconds of a micro-batch's forward and backward: of the embedding, each layer, and the head."""
-        return [pair.total for pair in self._passes(block)]
 
     def _micro_batches(self, layout: Layout) -> int:
         return self._space.config.batch.total // (layout.dp * layout.micro)
@@ -157,7 +147,7 @@ class Bounds:
 
         return min(self._space.token_blocks(layout), key=seconds)
 
-    def _link_of(self, layout: Layout) -> tuple[float, float, bool, float]:
+    def _link_of(self, layout: Layout) -> tuple[float, float, bool]:
         """Seconds of a rank's gradient reduction and weight all-gather, and whether weights stream: of the first rank,
         active first and last; with weights that stream, where both are parts of forward and backward, the least of all
         ranks, without the units that two actions share.
@@ -170,12 +160,7 @@ class Bounds:
         def least(cost: Callable[[Buckets], float], units: slice) -> float:
             return min(sum(cost(module) for modules in rank for module in modules[units]) for rank in chunks)
 
-        islands = self._hardware.islands
-        far = 0.0
-        if islands and layout.pp > 1 and layout.far_axis == "pp" and self._space.devices > islands.devices:
-            share = min(self._space.devices // layout.pp, islands.devices)
-            far = parts.layers.sizes.message / islands.bandwidth / self._hardware.attained.network * share
-        return least(parts.dp.reduce, slice(None)), least(parts.dp.gather, inner), parts.streams, far
+        return least(parts.dp.reduce, slice(None)), least(parts.dp.gather, inner), parts.streams
 
     def _saved_of(self, layout: Layout) -> int:
         """Saved bytes of a layer for a micro-batch."""

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 
 from megascale.config.finding import divisors
 from megascale.config.rules import RULES, run_rules
@@ -19,7 +18,7 @@ from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.space import RECOMPUTE, Layout, Space
-from megascale.plan.simulate.islands import count_islands, stage_islands
+from megascale.plan.simulate.islands import count_islands
 from megascale.plan.simulate.profiles import Hardware, Stack
 
 MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
@@ -88,7 +87,7 @@ class _BranchAndBound:
         self._space, self._hardware, self._stack = space, hardware, stack
         machines = hardware.machines[: count_islands(hardware, space.devices)]
         self._all_bounds = [Bounds(space, machine, stack) for machine in machines]
-        self._bounds, self._work = self._all_bounds[0], cache(self._work_of)
+        self._bounds = self._all_bounds[0]
         self.memory_limit = int(memory_fraction * hardware.memory_limit(space.devices))
         tps = divisors(space.devices, space.config.model.num_heads)
         self.tps_in_node = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
@@ -106,7 +105,9 @@ class _BranchAndBound:
             if number % TOLD == 0:
                 tell(f"bounds of {number:,} of {len(sizes):,} layouts")
             if size <= self.memory_limit:
-                small.append((self._least_s(layout), layout))
+                # a stage in all islands waits for the slowest; others share out layers, at best as on the fastest
+                least = min if layout.pp > 1 and layout.far_axis == "pp" else max
+                small.append((least(bounds.step_s(layout) for bounds in self._all_bounds), layout))
         best, fitting = dict[Layout, tuple[float, int, Layout]](), set[Layout]()
         too_large, limit = len(sizes) - len(small), math.inf
         for number, (bound, layout) in enumerate(sorted(small)):
@@ -133,29 +134,6 @@ class _BranchAndBound:
         counts.update(legal=len(sizes), too_large=too_large, pruned=pruned, simulated=len(fitting))
         plans = (self._balanced(layout) for *_, layout in sorted(best.values())[:results])
         return sorted(plans, key=lambda plan: plan.parts.step_s)
-
-    def _least_s(self, layout: Layout) -> float:
-        """Bound the step time. A stage in all islands waits for the slowest; others share out layers."""
-        if len(self._all_bounds) == 1 or layout.pp == 1 or layout.far_axis == "dp":
-            return max(bounds.step_s(layout) for bounds in self._all_bounds)
-        work_s = self._work(self._bounds.block(layout), layout.pp)
-        return min(bounds.step_s(layout, work_s) for bounds in self._all_bounds)
-
-    def _work_of(self, block: Layout, pp: int) -> float:
-        """Bound the seconds of a micro-batch on the slowest of `pp` stages, by any split of the modules.
-
-        Stage k takes the sum of c_km over its modules m. The slowest takes no less than the mean with any weights w_k,
-        which is no less than the sum over all modules of their least w_k c_km.
-        """
-        seconds = [bounds.modules(block) for bounds in self._all_bounds]
-        speeds = [1 / sum(modules) for modules in seconds]
-        parallel = self._space.with_layout(Layout(pp=pp)).parallel
-        islands = stage_islands(self._hardware, parallel, self._space.devices)
-        total = sum(min(speeds[island % len(speeds)] for island in own) for own in islands)
-        return sum(
-            min(speed / total * each for speed, each in zip(speeds, column, strict=True))
-            for column in zip(*seconds, strict=True)
-        )
 
     def _balanced(self, layout: Layout) -> Plan:
         """Return the plan of a layout, with layers split over its stages by time where that fits and pays."""
