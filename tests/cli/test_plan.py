@@ -309,7 +309,7 @@ def test_a_device_without_bf16_gemms_is_noted(capsys: pytest.CaptureFixture[str]
 
 def test_an_alternative_that_fits_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "8", "--hardware", "a100-40g", "batch.global=64"]
-    assert main([*job, "parallel.tp=1", "parallel.sp=false"]) == 2
+    assert main([*job, "parallel.tp=1", "parallel.sp=false", "parallel.vpp=1"]) == 2
     report = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split()
     assert main([*job, *report]) == 0
     assert "parallel.tp=" in report[0]
@@ -330,7 +330,7 @@ def test_an_alternative_unsets_conflicting_keys(capsys: pytest.CaptureFixture[st
 def test_an_alternative_sets_dp_where_the_file_sets_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text(f'extends = "{Path("configs/gpu/llama3-8b.toml").resolve()}"\n[parallel]\ntp = 2\ndp = 4\n')
-    job = ["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", "--json"]
+    job = ["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", "--json", "parallel.vpp=1"]
     assert main(job) == 2
     report = json.loads(capsys.readouterr().out)["suggestion"].removesuffix(" would fit").split()
     assert main([*job, *report]) == 0
@@ -342,7 +342,8 @@ def test_an_alternative_sets_dp_where_the_file_sets_another(capsys: pytest.Captu
 
 
 def test_an_alternative_names_the_number_of_devices_if_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
-    job = ["plan", "configs/gpu/llama3-8b.toml", "--hardware", "a100-80g", "parallel.pp=4", "batch.micro=8", "--json"]
+    job = ["plan", "configs/gpu/llama3-8b.toml", "--hardware", "a100-80g", "parallel.pp=4", "batch.micro=8", "--json",
+           "parallel.vpp=1"]  # fmt: skip
     assert main([*job, "--sweep", "16,32"]) == 2
     report = json.loads(capsys.readouterr().out)["suggestion"].removesuffix(" would fit").split()
     assert report[-2:] == ["--gpus", "8"] or report[-2:] == ["--gpus", "4"]

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -208,6 +207,8 @@ def test_flex_builds_one_mask_for_all_layers() -> None:
 
 def test_other_documents_need_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention is compiled once for a window, not for the documents of every step."""
+    from torch._dynamo.testing import CompileCounter  # takes a second, which every process that collects would need
+
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     given = [t.detach().float() for t in qkv(BLOCK + 5, 1, 16)]

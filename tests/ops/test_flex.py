@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -79,7 +78,7 @@ def test_compiled_attention_equals_torchs() -> None:
 def test_every_window_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows exceed torch's default recompile limit, beyond which FlexAttention would compute all scores."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    monkeypatch.setattr("torch._dynamo.config.fail_on_recompile_limit_hit", True)
     given = qkv(BLOCK + 5, 2, 2, torch.float32)
     attend = flex(compiled.compile_function(flex_attention))
     with torch.no_grad():

@@ -101,6 +101,8 @@ class PipelineTimes:
         """This pipeline on the hardware of each island in which a stage lies, by stage."""
         hardware, p = self.hardware.machines, self.config.parallel
         on = [self] if hardware == [self.hardware] else [replace(self, hardware=machine) for machine in hardware]
+        for machine in on:
+            vars(machine)["modules"] = self.modules  # the same on any hardware, and half of the time to plan
         islands = stage_islands(self.hardware, p, self.config.world_size)
         return [[on[number] for number in {island % len(on) for island in some}] for some in islands]
 
