@@ -57,6 +57,16 @@ def test_optimizers_are_compared(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "curves.svg").read_text()
 
 
+@pytest.mark.slow
+def test_the_best_rate_of_each_width_is_named() -> None:
+    words = ("--widths", "32", "64", "--steps", "4")
+    command = [sys.executable, str(FOLDER / "width_transfer.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith(("| 32 |", "| 64 |"))]
+    assert len(rows) == 4 and all(float(min(row[1:-1])) < 6 and row[-1].startswith("2^-") for row in rows)
+    assert done.stdout.count("the best rate of width 32, width 64 ends") == 2
+
+
 def test_rules_are_compared_with_the_packages_that_are_there() -> None:
     """torch's at least; another rule in a rule's place shows."""
     cases = {case.rule: case for case in optimizer_parity.CASES if case.package == "torch"}
