@@ -236,7 +236,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     return run_world(1, all_gradients, configs)[0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.names())
+@pytest.mark.parametrize("recipe", NAMES)
 def test_gradients_are_close_to_bf16(recipe: str, gradients: dict[str, dict[str, Array]]) -> None:
     bf16_grads, fp8_grads = gradients["bf16"], gradients[recipe]
     assert bf16_grads.keys() == fp8_grads.keys()
