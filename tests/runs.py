@@ -101,6 +101,16 @@ def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> An
     return LayerContext(model, parameters, TensorParallel(single_rank_group("tp")), LayerOps.from_context(setting))
 
 
+def micro_batch(samples: Sequence[int], **more: Any) -> Any:
+    """Return a micro-batch of the samples of these numbers, without tokens."""
+    import torch
+
+    from megascale.parallel.microbatch import MicroBatch
+    from megascale.parallel.rng import Dropout
+
+    return MicroBatch(None, None, None, Dropout(0.0, 0, samples, torch.device("cpu")), **more)
+
+
 def build_run(rank: Rank, config: RunConfig, mesh: Any = None, *, gpu: bool = False) -> Any:
     """Build a run on this rank, on the CPU or its GPU. `mesh`: the open mesh of a run of the same layout, which may
     have tied embeddings where this one has none.

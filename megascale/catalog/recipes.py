@@ -62,7 +62,7 @@ class QuantizerSpec:
     of scales: current, from the tensor's own amax; delayed, from the amax history of earlier steps; static, from unit
     scaling's standard deviations. `scale`: the format of a scale: fp32; pow2, a power of two in fp32; e8m0, a power of
     two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor. `stochastic`: a code is one of the two nearest at
-    random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand of wgrad is transformed along tokens
+    random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand is transformed along the GEMM's sum
     before (`ops.hadamard`), as must be the other.
     """
 
@@ -78,7 +78,7 @@ class QuantizerSpec:
         """True if the transpose is quantized from the codes: rounding commutes with powers of two, but for subnormals,
         so that scales of other blocks change almost no value.
         """
-        return self.scale in POWERS_OF_TWO and not self.block.serves_transpose
+        return self.scale in POWERS_OF_TWO and not (self.block.serves_transpose or self.rotated)
 
     @property
     def serves_transpose(self) -> bool:
@@ -93,7 +93,7 @@ class QuantizerSpec:
     @property
     def gathers_codes(self) -> bool:
         """True if sharded weights are gathered as codes, which serve forward and dgrad, with all their scales."""
-        return self.serves_transpose and self.amax_block == self.block
+        return self.serves_transpose and self.amax_block == self.block and not self.stochastic
 
     def count_amaxes(self, rows: int) -> int:
         """Count the amaxes of an operand of `rows` rows to which parts of a row contribute: ranks that cut them reduce
@@ -115,30 +115,44 @@ class QuantizerSpec:
 
 def facts_of(
     input: QuantizerSpec, weight: QuantizerSpec, gradient: QuantizerSpec, *, alignment: int = 16, granularity: str = "",
-    **columns: QuantizerSpec,
+    bf16_layers: tuple[float, float] = (0.0, 0.0), **columns: QuantizerSpec,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`.
+    """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`. `bf16_layers`: by
+    default the shares of layers that stay in bf16, of the first and of the last; one layer at least.
 
-    - `token_run`: consecutive tokens with a common scale in wgrad; 0 for all or one of them
+    - `token_run`: consecutive tokens with a common scale, or random bits, in wgrad; 0 for all or one of them
+    - `stochastic`: an operand is rounded by random bits of its tokens
     - `covers_tokens`: scales come from all tokens of a micro-batch, and other tokens change their values
     - `free_borders`: which tokens have a common scale in wgrad changes values of subnormal codes alone, as scales of
-      rows, or of parts of them, are powers of two
+      rows, or of parts of them, are powers of two, and rounding is to nearest
     - `saves_codes`: inputs are saved for wgrad, and gathered, as codes
     - `serves_experts`: rows of experts have scales of their own
+    - `whole`: quantizers need whole matrices, which neither tp nor cp shards
+
+    Raises: ValueError if one operand of a GEMM is rotated, and the other is not
     """
     rows = {"input": input, "weight": weight, "gradient": gradient}
     of_columns = {f"{name}_column": columns.get(f"{name}_column", spec) for name, spec in rows.items()}
+    both = rows | of_columns
+    for left, right in (("input", "weight"), ("gradient", "weight_column"), ("gradient_column", "input_column")):
+        if both[left].rotated != both[right].rotated:
+            raise ValueError(f"{left} and {right} are multiplied: both are rotated, or neither")
     over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
     of_tokens = [input, gradient, of_columns["input_column"], of_columns["gradient_column"]]
-    return rows | of_columns | {
+    stochastic = any(spec.stochastic for spec in both.values())
+    return both | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
-        "token_run": of_columns["input_column"].block.k or 0,
+        "bf16_layers": bf16_layers,
+        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in of_tokens[2:]),
+        "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
-        "free_borders": all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
+        "free_borders": not stochastic
+        and all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
         "saves_codes": input.serves_transpose,
-        "serves_experts": input.amax_block.rows is not None,
+        "serves_experts": input.amax_block.rows is not None and not stochastic,
+        "whole": False,
     }  # fmt: skip
 
 
@@ -149,7 +163,9 @@ def with_scale(facts: Mapping[str, Any], scale: str) -> Mapping[str, Any]:
         return facts
     specs = {name: replace(spec, scale=scale) for name, spec in specs.items()}
     rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
-    return {**facts, **facts_of(*rows, alignment=facts["alignment"], granularity=facts["granularity"], **specs)}
+    alignment, granularity, bf16_layers = (facts[name] for name in ("alignment", "granularity", "bf16_layers"))
+    others = facts_of(*rows, alignment=alignment, granularity=granularity, bf16_layers=bf16_layers, **specs)
+    return {**facts, **others}
 
 
 def _card(
@@ -162,13 +178,25 @@ def _card(
 
 
 def _nvfp4() -> Card:
-    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated."""
+    """NVIDIA's recipe: gradients alone are rounded stochastically, and both operands of wgrad are rotated. Its model of
+    62 layers had the first 2 and the last 8 in bf16.
+    """
     tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
     gradient = replace(tokens, stochastic=True)
     columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
-    facts = facts_of(tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4", **columns)
+    facts = facts_of(
+        tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4",
+        bf16_layers=(1 / 32, 1 / 8), **columns,
+    )  # fmt: skip
     help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
     return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
+
+
+def _halo(name: str, help: str, element: str) -> Card:
+    plain = QuantizerSpec(element, ROW)
+    rotated = replace(plain, rotated=True)
+    facts = facts_of(rotated, rotated, rotated, weight_column=rotated, input_column=plain, gradient_column=plain)
+    return Card(name, help, "megascale.ops.contrib.halo:halo_recipe", facts)
 
 
 RECIPES = Registry(
@@ -193,6 +221,13 @@ RECIPES = Registry(
             facts_of(*[QuantizerSpec("e4m3", MX, scale="e8m0")] * 3, alignment=32, granularity="mx"),
         ),
         _nvfp4(),
+        _halo("halo", "rowwise, with rotated operands of forward and dgrad (HALO, Ashkboos et al. 2025)", "e4m3"),
+        _halo("halo_int8", "halo with INT8 elements", "int8"),
+        Card(
+            "metis", "singular vectors in FP8 beside a residual in NVFP4, emulated (Metis, Cao et al. 2025)",
+            "megascale.ops.contrib.metis:metis_recipe",
+            facts_of(*[QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")] * 3, granularity="row") | {"whole": True},
+        ),
     ],
     synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8", "fp4": "nvfp4"},
 )  # fmt: skip

@@ -8,7 +8,7 @@ from megascale.cli.check_data import RANKS_OF_HOST, data_summary
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count
 from megascale.data.mix.batch_shape import BatchShape
-from megascale.layout.chunks import token_ranks
+from megascale.layout.chunks import fp8_layers, token_ranks
 from megascale.layout.parameters import describe_parameters
 from megascale.layout.topology import topology_of
 from megascale.plan.account.attended import describe_documents
@@ -44,6 +44,13 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def describe_recipes(config: RunConfig) -> str:
+    """Name the layers with FP8 GEMMs, and the recipes that follow each other."""
+    layers, last = fp8_layers(config.model, config.train, config.fp8), config.model.total_layers - 1
+    changes = "".join(f", {change} from {start:.0%} on" for start, change in config.fp8.schedule)
+    return f"layers {layers.start} to {layers.stop - 1} of 0 to {last} run {config.fp8.recipe}{changes}"
+
+
 def summary(config: RunConfig) -> str:
     """Describe the run in one line, and list the peak memory of the rank with the highest peak, by kind."""
     p, m, memory = config.parallel, config.model, memory_facts(config)
@@ -56,6 +63,8 @@ def summary(config: RunConfig) -> str:
     documents = f"{text}\n" if (text := describe_documents(config.data)) else ""
     rank = JobMemory(config).fullest()
     lines = [f"  {kind:<12}{format_bytes(size):>10}" for kind, size in {**vars(rank), "total": rank.total}.items()]
+    if config.train.quantizes:
+        lines.append(describe_recipes(config))
     if text := describe_sites(config):
         lines.append(text)
     if size := memory["host_activation_bytes"]:

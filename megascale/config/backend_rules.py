@@ -8,7 +8,7 @@ from megascale.catalog.backends import AUTO, BACKENDS, Requirement, unmet_requir
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
-from megascale.config.backends import BackendsConfig, Fp8Config
+from megascale.config.backends import BackendsConfig, Fp8Config, bf16_layers
 from megascale.config.data import DataConfig
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
@@ -22,7 +22,7 @@ def fp8_shapes(
     """Check that FP8 GEMM sizes are multiples of the recipe's alignment, and that some layer runs in FP8."""
     if not train.quantizes:
         return
-    first, last, layers = fp8.first_layers_bf16, fp8.last_layers_bf16, model.num_layers
+    (first, last), layers = bf16_layers(fp8, model.num_layers), model.num_layers
     if first + last >= layers:
         message = f"the first {first} and last {last} of {layers} layers leave none in fp8"
         yield Finding(
@@ -31,9 +31,13 @@ def fp8_shapes(
             "first_layers_bf16 = 0 and last_layers_bf16 = 0, or train.precision = bf16",
         )
     facts, head, tp = fp8.facts, model.head_dim, parallel.tp
+    for key, ranks in (("parallel.tp", tp), ("parallel.cp", parallel.cp)):
+        if facts["whole"] and ranks > 1:
+            yield Finding(key, f"{ranks} ranks shard matrices, and the fp8 recipe {fp8.recipe} needs whole ones", "1")
     fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
     expert_gemms = model.experts > 0 and facts["serves_experts"]
-    if facts["weight"].block.spans_rows or model.kv_lora_rank:  # a block must not span k and v
+    tokens = "tokens of a sequence" if facts["token_run"] else "tokens in a micro-batch"
+    if facts["weight"].block.spans_rows or facts["stochastic"] or model.kv_lora_rank:  # a block must not span k and v
         fused_columns, columns = model.num_kv_heads * head, "columns of k on a rank"
     latent = (
         ("model.kv_lora_rank", model.kv_lora_rank, 1, "kv_lora_rank"),
@@ -52,7 +56,7 @@ def fp8_shapes(
             "columns of the MLP on a rank",
         ),
         ("model.shared_ffn_size", model.shared_ffn_size, tp, "columns of the shared expert on a rank"),
-        ("model.seq_length", model.seq_length * batch.micro, 1, "tokens in a micro-batch"),
+        ("model.seq_length", model.seq_length * (1 if facts["token_run"] else batch.micro), 1, tokens),
         *([("model.expert_ffn_size", model.expert_ffn_size, 1, "columns of an expert")] if expert_gemms else []),
     ):
         if size // ranks % facts["alignment"]:
@@ -72,6 +76,19 @@ def fp8_scale(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
     elif fp8.facts is facts:
         message = f"has no effect: the fp8 recipe {fp8.recipe} has scales in {facts['input'].scale}"
         yield Finding(key, message, "remove the key")
+
+
+def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
+    """Check that the changes of the recipe ascend, and that each changes something."""
+    key, end, last = "fp8.schedule", 0.0, fp8.recipe
+    if fp8.schedule and not train.quantizes:
+        yield Finding(key, f"has no effect with train.precision = {train.precision}", "fp8, or remove the key")
+    for start, change in fp8.schedule:
+        if start < end or (start == end and end):
+            yield Finding(key, f"{change} at {start} does not come after {end}", "ascending shares of the run")
+        if change == last:
+            yield Finding(key, f"{change} at {start} follows itself", "another recipe, bf16 or bf16_forward")
+        end, last = start, change
 
 
 def tile_tokens(
@@ -106,6 +123,9 @@ def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Itera
     if facts["covers_tokens"]:
         message = f"with the fp8 recipe {fp8.recipe} a scale covers all tokens, and a tile would have its own"
         yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise or static")
+    elif facts["stochastic"]:
+        message = f"the fp8 recipe {fp8.recipe} has random bits by a token's place in all of the micro-batch"
+        yield Finding("train.mlp_tiles", message, "1, or another fp8.recipe")
     elif BLOCKS[model.block].facts.get("shares_casts"):
         message = f"attention and MLP of a {model.block} block share an fp8 operand, and tiles have their own"
         yield Finding("train.mlp_tiles", message, "1, or train.precision = bf16")

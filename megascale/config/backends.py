@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,10 @@ from megascale.catalog.recipes import RECIPES, with_scale
 from megascale.config.section import Section, choice
 
 Layers = Annotated[int, Field(ge=0, le=10_000)]
+BF16, BF16_FORWARD = "bf16", "bf16_forward"
+Change = Annotated[
+    tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[str, choice(RECIPES, BF16, BF16_FORWARD)]], Field(strict=False)
+]
 Steps = Annotated[int, Field(gt=0, le=65_536)]  # the amax history has one element per step and operand
 
 
@@ -23,19 +28,52 @@ class Fp8Config(Section):
         "fp32", description="scales, or their powers of two: one FP8 copy of an operand then serves both directions"
     )
     history: Steps = Field(16, description="for delayed: length of the amax history, in steps")
-    first_layers_bf16: Layers = Field(1, description="number of first layers that stay in bf16")
-    last_layers_bf16: Layers = Field(
-        1, description="number of last layers that stay in bf16; embedding and head always do"
+    first_layers_bf16: Layers | None = Field(
+        None, description="number of first layers that stay in bf16; by default 1, with nvfp4 one of 32"
+    )
+    last_layers_bf16: Layers | None = Field(
+        None, description="number of last ones, by default 1, with nvfp4 one of 8; embedding and head always do"
+    )
+    schedule: list[Change] = Field(
+        [], description="[[share of the run, recipe], ...]: later recipes; bf16_forward: bf16 in forward GEMMs alone"
     )
     fast_dgrad: bool = Field(
         False, description="dgrad accumulates in fewer bits than fp32, as forward does, which is faster"
     )
-    monitor: bool = Field(True, description="record amax, saturation and underflow of every FP8 cast in logged steps")
+    monitor: bool = Field(
+        True, description="record amax, saturation, underflow, RMS and kurtosis of every FP8 cast in logged steps"
+    )
+
+    @property
+    def phases(self) -> list[tuple[str, Fp8Config]]:
+        """What follows each other in the run: a recipe, bf16 or bf16_forward, and a section of its recipe alone. A
+        section whose only change is at 0 is of that phase.
+        """
+        found, section = list[tuple[str, Fp8Config]](), self.model_copy(update={"schedule": []})
+        for start, change in [(0.0, self.recipe), *self.schedule]:
+            found = found if start else []
+            if change == BF16_FORWARD:
+                found.append((change, section.model_copy(update={"schedule": [(0.0, change)]})))
+            else:
+                section = section if change == BF16 else section.model_copy(update={"recipe": change})
+                found.append((change, section))
+        return found
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """The facts of the recipe's card, with scales in the chosen format."""
         return with_scale(RECIPES[self.recipe].facts, self.scale)
+
+
+def bf16_layers(fp8: Fp8Config, layers: int) -> tuple[int, int]:
+    """Return the numbers of the first and of the last of a model's layers that stay in bf16."""
+    given = fp8.first_layers_bf16, fp8.last_layers_bf16
+    shares = RECIPES[fp8.recipe].facts["bf16_layers"]
+    first, last = (
+        max(1, math.ceil(share * layers)) if number is None else number
+        for number, share in zip(given, shares, strict=True)
+    )
+    return first, last
 
 
 class BackendsConfig(Section):

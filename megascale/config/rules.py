@@ -11,7 +11,6 @@ from megascale.config import (
     backend_rules,
     data_rules,
     exclusions,
-    fault_rules,
     file_rules,
     model_rules,
     parallel_rules,
@@ -19,6 +18,7 @@ from megascale.config import (
     time_rules,
     train_rules,
 )
+from megascale.config.backends import Fp8Config
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import Finding
 
@@ -29,7 +29,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.attention_heads,
     exclusions.NO_LEARNED_POSITIONS, model_rules.positions,
     exclusions.NO_ROPE, model_rules.rope, model_rules.rope_scaling,
-    model_rules.qk_norm,
+    model_rules.qk_norm, model_rules.RESIDUAL_TAU, model_rules.UNIT_SCALING,
     exclusions.NO_LATENT, exclusions.LATENT, model_rules.latent_attention,
     model_rules.attention_window,
     exclusions.ATTENTION_SINKS,
@@ -41,10 +41,11 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_EXITS, exclusions.EXITS, model_rules.early_exits,
     parallel_rules.tensor_parallel, parallel_rules.domino,
     parallel_rules.pipeline,
-    backend_rules.fp8_shapes, backend_rules.fp8_scale,
+    backend_rules.fp8_shapes, backend_rules.fp8_scale, backend_rules.fp8_schedule,
     parallel_rules.schedule, parallel_rules.paired_experts, exclusions.VOCABULARY,
-    exclusions.SKIPS, parallel_rules.skipped_stages, parallel_rules.sharded_weights,
+    exclusions.SKIPS, parallel_rules.skipped_stages, parallel_rules.released_weights, parallel_rules.SHARDED_WEIGHTS,
     parallel_rules.hybrid_sharding,
+    parallel_rules.coded_gradients,
     exclusions.NOT_SELECTIVE, train_rules.recomputed_operations,
     exclusions.NO_RECOMPUTATION, exclusions.NOT_FULL, train_rules.recompute_model_chunks,
     train_rules.batch_size, train_rules.batch_rampup, train_rules.counts,
@@ -75,7 +76,7 @@ RULES: tuple[Rule, ...] = (
     file_rules.file_system,
     exclusions.NO_PRUNING,
     time_rules.nccl_ctas, exclusions.NO_PIPELINE,
-    time_rules.timeouts, time_rules.fault_times, fault_rules.rebuilt_stages,
+    time_rules.timeouts, time_rules.fault_times, parallel_rules.rebuilt_stages, parallel_rules.REBUILT_STAGES,
     time_rules.injected_faults, time_rules.layout_ranks,
     site_rules.meeting, site_rules.outer_steps, site_rules.SEVERAL_SITES, site_rules.NOTHING_LEFT_OVER,
 )  # fmt: skip
@@ -96,10 +97,14 @@ def sections_of(rule: Rule) -> frozenset[str]:
 
 
 def run_rules(rules: Iterable[Rule], sections: Mapping[str, Any]) -> Iterator[Finding]:
-    """Run the rules whose sections are all there."""
+    """Run the rules whose sections are all there; functions that read `[fp8]`, for all recipes of the run."""
+    fp8 = sections.get("fp8")
+    later = [{**sections, "fp8": section} for _, section in fp8.phases[1:]] if isinstance(fp8, Fp8Config) else []
     for rule in rules:
         if sections_of(rule) <= sections.keys():
+            phases = [sections, *(later if "fp8" in sections_of(rule) and not isinstance(rule, Exclusions) else ())]
             try:
-                yield from rule(**{name: sections[name] for name in sections_of(rule)})
+                found = [each for phase in phases for each in rule(**{name: phase[name] for name in sections_of(rule)})]
             except InvalidValueError:
                 continue
+            yield from dict.fromkeys(found)

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megascale.catalog.decays import uses_decay_steps
-from megascale.config.backends import BackendsConfig, Fp8Config
+from megascale.config.backends import BF16, BackendsConfig, Fp8Config, bf16_layers
 from megascale.config.batch_rampup import BatchSizes, batch_sizes, samples_of_run, schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
@@ -96,6 +96,15 @@ class RunConfig(RunKeys):
         return batch_sizes(self.batch, self.sites.count)
 
     @property
+    def phases(self) -> list[RunConfig]:
+        """Configurations of one recipe each: of those that follow each other (`fp8.schedule`)."""
+        in_bf16 = self.train.model_copy(update={"precision": "bf16"})
+        return [
+            self.model_copy(update={"fp8": fp8, "train": in_bf16 if change == BF16 else self.train})
+            for change, fp8 in self.fp8.phases
+        ]
+
+    @property
     def num_microbatches(self) -> int:
         """Micro-batches per data-parallel rank and step, of whole samples or of chunks; of planned ones the least."""
         if self.parallel.hybrid_dp:
@@ -153,6 +162,10 @@ class RunConfig(RunKeys):
             steps = schedule_steps(self.batch, self.train, optimizer)
             decay_steps = optimizer.decay_steps or max(min(steps // 10, steps - optimizer.warmup_steps), 1)
             optimizer = optimizer.model_copy(update={"decay_steps": decay_steps})
+        fp8 = self.fp8
+        if self.train.quantizes:
+            first, last = bf16_layers(fp8, self.model.num_layers)
+            fp8 = fp8.model_copy(update={"first_layers_bf16": first, "last_layers_bf16": last})
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):
             prefix = HF_PREFIX if resume.startswith(HF_PREFIX) else ""
@@ -164,6 +177,7 @@ class RunConfig(RunKeys):
                 "output_dir": str(Path(self.output_dir).absolute()),
                 "parallel": parallel,
                 "optimizer": optimizer,
+                "fp8": fp8,
                 "data": self.data.absolute(),
                 "checkpoint": self.checkpoint.model_copy(update=paths),
                 "observe": self.observe.model_copy(update={"store_dir": store_dir}),

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megascale.catalog.recipes import QuantizerSpec
-from megascale.config.backends import Fp8Config
+from megascale.config.backends import Fp8Config, bf16_layers
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import TrainConfig
@@ -277,5 +277,6 @@ def fp8_layers(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> range:
     """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures. Those of multi-token prediction
     have them if the last layer has.
     """
-    end = model.num_layers - fp8.last_layers_bf16 if fp8.last_layers_bf16 else model.total_layers
-    return range(fp8.first_layers_bf16, end) if train.quantizes else range(0)
+    first, last = bf16_layers(fp8, model.num_layers)
+    end = model.num_layers - last if last else model.total_layers
+    return range(first, end) if train.quantizes else range(0)

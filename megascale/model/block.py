@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megascale.model.attention import Attention, self_attention
 from megascale.model.mlp import MLP
-from megascale.model.modules import LayerContext, Norm, residual_dropout
+from megascale.model.modules import LayerContext, Norm, add_branch, residual_dropout
 from megascale.parallel.domino import in_halves
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation
@@ -58,6 +58,7 @@ class SerialBlock(SteppedBlock):
             self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
         self.attention = self_attention(context, index)
         self.mlp = feed_forward(context, index)
+        self._tau = context.model.residual_tau
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
     def steps(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Steps[Tensor]:
@@ -68,10 +69,11 @@ class SerialBlock(SteppedBlock):
             x_sbh, normed = self.mlp_norm.add_norm(x_sbh, branch)
             again = self.mlp_norm.recompute_norm(x_sbh)
         else:
-            x_sbh = normed = x_sbh + branch
+            x_sbh = normed = add_branch(x_sbh, branch, self._tau)
         # the last GEMM always runs before a norm, which saves its output
         x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, normed, batch, again, compute_output or self.after)
-        return x_sbh + self._drop(self.mlp_post_norm(branch) if self.after else branch, batch, "mlp.down")
+        branch = self._drop(self.mlp_post_norm(branch) if self.after else branch, batch, "mlp.down")
+        return add_branch(x_sbh, branch, self._tau)
 
 
 class SandwichBlock(SerialBlock):
@@ -81,7 +83,7 @@ class SandwichBlock(SerialBlock):
 
 
 class PostNormBlock(SerialBlock):
-    """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2."""
+    """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2, FOG and µnit scaling."""
 
     before, after = False, True
 
@@ -112,17 +114,20 @@ class ParallelBlock(SteppedBlock):
             branch = yield from attention.steps(normed, batch, again, compute_output)
             if len(self.norms) > 1:
                 normed, again = self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh)
-            branch = branch + (yield from mlp.steps(normed, again, compute_output))
+            branch = branch + (yield from mlp.steps(normed, batch, again, compute_output))
             return x_sbh + self._drop(branch, batch)
         heads, inner = yield from self._into_branches(x_sbh, batch)
-        inputs, rows = [heads, mlp.activate(inner)], [attention.out.params, mlp.down.params]
-        recompute_inputs, label = [None, mlp.recompute_activation(inner)], Label.for_layer(self._index, "out and down")
+        inputs = [heads, mlp.activate(batch, inner)]
+        rows = [layer.params.of(batch) for layer in (attention.out, mlp.down)]
+        recompute_inputs = [None, mlp.recompute_activation(inner, batch)]
+        label = Label.for_layer(self._index, "out and down")
         branch = yield from row_parallel_steps(inputs, rows, self._tp, label, recompute_inputs, compute_output)
         return x_sbh + self._drop(branch, batch)
 
     def _into_branches(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[tuple[Tensor, Tensor]]:
         """Compute attention of all heads of this rank, and the MLP up to its activation."""
-        columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
+        columns = [layer.params.of(batch) for layer in (self.attention.qkv, self.mlp.up)]
+        label = Label.for_layer(self._index, "qkv and up")
         again = self.attention_norm.recompute_norm(x_sbh)
         qkv, inner = yield from column_parallel_steps(self.attention_norm(x_sbh), columns, self._tp, label, again)
         return self.attention.core_attention(qkv, batch), inner
@@ -135,9 +140,9 @@ class ParallelTwoNormsBlock(ParallelBlock):
 
     def _into_branches(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[tuple[Tensor, Tensor]]:
         again = self.attention_norm.recompute_norm(x_sbh)
-        (qkv,) = yield from self.attention.project(self.attention_norm(x_sbh), again)
+        (qkv,) = yield from self.attention.project(self.attention_norm(x_sbh), batch, again)
         heads = self.attention.core_attention(qkv, batch)
-        (inner,) = yield from self.mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
+        (inner,) = yield from self.mlp.project(self.mlp_norm(x_sbh), batch, self.mlp_norm.recompute_norm(x_sbh))
         return heads, inner
 
 
@@ -158,5 +163,5 @@ def branch_steps(
     arguments as in `MLP.steps`; experts save x for the router, and compute their result in any case.
     """
     if isinstance(branch, MLP):
-        return residual, (yield from branch.steps(x_sbh, recompute_input, compute_output))
+        return residual, (yield from branch.steps(x_sbh, batch, recompute_input, compute_output))
     return (yield from branch.steps(residual, x_sbh, batch))

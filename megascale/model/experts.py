@@ -63,7 +63,7 @@ class Experts(nn.Module):
         if one is not None:
             residual, x_sbh, scalar = yield residual, x_sbh, in_flight[0].scalar
             in_flight[0] = in_flight[0]._replace(scalar=scalar)
-        shared = None if self.shared is None else (yield from self._shared(x_sbh))  # overlaps the exchange
+        shared = None if self.shared is None else (yield from self._shared(x_sbh, batch))  # overlaps the exchange
         out += [each.tokens() for each in in_flight]
         routed = (out[0] if len(out) == 1 else torch.cat(out)).view_as(x_sbh)
         return residual, routed if shared is None else routed + shared
@@ -77,7 +77,7 @@ class Experts(nn.Module):
         ways = (Label.for_layer(self._index, way) for way in ("dispatch", "combine"))
         labels = ([label for _, label in labelled_pieces(count, count, way)] for way in ways)
         for tokens, slots, dispatcher, label, back in zip(*parts, dispatchers, *labels, strict=True):
-            yield start_exchange(tokens, slots, dispatcher, label), back
+            yield start_exchange(tokens, slots, dispatcher, label, self._up_gemms.cast_tokens), back
 
     def _computed(self, arriving: InFlight, label: Label) -> InFlight:
         """Compute the experts of a block, and start to send the results back."""
@@ -88,9 +88,9 @@ class Experts(nn.Module):
         rows = grouped_linear(inner, self.down, groups, self.down_bias, factors, self._down_gemms)
         return start_exchange(rows, None, dispatcher, label)
 
-    def _shared(self, x_sbh: Tensor) -> Steps[Tensor]:
+    def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[Tensor]:
         assert self.shared is not None
-        out = yield from self.shared.steps(x_sbh)
+        out = yield from self.shared.steps(x_sbh, batch)
         if self.shared_gate is None:
             return out
         gate = torch.sigmoid(router_logits(x_sbh.reshape(-1, x_sbh.shape[-1]), self.shared_gate))

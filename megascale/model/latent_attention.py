@@ -34,7 +34,7 @@ class LatentAttention(Attention):
         self._alone = TensorParallel(single_rank_group("tp"))
 
     def attend(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None) -> Steps[Tensor]:
-        projected = yield from self._project(x_sbh, recompute_input)
+        projected = yield from self._project(x_sbh, batch, recompute_input)
         if not self._recompute:
             return self._attend_in_place(projected, batch)
         widths = [part.shape[-1] for part in projected]
@@ -42,21 +42,25 @@ class LatentAttention(Attention):
             lambda joined: self._attend_in_place(joined.split(widths, -1), batch), torch.cat(projected, -1)
         )
 
-    def _project(self, x_sbh: Tensor, recompute_input: Recomputation | None) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+    def _project(
+        self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None
+    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """Map x to this rank's q and k, v [s, b, ...], and to the rotated part of k [s, b, rope_head_dim]."""
         latents = column_parallel_linear(x_sbh, self.down.params, self._alone, recompute_input=recompute_input)
         q_latent, kv_latent, k_rope = latents.split(self._widths, -1)
         if self.q_latent_norm is None:
-            label = Label.for_layer(self._index, "q up")
-            (q,) = yield from column_parallel_steps(x_sbh, [self.q_up.params], self._tp, label, recompute_input)
+            layers, label = [self.q_up.params.of(batch)], Label.for_layer(self._index, "q up")
+            (q,) = yield from column_parallel_steps(x_sbh, layers, self._tp, label, recompute_input)
         else:
-            (q,) = yield from self._project_up(q_latent, self.q_latent_norm, self.q_up, "q up")
-        (kv,) = yield from self._project_up(kv_latent, self.kv_latent_norm, self.kv_up, "kv up")
+            (q,) = yield from self._project_up(q_latent, batch, self.q_latent_norm, self.q_up, "q up")
+        (kv,) = yield from self._project_up(kv_latent, batch, self.kv_latent_norm, self.kv_up, "kv up")
         return q, kv, shared_by_heads(k_rope, self._tp, Label.for_layer(self._index, "shared key"))
 
-    def _project_up(self, latent: Tensor, norm: Norm, up: Linear, part: str) -> Steps[tuple[Tensor, ...]]:
+    def _project_up(
+        self, latent: Tensor, batch: MicroBatch, norm: Norm, up: Linear, part: str
+    ) -> Steps[tuple[Tensor, ...]]:
         label, again = Label.for_layer(self._index, part), norm.recompute_norm(latent)
-        return column_parallel_steps(norm(latent), [up.params], self._tp, label, again)
+        return column_parallel_steps(norm(latent), [up.params.of(batch)], self._tp, label, again)
 
     def rope_and_attend(
         self,

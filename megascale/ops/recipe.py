@@ -57,12 +57,16 @@ class Quantizer:
         quantized = self.kernels.cast(x, expected, spec.block, self.element, both, record, spec.scale)
         return replace(quantized, requantises=True) if spec.requantises else quantized
 
+    @property
+    def orders_tokens(self) -> bool:
+        """True if a scale, or a call of Philox, is for some of the tokens along k."""
+        return self.spec.block.k is not None or self.spec.stochastic
+
     def turned(self, x: Tensor) -> Tensor:
         """Transpose x [m, k], or tokens [s, b, k] to [k, tokens], before its cast: a view if the kernels read one, else
-        a copy. Where a scale covers some of the tokens they are in the order of sequences, one after the other, in any
-        micro-batch.
+        a copy. With `orders_tokens` they are in the order of sequences, one after the other, in any micro-batch.
         """
-        x = x.transpose(0, 1) if x.dim() == 3 and self.spec.block.k is not None else x
+        x = x.transpose(0, 1) if x.dim() == 3 and self.orders_tokens else x
         turned = x.movedim(-1, 0).flatten(1)
         return turned if self.kernels.strided else turned.contiguous()
 
@@ -92,6 +96,21 @@ class Recipe:
     columns: Mapping[str, Quantizer]
     gemm: ScaledMatmul
     wgrad: ScaledWgrad
+
+    def __post_init__(self) -> None:
+        first, second = (self.columns[name].orders_tokens for name in ("input", "gradient"))
+        assert first == second, "the operands of wgrad have their tokens in the same order"
+
+    @property
+    def stochastic(self) -> bool:
+        """True if an operand is rounded stochastically, for which casts need a `Dither`."""
+        return any(each.spec.stochastic for each in (*self.rows.values(), *self.columns.values()))
+
+    @property
+    def free_borders(self) -> bool:
+        """True if which tokens share a scale changes values of subnormal codes alone (`catalog.recipes.facts_of`)."""
+        specs = (each[name].spec for each in (self.rows, self.columns) for name in ("input", "gradient"))
+        return not self.stochastic and all(spec.requantises for spec in specs)
 
     @property
     def uses_history(self) -> bool:

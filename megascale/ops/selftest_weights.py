@@ -14,12 +14,13 @@ from megascale.layout.param_groups import ParamGroup
 from megascale.ops.fp8 import ScaledWgrad
 from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule, is_function
 from megascale.ops.quantized import Quantized
-from megascale.ops.recipe import Quantizer, build_recipe
+from megascale.ops.recipe import Dither, Quantizer, build_recipe
 from megascale.ops.select import OpContext
 from megascale.ops.selftest_layers import TOKENS, OperationCase, draw, wide_dtype
 
 RATE = 0.1  # learning rate and weight decay
 CLIP_COEFFICIENT = 0.25  # clipping coefficient given to element-wise rules
+DITHERED = 16  # elements of a block of `ops.recipe.Dither`
 
 
 def _matrices(context: OpContext) -> list[Tensor]:
@@ -35,13 +36,15 @@ def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Te
     of_input, of_weight, of_gradient = recipe.rows.values()
 
     def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
-        return quantizer.encode(x, with_transpose=True)
+        rows, blocks = (torch.arange(size, device=x.device) for size in (x.shape[0], x.shape[1] // DITHERED))
+        return quantizer.encode(x, with_transpose=True, dither=Dither((0, 0), rows, blocks))
 
     forward = quantize(x, of_input), quantize(weight, of_weight)
     backward = quantize(x, of_gradient), quantize(weight, of_input)
     both_ways = of_weight.spec.block.serves_transpose
     weight_t = forward[1].t() if both_ways else quantize(of_weight.turned(weight), of_weight)
-    x_t = quantize(of_gradient.turned(x), of_gradient)
+    of_columns = recipe.columns["gradient"]
+    x_t = quantize(of_columns.turned(x), of_columns)
     casts = [operand.dequantize() for operand in (*forward, *backward, weight_t, x_t)]
     if context.recipe is None:
         return casts

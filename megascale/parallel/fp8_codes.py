@@ -66,7 +66,8 @@ class ShardedCodes:
         by_axes = dict[tuple[str, ...], list[Bucket]]()
         for bucket in buckets:
             size = BucketSize.of(bucket.first_module, bucket.layout)
-            if coded := size.coded(state.layers, self._quantizer.spec):
+            coded = 0 if state.changes else size.coded(state.layers, self._quantizer.spec)
+            if coded:
                 bucket.sharded.keep_codes(coded)
                 by_axes.setdefault(size.reduce_axes, []).append(bucket)
         self._weights = [self._shard(each) for each in by_axes.values()]
@@ -104,8 +105,8 @@ class ShardedCodes:
         record = self._state.record(part.name) if part.name in self._state.weights else None
         codes = self._quantizer.encode(part.padded, part.amaxes, record=record).codes.view(-1)
         part.codes.copy_(codes[part.before :][: len(part.codes)])
-        if record is not None and record.counts is not None:
-            record.counts[2] -= part.before + part.after  # counted as elements
+        if record is not None and record.sums is not None:
+            record.sums[2] -= part.before + part.after  # counted as elements
 
     def _shard(self, buckets: Sequence[Bucket]) -> _Weights:
         """Allocate amaxes and scales of the weights of `buckets`, which the same ranks shard."""

@@ -22,23 +22,37 @@ high-precision GEMMs for a layer that is not FP8.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import TENSOR
+from megascale.catalog.recipes import ROW, TENSOR
 from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
 from megascale.device import profiler_range
 from megascale.ops.known_amax import known_amax, known_column_amax
 from megascale.ops.planned_cast import PlannedCast, kept_cast
 from megascale.ops.quantized import Quantized
-from megascale.ops.recipe import Quantizer
+from megascale.ops.recipe import Dither, Quantizer
+from megascale.parallel.dither import BLOCK, LayerDither
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.grad_accumulation import accumulate_scaled_wgrad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
+from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.tp_overlap import TensorParallel
+
+
+@dataclass
+class _KeptWeights:
+    """W [n, k] for forward and W^T [k, n] for dgrad, cast at the state's `weight_version` `version`."""
+
+    version: int = -1
+    operands: tuple[Quantized, ...] = ()
+
+    def drop(self) -> None:
+        self.version, self.operands = -1, ()
 
 
 @dataclass
@@ -46,8 +60,8 @@ class Fp8Gemms(LinearGemms):
     """The FP8 GEMMs of one layer.
 
     `state`: of the whole model. `shard_dim`: the dimension of the weight that tp shards: 0 column-parallel, 1
-    row-parallel. `static_amaxes`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.
-    `_weights`: W [n, k] for forward and W^T [k, n] for dgrad, cast at the state's `weight_version` `_version`.
+    row-parallel. `static_amaxes`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY. `dither`,
+    `batch`: the random bits of stochastic rounding, and whose tokens they round. `_kept`: the weights of a step.
     """
 
     name: str
@@ -56,8 +70,27 @@ class Fp8Gemms(LinearGemms):
     shard_dim: int
     static_amaxes: Mapping[str, Tensor]
     wgrad_in_pieces: bool = False  # a scale of a wgrad operand can cover all tokens
-    _version: int = -1
-    _weights: tuple[Quantized, ...] = ()
+    dither: LayerDither | None = None
+    batch: MicroBatch | None = None
+    _kept: _KeptWeights = field(default_factory=_KeptWeights)
+
+    @property
+    def grad_in_pieces(self) -> bool:  # type: ignore[override]
+        spec = self.state.recipe.rows["gradient"].spec
+        return spec.serves_transpose or (spec.amax_block.rows is not None and not spec.stochastic)
+
+    def of(self, batch: MicroBatch) -> LinearGemms:
+        state = self.state
+        if not state.quantizes:
+            self._kept.drop()
+            return HIGH_PRECISION_GEMMS
+        gemms = self if state.quantizes_forward else self._backward_gemms
+        return replace(gemms, batch=batch) if state.recipe.stochastic else gemms
+
+    @cached_property
+    def _backward_gemms(self) -> BackwardGemms:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return BackwardGemms(**values)
 
     def input_operand(self, x: Tensor) -> Operand:
         # forwards without a backward, as a recomputation's first, need no transpose for wgrad
@@ -68,7 +101,7 @@ class Fp8Gemms(LinearGemms):
 
     def planned_cast(self, name: OperandName) -> PlannedCast | None:
         quantizer = self.state.recipe.rows[name]
-        if quantizer.spec.block != TENSOR or self.state.uses_own_amax(quantizer.spec):
+        if quantizer.spec.block != TENSOR or quantizer.spec.stochastic or self.state.uses_own_amax(quantizer.spec):
             return None
         record = self.state.record(f"{self.name}.{name}")
         return PlannedCast(self._expected_amax(name), quantizer.element, record)
@@ -123,7 +156,9 @@ class Fp8Gemms(LinearGemms):
     def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
         if isinstance(x, Quantized) and not x.requantises:
             return self.state.recipe.rows[name].transpose(x)
-        quantizer, known = self.state.recipe.columns[name], None if isinstance(x, Quantized) else known_column_amax(x)
+        quantizer, known = self.state.recipe.columns[name], None
+        if isinstance(x, Tensor) and quantizer.spec.amax_block == ROW and not quantizer.spec.rotated:
+            known = known_column_amax(x)
         turned = quantizer.turned(quantizer.decode(x) if isinstance(x, Quantized) else x)
         features_sharded = self.shard_dim == (1 if name == "input" else 0)
         return self._cast(
@@ -139,13 +174,14 @@ class Fp8Gemms(LinearGemms):
         return self.state.recipe.gemm(x, weight, dtype)
 
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
-        if self._version != self.state.weight_version:
+        kept = self._kept
+        if kept.version != self.state.weight_version:
             x = weight.detach()  # keeps the amaxes of its columns
             with self.tp.group.recorder.memory_kind("parameters"):
                 forward = self._forward_weight(x)
-                self._weights = forward, self._dgrad_weight(x, forward)
-            self._version = self.state.weight_version
-        return self._weights
+                kept.operands = forward, self._dgrad_weight(x, forward)
+            kept.version = self.state.weight_version
+        return kept.operands
 
     def _forward_weight(self, weight: Tensor) -> Quantized:
         """Return W [n, k] for forward: as it was gathered, or cast."""
@@ -198,8 +234,22 @@ class Fp8Gemms(LinearGemms):
             if groups:
                 expected = self._reduced_amax(operand, quantizer, x, amax, groups)
         record = None if transposed else state.record(name)
+        dither = self._dither(operand, x, transposed) if quantizer.spec.stochastic else None
         with profiler_range("quantize"):
-            return quantizer.encode(x, expected, with_transpose=with_transpose, record=record)
+            return quantizer.encode(x, expected, with_transpose=with_transpose, record=record, dither=dither)
+
+    def _dither(self, operand: str, x: Tensor, transposed: bool) -> Dither:
+        """Return the random bits of x, an operand or its transpose; of a shard of tokens, by its number of rows."""
+        tokens = torch.empty(0)
+        if operand != "weight":
+            assert self.batch is not None, "stochastic rounding needs the tokens of a micro-batch"
+            tokens = self.state.token_numbers(self.batch)
+            if not transposed and len(x) < len(tokens):  # with sequence parallelism
+                tokens = tokens[self.tp.index * len(x) :][: len(x)]
+        assert self.dither is not None
+        place = self.dither.place(operand, self.state.step, tokens, transposed=transposed)
+        assert (len(place.rows), BLOCK * len(place.blocks)) == (x.shape[:-1].numel(), x.shape[-1])
+        return place
 
     def _expected_amax(self, operand: str) -> Tensor:
         """Return the amax of a scale that does not come from the operand itself."""
@@ -221,9 +271,44 @@ class Fp8Gemms(LinearGemms):
         return amax
 
 
+class BackwardGemms(Fp8Gemms):
+    """The FP8 GEMMs of a layer's backward; those of forward are in bf16."""
+
+    def input_operand(self, x: Tensor) -> Operand:
+        return x
+
+    def planned_cast(self, name: OperandName) -> PlannedCast | None:
+        return None if name == "input" else super().planned_cast(name)
+
+    def weight_for_forward(self, weight: Tensor) -> Operand:
+        return weight
+
+    def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
+        return x if isinstance(operand, Tensor) else super().wgrad_source(x, operand)
+
+    def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
+        if isinstance(x, Tensor) and self.state.recipe.rows[name].spec.serves_transpose:
+            x = super().input_operand(x)
+        return super().operand_for_wgrad(name, x)
+
+    def gemm(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if isinstance(x, Tensor):
+            return HIGH_PRECISION_GEMMS.gemm(x, weight, bias, dtype)
+        return super().gemm(x, weight, bias, dtype)
+
+    def gemm_out(
+        self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
+    ) -> None:
+        if isinstance(x, Tensor):
+            HIGH_PRECISION_GEMMS.gemm_out(out, x, weight, bias, add=add)
+        else:
+            super().gemm_out(out, x, weight, bias, add=add)
+
+
 def build_linear_gemms(name: str, state: Fp8State, tp: TensorParallel) -> LinearGemms:
     """Return the GEMMs of the linear layer of this name: in FP8 if the layer is an FP8 layer, else high-precision."""
     parameter = state.weights.get(f"{name}.weight")
     if parameter is None:
         return HIGH_PRECISION_GEMMS
-    return Fp8Gemms(name, state, tp, parameter.sharding["tp"], state.static_amaxes(parameter.parts[0].std))
+    amaxes, dither = state.static_amaxes(parameter.parts[0].std), state.layer_dither(parameter)
+    return Fp8Gemms(name, state, tp, parameter.sharding["tp"], amaxes, dither=dither)

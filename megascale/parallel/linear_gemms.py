@@ -10,7 +10,7 @@ For Y = X W^T + b with X [s, b, k] and W [n, k], tokens flattened in wgrad:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from torch import Tensor
 from megascale.ops.planned_cast import PlannedCast
 from megascale.ops.quantized import Quantized
 from megascale.parallel.grad_accumulation import accumulate_wgrad
+
+if TYPE_CHECKING:
+    from megascale.parallel.microbatch import MicroBatch
 
 Operand = Tensor | Quantized
 """An operand of a GEMM."""
@@ -30,10 +33,16 @@ OperandName = Literal["input", "gradient"]
 class LinearGemms:
     """The three GEMMs of one linear layer, in the tensors' dtype (bf16, fp32, fp64). A subclass may quantize operands.
 
-    `wgrad_in_pieces`: wgrad may be computed for a part of the tokens at a time.
+    `wgrad_in_pieces`: wgrad may be computed for a part of the tokens at a time. `grad_in_pieces`: so may the operand of
+    an all-gathered dY.
     """
 
     wgrad_in_pieces = True
+    grad_in_pieces = True
+
+    def of(self, batch: MicroBatch) -> LinearGemms:
+        """Return the GEMMs of a micro-batch, in the step that runs."""
+        return self
 
     def input_operand(self, x: Tensor) -> Operand:
         """Convert an input [s, b, k] for the forward GEMM, before any all-gather."""

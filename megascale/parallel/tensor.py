@@ -28,6 +28,7 @@ overlaps dgrad, and the reduction of dX overlaps wgrad.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -206,12 +207,12 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tp: TensorParallel = ctx.tp
         layers: Sequence[LinearParams] = ctx.layers
         restore_inputs, left = _saved_sources(ctx)
         grad, inputs = grads[0].contiguous(), list[Operand]()
         param_grads: list[Tensor | None] = [None] * (2 * len(layers))
         first = layers[0].gemms  # all layers have the same output gradient
+        tp: TensorParallel = replace(ctx.tp, overlap=ctx.tp.overlap and first.grad_in_pieces)
 
         def accumulate_wgrads(full_grad: Operand, rows: slice) -> None:
             if not inputs:  # restored at the first call: for a wgrad in pieces, during the all-gather

@@ -45,6 +45,7 @@ from megascale.record.label import Label
 
 if TYPE_CHECKING:
     from megascale.comm.symmetric_memory import ScaledMatrix, SymmetricMemory
+    from megascale.parallel.microbatch import MicroBatch
 
 
 class LinearParams(NamedTuple):
@@ -53,6 +54,10 @@ class LinearParams(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     gemms: LinearGemms = HIGH_PRECISION_GEMMS
+
+    def of(self, batch: MicroBatch) -> LinearParams:
+        """Return the layer with the GEMMs of a micro-batch."""
+        return self._replace(gemms=self.gemms.of(batch))
 
 
 @dataclass(frozen=True)

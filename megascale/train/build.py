@@ -38,10 +38,10 @@ from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
 from megascale.optim.lr import learning_rate
-from megascale.optim.outer_optimizer import build_outer
+from megascale.optim.outer_optimizer import OuterOptimizer
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
-from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
+from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
@@ -136,7 +136,8 @@ def build_rank_run(
     mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config.train, mesh, buffers, on, sequence=p.sp)
     average = build_average(config.train, optimizer, mesh)
-    outer = build_outer(config.sites, optimizer.shards, config.model.total_layers, mesh)
+    shards, several = optimizer.shards, config.sites.count > 1
+    outer = OuterOptimizer(config.sites, shards, config.model.total_layers, mesh) if several else None
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), config.overlap.pp
     pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
@@ -186,10 +187,13 @@ def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext, buffers: ParamA
     if not config.train.quantizes:
         return None
     from megascale.parallel.fp8_codes import ShardedCodes
+    from megascale.parallel.fp8_phases import later_phases
     from megascale.parallel.fp8_state import Fp8State
 
     kernels, layers = select.build_op("linear", context), fp8_layers(config.model, config.train, config.fp8)
-    state = Fp8State(config.model, config.fp8, layers, mesh, context.device.torch_device, kernels)
+    device, seed = context.device.torch_device, config.train.seed
+    later = later_phases(config.fp8, lambda recipe: select.build_op("linear", replace(context, recipe=recipe)))
+    state = Fp8State(config.model, config.fp8, layers, mesh, device, kernels, seed=seed, later=later)
     if config.parallel.zero == 3:
         state.cast_shards = ShardedCodes(buffers.buckets, state, mesh.tp).encode
     return state
@@ -295,7 +299,7 @@ def build_buffers(
         mesh,
         zero=parallel.zero,
         sequence=parallel.sp,
-        overlap=BucketOverlap(overlap, in_backward=not parallel.hybrid_dp),
+        communication=BucketCommunication(overlap, not parallel.hybrid_dp, parallel.grad_reduce == "fp8"),
         dtypes=dtypes,
         device=device,
         wgrad=wgrad,

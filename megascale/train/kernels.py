@@ -36,7 +36,7 @@ def _words(*patterns: str) -> re.Pattern[str]:
 _ATTENTION = _words(r"flash[_:]", r"flash_?att", r"fmha", r"sdpa", r"dot_?product_(\w+_)?attention", r"flex_attention",
                     r"ScaledDotProduct", r"AttentionKernel")  # fmt: skip
 _GEMM = _words(r"gemm", r"nvjet", r"gemv", r"splitKreduce", r"cublas", r"triton_(tem|mm)\w*mm",
-                  r"^aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear|_scaled_mm)$")  # fmt: skip
+                  r"^aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear|_scaled_mm(_v2)?)$")  # fmt: skip
 _COMMUNICATION = _words(r"nccl", r"gloo", r"c10d::")
 
 _NAMES = (("communication", _COMMUNICATION), ("attention", _ATTENTION), ("gemm", _GEMM))

@@ -96,7 +96,7 @@ def test_the_parallel_block_is_its_definition(model: dict[str, Any]) -> None:
     x.requires_grad_()
     block: Any = stage.layers["0"]
     normed = block.attention_norm(x)
-    expected = x + block.attention(normed, batch) + block.mlp(normed)
+    expected = x + block.attention(normed, batch) + block.mlp(normed, batch)
     weight = block.mlp.down.weight
     wanted = torch.autograd.grad(expected.square().sum(), [x, weight, block.attention.qkv.weight])
     results = block(x, batch)

@@ -18,7 +18,8 @@ def test_the_matrix() -> None:
 def test_groups_are_of_16_elements_along_the_last_dimension() -> None:
     x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     parts = torch.cat([rotate(part) for part in x.split(16, -1)], -1)
-    assert torch.equal(rotate(x), parts) and rotate(x).dtype == torch.bfloat16
+    assert torch.equal(rotate(x), parts)
+    assert rotate(x).dtype == rotate(x.float()).dtype == torch.bfloat16
     turned = x.flatten(0, 1).t().contiguous().t()
     assert torch.equal(rotate(turned), rotate(x).flatten(0, 1))
 

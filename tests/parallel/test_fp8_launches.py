@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lab.commands.operator_bytes import noted_triton
 from lab.launches import LaunchCounter
-from megascale.catalog.recipes import RECIPES
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import fp8_layers
@@ -26,6 +25,7 @@ from megascale.parallel.tp_overlap import TensorParallel
 from megascale.plan.dryrun.fake_mesh import fake_mesh
 from megascale.record.recorder import Recorder
 from tests.parallel.test_fp8_linear import WIDE, configured, operands
+from tests.runs import micro_batch
 
 LAYER, META = "attention.out", torch.device("meta")
 OPERANDS = ("input", "weight", "gradient", "input for wgrad", "gradient for wgrad")
@@ -67,7 +67,7 @@ def build_gemms(config: RunConfig, mesh: Mesh, kernels: Fp8Kernels, monitor: boo
     state = Fp8State(config.model, config.fp8, layers, mesh, META, kernels)
     state.end_restore()  # a step later than the first: delayed scaling has a history
     state.begin_step(collect_stats=monitor)
-    gemms = build_linear_gemms(f"layers.1.{LAYER}", state, TensorParallel(mesh.tp, False))
+    gemms = build_linear_gemms(f"layers.1.{LAYER}", state, TensorParallel(mesh.tp, False)).of(micro_batch([0]))
     assert isinstance(gemms, Fp8Gemms)
     return gemms
 
@@ -91,7 +91,7 @@ def casts(gemms: Fp8Gemms, x: Tensor, weight: Tensor, grad: Tensor) -> Iterator[
 
 @pytest.fixture
 def configs(tmp_path: Path) -> list[RunConfig]:
-    return [configured(tmp_path, recipe, WIDE) for recipe in RECIPES.names()]
+    return [configured(tmp_path, recipe, WIDE) for recipe in LAUNCHES]
 
 
 @pytest.mark.parametrize("monitor", [False, True])

@@ -22,7 +22,7 @@ from megascale.layout.sequence_shard import shard_sequence
 from megascale.layout.topology import Topology
 from megascale.model.modules import Linear
 from megascale.ops import fp8
-from megascale.ops.fp8 import Fp8Kernels, scaled_matmul, scaled_wgrad
+from megascale.ops.fp8 import Fp8Kernels
 from megascale.ops.quantized import Quantized
 from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
 from megascale.parallel.fp8_state import Fp8State
@@ -32,7 +32,7 @@ from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from megascale.plan.account.state_bytes import state_bytes
 from tests.fused import serve_on_cpus
 from tests.marks import only_quick
-from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve, train_order
+from tests.runs import LLAMA, build_run, config_of, curve_of, micro_batch, settings, train_curve, train_order
 from tests.worlds import run_world
 
 Array = np.ndarray
@@ -40,7 +40,10 @@ Array = np.ndarray
 MODEL = LLAMA | {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128}
 WIDE = MODEL | {"hidden_size": 256, "ffn_size": 512}  # shards over two ranks are whole blocks
 
-recipes = pytest.mark.parametrize("recipe", RECIPES.names())
+NAMES = [name for name in RECIPES.names() if not RECIPES[name].facts["whole"]]
+"""Recipes whose operands ranks may share."""
+
+recipes = pytest.mark.parametrize("recipe", NAMES)
 
 
 def configured(folder: Path, recipe: str, model: dict[str, Any] = MODEL, **more: Any) -> RunConfig:
@@ -85,7 +88,7 @@ def casts(mesh: Mesh, config: RunConfig, layer: str, sequence: bool) -> list[Arr
     tp, index = mesh.tp.size, mesh.tp.index
     axis = TensorParallel(mesh.tp, sequence)
     scaling = state_of(config, mesh)
-    gemms = build_linear_gemms(f"layers.1.{layer}", scaling, axis)
+    gemms = build_linear_gemms(f"layers.1.{layer}", scaling, axis).of(micro_batch([0]))
     assert isinstance(gemms, Fp8Gemms)
     x, weight, grad = operands(layer)
     column = gemms.shard_dim == 0
@@ -107,7 +110,7 @@ def casts(mesh: Mesh, config: RunConfig, layer: str, sequence: bool) -> list[Arr
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
-    return [configured(tmp_path_factory.mktemp("wide"), recipe, WIDE) for recipe in RECIPES.names()]
+    return [configured(tmp_path_factory.mktemp("wide"), recipe, WIDE) for recipe in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def quantized(request: Any, wide: list[RunConfig]) -> tuple[bool, list[dict[tupl
     return request.param, run_world(2, all_casts, wide, request.param)
 
 
-@recipes
+@pytest.mark.parametrize("recipe", NAMES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_two_ranks_quantize_as_one_process(recipe: str, layer: str, quantized: Any, quantized_alone: Any) -> None:
     sequence, ranks = quantized
@@ -132,6 +135,8 @@ def test_two_ranks_quantize_as_one_process(recipe: str, layer: str, quantized: A
         parts = [rank[recipe, layer][index] for rank in ranks]
         together = parts[0] if cut is None else np.concatenate(parts, cut)
         operand = ("input", "weight", "transposed weight", "gradient")[index]
+        if operand == "gradient" and column and RECIPES[recipe].facts["stochastic"]:
+            continue  # the random bits are those of shards of q, k and v (`test_dither`)
         assert np.array_equal(together, quantized_alone[recipe, layer][index]), operand
 
 
@@ -160,12 +165,13 @@ def casts_of_shared_tokens(rank: Rank, configs: list[RunConfig], reduces: bool =
     if not reduces:
         fp8_linear.all_reduce = lambda *_, **__: None  # type: ignore[assignment]
     mesh = open_mesh(Topology(cp=rank.world_size), rank.rank, tied=False)
-    places = [place for span in shard_sequence(TOKENS, rank.world_size, 1, rank.rank).spans for place in range(*span)]
+    shard = shard_sequence(TOKENS, rank.world_size, 1, rank.rank)
+    places, batch = [place for span in shard.spans for place in range(*span)], micro_batch([0], shard=shard)
     x, _, grad = (t[places] if t.dim() == 3 else t for t in operands("attention.out", TOKENS))
     results = {}
     for config in configs:
         scaling = state_of(config, mesh)
-        gemms = build_linear_gemms("layers.1.attention.out", scaling, TensorParallel(mesh.tp, False))
+        gemms = build_linear_gemms("layers.1.attention.out", scaling, TensorParallel(mesh.tp, False)).of(batch)
         assert isinstance(gemms, Fp8Gemms)
         x, grad = x.clone(), grad.clone()  # without the amaxes that another recipe has kept
         found: dict[str, Any] = {"X": gemms.input_operand(x), "dY": gemms.grad_operand(grad)}
@@ -209,7 +215,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "delayed"))
+@pytest.mark.parametrize("recipe", only_quick(NAMES, "delayed"))
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
 def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None:
     """As close as bf16 sums permit: an element rounded differently may quantize to the next FP8 value."""
@@ -225,17 +231,17 @@ def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None
 def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Array]]:
     """Compute a first step's gradients in bf16 and by each recipe."""
     folder = tmp_path_factory.mktemp("gradients")
-    configs = {recipe: configured(folder, recipe) for recipe in RECIPES.names()}
+    configs = {recipe: configured(folder, recipe) for recipe in NAMES}
     configs["bf16"] = configured(folder, "tensorwise", train__precision="bf16")
     return run_world(1, all_gradients, configs)[0]
 
 
-@recipes
+@pytest.mark.parametrize("recipe", RECIPES.names())
 def test_gradients_are_close_to_bf16(recipe: str, gradients: dict[str, dict[str, Array]]) -> None:
     bf16_grads, fp8_grads = gradients["bf16"], gradients[recipe]
     assert bf16_grads.keys() == fp8_grads.keys()
     for name, expected in bf16_grads.items():
-        assert distance(fp8_grads[name], expected) < 0.15, name
+        assert distance(fp8_grads[name], expected) < (0.4 if recipe == "nvfp4" else 0.15), name
     chosen = {f"layers.{i}.{part}.weight" for i in (1, 2) for part in ("attention.qkv", "attention.out", "mlp.down")}
     assert all(distance(fp8_grads[name], bf16_grads[name]) > 0.01 for name in chosen)
 
@@ -309,10 +315,10 @@ def fast_accumulation(rank: Rank, configs: list[RunConfig]) -> list[dict[str, bo
 
 
 def test_every_fp8_gemm_is_the_backends(tmp_path: Path) -> None:
-    configs = [configured(tmp_path, recipe, batch__global=2, batch__micro=1) for recipe in RECIPES.names()]
+    configs = [configured(tmp_path, recipe, batch__global=2, batch__micro=1) for recipe in NAMES]
     (counts,) = run_world(1, count_all_gemms, configs)
     # forward, dgrad and wgrad, 8 layers, 2 micro-batches
-    assert counts == dict.fromkeys(RECIPES.names(), 3 * 8 * 2)
+    assert counts == dict.fromkeys(NAMES, 3 * 8 * 2)
 
 
 def count_all_gemms(rank: Rank, configs: list[RunConfig]) -> dict[str, int]:
@@ -323,16 +329,17 @@ def count_gemms(rank: Rank, config: RunConfig) -> int:
     from megascale.train.step import train_step
 
     run, formats = build_run(rank, config), []
+    recipe = run.fp8_state.recipe
 
     def counting(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         formats.append(dtype)
-        return scaled_matmul(a, b, dtype)
+        return recipe.gemm(a, b, dtype)
 
     def counting_wgrad(total: Tensor, *given: Any) -> None:
         formats.append(total.dtype)
-        scaled_wgrad(total, *given)
+        recipe.wgrad(total, *given)
 
-    run.fp8_state.recipe = replace(run.fp8_state.recipe, gemm=counting, wgrad=counting_wgrad)
+    run.fp8_state.recipe = replace(recipe, gemm=counting, wgrad=counting_wgrad)
     train_step(run, run.train_loader.batch(run.progress.samples))
     return len(formats)
 
@@ -340,7 +347,7 @@ def count_gemms(rank: Rank, config: RunConfig) -> int:
 ONE_OR_MORE: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"parallel__tp": 2}, **LAYOUTS}
 
 
-@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "tensorwise"))
+@pytest.mark.parametrize("recipe", only_quick(NAMES, "tensorwise"))
 @pytest.mark.parametrize("layout", only_quick(ONE_OR_MORE, "one"))
 def test_cast_transpose_kernels_change_no_gradient(recipe: str, layout: str, tmp_path: Path) -> None:
     config = configured(tmp_path, recipe, WIDE, **ONE_OR_MORE[layout])
@@ -376,8 +383,8 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
             return rows
         return replace(rows, transposed=rows.data.reshape(-1, x.shape[-1]).t().contiguous())
 
-    def with_kernel(self: Fp8State, *given: Any) -> None:
-        make(self, *given[:-1], Fp8Kernels(cast=kernel, strided=True))
+    def with_kernel(self: Fp8State, *given: Any, **more: Any) -> None:
+        make(self, *given[:-1], Fp8Kernels(cast=kernel, strided=True), **more)
 
     Quantized.t, Fp8State.__init__ = counting, with_kernel  # type: ignore[method-assign]
     return plain, first_gradients(rank, config), copies, turned
@@ -395,7 +402,7 @@ def cast_bytes(rank: Rank, config: RunConfig) -> int:
     run = build_run(rank, config)
     curve_of(run, 1)
     layers = [module for stage in run.stages for module in stage.modules() if isinstance(module, Linear)]
-    made = [layer.params.gemms._weights for layer in layers if isinstance(layer.params.gemms, Fp8Gemms)]
+    made = [layer.params.gemms._kept.operands for layer in layers if isinstance(layer.params.gemms, Fp8Gemms)]
     return sum(cast.nbytes for weights in made for cast in weights)
 
 
@@ -469,8 +476,9 @@ def history_after(rank: Rank, config: RunConfig) -> tuple[list[Array], Array]:
     return amaxes, run.fp8_state.history.numpy()
 
 
-def test_a_non_finite_element_stops_the_run(tmp_path: Path) -> None:
-    (message,) = run_world(1, poisoned, configured(tmp_path, "static"))
+@pytest.mark.parametrize("recipe", ["static", "mxfp8"])
+def test_a_non_finite_element_stops_the_run(recipe: str, tmp_path: Path) -> None:
+    (message,) = run_world(1, poisoned, configured(tmp_path, recipe))
     assert "is not finite" in message or "nan" in message
 
 
@@ -527,6 +535,8 @@ def count_casts(rank: Rank, config: RunConfig) -> dict[str, int]:
 FUSED = {
     "rowwise": ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"],
     "blockwise": [],
+    "mxfp8": [],
+    "nvfp4": [],
 }
 """Fused operators of a column-parallel forward, a row-parallel forward and its backward, by recipe. With `rowwise` the
 gradient is all-gathered before quantization.
@@ -535,7 +545,7 @@ gradient is all-gathered before quantization.
 ONE_SCALE = ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter", "fused_all_gather_scaled_matmul"]
 
 
-@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "tensorwise", "rowwise", "blockwise"))
+@pytest.mark.parametrize("recipe", only_quick(NAMES, "tensorwise", "rowwise", "blockwise"))
 def test_fused_operators_run_fp8_gemms(recipe: str, tmp_path: Path) -> None:
     for called, plain, fused in run_world(2, with_fused_operators, configured(tmp_path, recipe, WIDE)):
         assert called == FUSED.get(recipe, ONE_SCALE)

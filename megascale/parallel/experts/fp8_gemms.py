@@ -15,13 +15,17 @@ from torch import Tensor
 
 from megascale.device import profiler_range
 from megascale.ops.grouped_gemm import RowGroups, scaled_grouped_gemm
+from megascale.ops.planned_cast import kept_cast
 from megascale.ops.quantized import Quantized
-from megascale.ops.recipe import Quantizer
+from megascale.ops.recipe import Quantizer, Recipe
 from megascale.ops.wgrad import Wgrad
+from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.linear_gemms import OperandName
 from megascale.record.recorder import Recorder
+
+ALIGNMENT = 16  # of the sum of a GEMM with scales of rows
 
 
 @dataclass
@@ -36,15 +40,29 @@ class Fp8GroupedGemms(GroupedGemms):
     _weights: tuple[Quantized, ...] = ()
 
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        if not self._quantizes_forward:
+            return super().forward(x, weight, groups)
         operand = self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
         return self._gemm("input", x, operand, groups)
 
     def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        if not (self.state.quantizes and serves_experts(self.state.recipe)):
+            self._weights, self._version = (), -1
+            return super().dgrad(grad, weight, groups)
         operand = self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
         return self._gemm("gradient", grad, operand, groups)
 
+    @property
+    def cast_tokens(self) -> CastTokens | None:
+        quantizer = self.state.recipe.rows["input"]
+        return quantizer.encode if self._quantizes_forward and quantizer.spec.requantises else None
+
+    @property
+    def _quantizes_forward(self) -> bool:
+        return self.state.quantizes_forward and serves_experts(self.state.recipe)
+
     def wgrad(self, total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
-        if not self.state.facts["free_borders"]:
+        if not (self.state.quantizes and self.state.recipe.free_borders):
             super().wgrad(total, grad, x, groups, wgrad, add)
             return
         for rows, matrix in zip(groups.slices(), total, strict=True):
@@ -56,8 +74,8 @@ class Fp8GroupedGemms(GroupedGemms):
 
     def _turned(self, operand: OperandName, rows: Tensor) -> Quantized:
         """Quantize the transpose of an expert's rows, with zeros up to whole blocks, from their codes."""
-        recipe = self.state.recipe
-        quantizer, padded = recipe.columns[operand], F.pad(rows, (0, 0, 0, -len(rows) % self.state.facts["alignment"]))
+        recipe, quantizer = self.state.recipe, self.state.recipe.columns[operand]
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % (quantizer.spec.block.k or ALIGNMENT)))
         with profiler_range("quantize"):
             return quantizer.encode(quantizer.turned(quantizer.decode(recipe.rows[operand].encode(padded))))
 
@@ -66,7 +84,7 @@ class Fp8GroupedGemms(GroupedGemms):
             return x.new_empty(0, weight.shape[0] // len(groups.counts))
         recipe = self.state.recipe
         with profiler_range("quantize"):
-            rows = recipe.rows[operand].encode(x)
+            rows = kept_cast(x) or recipe.rows[operand].encode(x)
         return scaled_grouped_gemm(rows, weight, groups, x.dtype, recipe.gemm)
 
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
@@ -117,6 +135,11 @@ class Fp8GroupedGemms(GroupedGemms):
 
 def build_grouped_gemms(layer: int, state: Fp8State, recorder: Recorder) -> GroupedGemms:
     """Return the GEMMs of a layer's experts: in FP8 in an FP8 layer, with a recipe whose scales allow it."""
-    if layer not in state.layers or state.recipe.rows["input"].spec.block.rows is None:
+    if layer not in state.layers or not any(map(serves_experts, state.recipes)):
         return HIGH_PRECISION_GROUPS
     return Fp8GroupedGemms(state, recorder)
+
+
+def serves_experts(recipe: Recipe) -> bool:
+    """True if scales are of one row, and no random bits of its tokens round it."""
+    return recipe.rows["input"].spec.amax_block.rows is not None and not recipe.stochastic

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, grouped_gemm, grouped_wgrad
 from megascale.ops.wgrad import Wgrad
+from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, leaves
 
 
@@ -28,6 +29,11 @@ class GroupedGemms:
     def wgrad(self, total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
         """Write each expert's grad^T x into `total` [experts, n, k], or add it with `add`."""
         grouped_wgrad(total, grad, x, groups, wgrad, add)
+
+    @property
+    def cast_tokens(self) -> CastTokens | None:
+        """The cast of tokens before they are sent to experts; None if their rows travel in their own dtype."""
+        return None
 
 
 HIGH_PRECISION_GROUPS = GroupedGemms()

@@ -22,8 +22,8 @@ def data_ranks(parallel: ParallelConfig) -> int:
 def coded_elements(config: RunConfig, bucket: BucketSize) -> int:
     """Count the elements of a bucket that are gathered as FP8 codes."""
     weight = config.fp8.facts["weight"]
-    sharded = config.parallel.zero == 3
-    return bucket.coded(fp8_layers(config.model, config.train, config.fp8), weight) if sharded else 0
+    gathered = config.parallel.zero == 3 and not config.fp8.schedule
+    return bucket.coded(fp8_layers(config.model, config.train, config.fp8), weight) if gathered else 0
 
 
 def gathered_bytes(config: RunConfig, bucket: BucketSize) -> int:

@@ -13,6 +13,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.chunks import shares_embedding, stages_of
 from megascale.layout.topology import Coord, topology_of
 from megascale.ops.rope import rope_table
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.dryrun.fake_mesh import FakeDevice, fake_mesh
 from megascale.plan.dryrun.replay import ModuleCostCache, replay_equal_modules
@@ -40,7 +41,8 @@ class DryRun:
 def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True, replay_modules: bool = True) -> DryRun:
     """Run one step (in the steady state, not the first) of a resolved configuration as `rank`.
 
-    Data are mock. Checkpoints, evaluation and torch.compile are off. `collectives_in_pieces`: overlapped collectives
+    Data are mock. Checkpoints, evaluation and torch.compile are off. Of the phases of `fp8.schedule` it is in the one
+    with the highest peak. `collectives_in_pieces`: overlapped collectives
     are cut into pieces, as between GPUs; False for CPUs, which share memory. `replay_modules`: run one of several equal
     modules and replay its costs for the rest, if micro-batches cost the same.
     """
@@ -52,9 +54,12 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
     }  # fmt: skip
     update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
     config = config.model_copy(update=update)
+    topology = topology_of(config.parallel)
+    stage = topology.coord(rank).pp
+    if config.fp8.schedule:
+        config = max(config.phases, key=lambda phase: JobMemory(phase).rank(stage).total)
     recorder = CountingRecorder()
     rope_table.cache_clear()  # cached tables are real tensors
-    topology = topology_of(config.parallel)
     mesh = fake_mesh(
         topology, rank, recorder, tied=shares_embedding(config.model, config.parallel),
         collectives_in_pieces=collectives_in_pieces, placement=stages_of(config.model, config.parallel).placement,

@@ -11,6 +11,7 @@ import torch
 from megascale.config.run import RunConfig
 from megascale.ops.grouped_gemm import RowGroups
 from megascale.ops.wgrad import torch_wgrad
+from megascale.parallel.experts.dispatcher import Exchange, Packed
 from megascale.parallel.experts.fp8_gemms import Fp8GroupedGemms
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS
 from tests.marks import only_quick
@@ -22,7 +23,7 @@ MODEL = LLAMA | {
     "hidden_size": 128, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128, "experts": 4, "experts_per_token": 2,
     "expert_ffn_size": 128,
 }  # fmt: skip
-RECIPES = ("rowwise", "blockwise")
+RECIPES = ("rowwise", "blockwise", "mxfp8")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 ep2": {"parallel__dp": 2, "parallel__ep": 2},
     "dp2 ep1": {"parallel__dp": 2},
@@ -110,3 +111,33 @@ def test_layouts_train_equally(recipe: str, layout: str, scale: str, tmp_path: P
         for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
             assert loss == pytest.approx(expected, rel=2e-3)
             assert norm == pytest.approx(expected_norm, rel=5e-2)
+
+
+@pytest.mark.parametrize("dispatcher", only_quick(["all_to_all", "all_gather"], "all_to_all"))
+@pytest.mark.parametrize("recipe", only_quick(RECIPES, "rowwise"))
+def test_tokens_travel_as_the_codes_of_experts(
+    recipe: str, dispatcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With power-of-two scales: bit by bit as rounded tokens that travel in bf16."""
+    keys = LAYOUTS["dp2 ep2"] | {"fp8__scale": "pow2", "moe__dispatcher": dispatcher, "moe__token_blocks": 2}
+    config = configured(tmp_path, recipe, **keys)
+    sent = list[torch.dtype]()
+    send = Exchange.start
+
+    def noted(self: Exchange, rows: Packed, *, backward: bool = False) -> None:
+        send(self, rows, backward=backward)
+        assert self.arriving is not None
+        if self.to_experts and not backward:
+            sent.append(self.arriving.rows.dtype)
+
+    def rounded(self: Exchange, rows: Packed, *, backward: bool = False) -> None:
+        if self.cast is not None and not backward:
+            rows = rows._replace(rows=self.cast(rows.rows).decode(torch.bfloat16))
+            self.cast = None
+        send(self, rows, backward=backward)
+
+    monkeypatch.setattr(Exchange, "start", noted)
+    ours = run_threads(config, lambda run: curve_of(run, 3))
+    assert set(sent) == {torch.uint8, torch.bfloat16}  # the first and the last layer have no FP8
+    monkeypatch.setattr(Exchange, "start", rounded)
+    assert run_threads(config, lambda run: curve_of(run, 3)) == ours

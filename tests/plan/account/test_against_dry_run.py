@@ -76,6 +76,16 @@ def test_partial_pipelines(parallel: dict[str, Any], tmp_path: Path) -> None:
     assert executed / all_layers == pytest.approx(counted.full / all_counted.full, rel=2e-3)
 
 
+@pytest.mark.parametrize("zero", only_quick([1, 2, 3], 2))
+def test_gradients_that_travel_as_codes(zero: int, tmp_path: Path) -> None:
+    """Codes of two buckets are in flight, in the plan those of the two largest: here of the vocabulary."""
+    keys = {"parallel__dp": 8, "parallel__zero": zero, "parallel__grad_reduce": "fp8", "train__precision": "bf16"}
+    model = LLAMA | {"hidden_size": 1024, "ffn_size": 2752, "seq_length": 512, "vocab_size": 16_000}
+    config = config_of(settings_of(model, tmp_path, batch__global=16, **keys), tmp_path)
+    _, error = compare(config, 0)
+    assert LOW < error < 0.15
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", only_quick([2, 500], 2))
 def test_communication_flops_and_state_of_ranks(count: int) -> None:

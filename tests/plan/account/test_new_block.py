@@ -51,7 +51,7 @@ class PostLNBlock(nn.Module):
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
         total = x_sbh + self._drop(self.attention(x_sbh, batch), batch, "attention.out")
         x_sbh = self.attention_end(total)
-        branch = self.mlp(x_sbh, self.attention_end.recompute_norm(total))
+        branch = self.mlp(x_sbh, batch, self.attention_end.recompute_norm(total))
         return self.mlp_end(x_sbh + self._drop(branch, batch, "mlp.down"))
 
 
