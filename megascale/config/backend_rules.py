@@ -63,7 +63,7 @@ def fp8_shapes(
 
 
 def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
-    """Check that the changes of the recipe ascend, and that each changes something."""
+    """Check that changes of the recipe ascend, and that the recipe before is another."""
     key, end, last = "fp8.schedule", 0.0, fp8.recipe
     if fp8.schedule and not train.quantizes:
         yield Finding(key, f"has no effect with train.precision = {train.precision}", "fp8, or remove the key")

@@ -44,8 +44,8 @@ class Fp8Config(Section):
 
     @property
     def phases(self) -> list[tuple[str, Fp8Config]]:
-        """What follows each other in the run: a recipe, bf16 or bf16_forward, and a section of its recipe alone. A
-        section whose only change is at 0 is of that phase.
+        """The phases of the run: a recipe's name, bf16 or bf16_forward, and the section of this phase alone. The phase
+        of bf16_forward has a schedule with a change at 0.
         """
         found, section = list[tuple[str, Fp8Config]](), self.model_copy(update={"schedule": []})
         for start, change in [(0.0, self.recipe), *self.schedule]:
