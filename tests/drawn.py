@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROUTER_SCORES
 from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
-from megascale.catalog.recipes import RECIPES
+from megascale.catalog.recipes import RECIPES, with_scale
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.finding import divisors
 from megascale.config.loading import load_config_tree
@@ -53,11 +53,14 @@ def jobs(
         "overlap": {axis: draw(booleans) for axis in ("tp", "pp", "dp")},
         "batch": {"micro": draw(st.sampled_from([1, 1, 2, 4] if large else [1, 1, 2, 3]))},
         "train": {"steps": 10, "precision": draw(st.sampled_from(PRECISIONS.names()))},
-        "fp8": {"recipe": draw(st.sampled_from(recipes)), "first_layers_bf16": draw(st.integers(0, 1))},
+        "fp8": {"recipe": (recipe := draw(st.sampled_from(recipes))), "first_layers_bf16": draw(st.integers(0, 1))},
         "optimizer": {"lr": 1e-3, "name": draw(st.sampled_from(FLAT_OPTIMIZERS))},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
     }
+    facts = RECIPES[recipe].facts
+    if facts["scaling"] == "current" and with_scale(facts, "pow2") is not facts:
+        tree["fp8"]["scale"] = draw(st.sampled_from(["fp32", "pow2"]))
     count = draw(st.integers(1, 16 if large else 6))
     tree["batch"]["global"] = tree["batch"]["micro"] * parallel["dp"] * count
     tree["overlap"]["bucket_bytes"] = "auto" if large else 1 << draw(st.sampled_from([20, 22, 25]))

@@ -35,7 +35,7 @@ PRECISIONS = Registry(
         "fp16": "bf16", "float16": "bf16", "half": "bf16", "16": "bf16", "16-mixed": "bf16", "fp16-mixed": "bf16",
         "bf16-mixed": "bf16", "bf16-true": "bf16", "bfloat16": "bf16", "amp": "bf16", "float32": "fp32",
         "single": "fp32", "32": "fp32", "32-true": "fp32", "tf32": "fp32", "float64": "fp64", "double": "fp64",
-        "float8": "fp8", "e4m3": "fp8", "hybrid": "fp8", "mxfp8": "fp8", "transformer-engine": "fp8", "fp4": "",
-        "nvfp4": "", "int8": "",
+        "float8": "fp8", "e4m3": "fp8", "hybrid": "fp8", "mxfp8": "fp8", "transformer-engine": "fp8", "fp4": "fp8",
+        "nvfp4": "fp8", "int8": "",
     },
 )  # fmt: skip

@@ -17,7 +17,7 @@ from megascale.config.train import BatchConfig, TrainConfig
 
 EXACT_SCALES = (
     "other tokens with a common scale change 62% to 97% of the values in wgrad; with scale = pow2 those of subnormal "
-    "codes alone, at most 1%"
+    "codes alone, about 1% at most"
 )
 
 

@@ -18,7 +18,7 @@ WARPS = 4
 
 
 def decode(x: Quantized) -> Tensor:
-    """Implement `block_gemm.decode`."""
+    """Return codes times scales of blocks, without the tensor's, bf16 [..., k]."""
     codes, scales = x.codes.contiguous(), x.scale.contiguous()
     out = codes.new_empty(x.shape, dtype=torch.bfloat16)
     k, m = x.shape[-1], x.shape[:-1].numel()

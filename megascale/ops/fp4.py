@@ -40,6 +40,6 @@ def _step(magnitude: Tensor) -> Tensor:
 
 def _codes(x: Tensor, magnitude: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the codes of magnitudes, `rounded` in steps, with the signs of x."""
-    first = torch.where(magnitude < 2, 0, torch.where(magnitude < 4, 2, 4))
+    first = torch.where(magnitude < 2, 0.0, torch.where(magnitude < 4, 2.0, 4.0))
     code = rounded(magnitude / _step(magnitude)) + first
     return code.to(torch.uint8) | (x < 0).to(torch.uint8) * SIGN

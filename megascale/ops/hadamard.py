@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SIGNS = 1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1
-SIDE = len(SIGNS)
+SIDE = 16
+NEGATIVE = 0xD7E8  # bit i: the sign of the i-th of D is negative
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -19,8 +19,8 @@ def rotate(x: Tensor) -> Tensor:
 
     Sums are of pairs, in the same order on every device and for every shape, which a GEMM's are not.
     """
-    groups = x.float().unflatten(-1, (-1, SIDE)) * x.new_tensor(SIGNS, dtype=torch.float32)
-    groups = groups.unflatten(-1, (2, 2, 2, 2))
+    signs = 1 - 2 * (NEGATIVE >> torch.arange(SIDE, device=x.device) & 1)
+    groups = (x.float().unflatten(-1, (-1, SIDE)) * signs).unflatten(-1, (2, 2, 2, 2))
     for axis in (-4, -3, -2, -1):
         first, second = groups.unbind(axis)
         groups = torch.stack([first + second, first - second], axis)

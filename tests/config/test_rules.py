@@ -484,7 +484,37 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             DOMINO | FP8_MODEL | {"fp8__recipe": recipe},
             {"fp8.recipe": f"{recipe} has scales of a micro-batch's"},
         )
-        for recipe in ("tensorwise", "delayed", "rowwise", "blockwise")
+        for recipe in ("tensorwise", "delayed", "rowwise")
+    ),
+    (
+        "fp8_scale",
+        FP8_MODEL | {"fp8__recipe": "delayed", "fp8__scale": "pow2"},
+        {"fp8.scale": "pow2 is for scales by an operand's amax, and those of delayed are delayed"},
+    ),
+    (
+        "fp8_scale",
+        FP8_MODEL | {"fp8__recipe": "static", "fp8__scale": "pow2"},
+        {"fp8.scale": "pow2 is for scales by an operand's amax, and those of static are static"},
+    ),
+    (
+        "fp8_scale",
+        FP8_MODEL | {"fp8__recipe": "mxfp8", "fp8__scale": "pow2"},
+        {"fp8.scale": "has no effect: the fp8 recipe mxfp8 has scales in e8m0"},
+    ),
+    (
+        "hybrid_fp8",
+        FP8_MODEL | HYBRID | {"fp8__recipe": "rowwise"},
+        {"fp8.scale": "ranks have other tokens together than without hybrid_dp, and other tokens"},
+    ),
+    (
+        "hybrid_fp8",
+        FP8_MODEL | HYBRID | {"fp8__recipe": "rowwise", "fp8__scale": "pow2", "data__max_tokens_per_rank": 24},
+        {"data.max_tokens_per_rank": "24 tokens: the fp8 recipe rowwise needs multiples of 16"},
+    ),
+    (
+        "tile_tokens",
+        FP8_MODEL | {"fp8__recipe": "blockwise", "train__mlp_tiles": 2, "batch__micro": 2},
+        {"train.mlp_tiles": "128 tokens of a sequence on a rank in 2 tiles"},
     ),
     ("pipeline", {"parallel__vpp": 2}, {"parallel.vpp": "vpp = 2 splits pipeline stages, but pp = 1"}),
     ("pipeline", {"parallel__pp": 7}, {"parallel.pp": "4 layers are too few for pp x vpp = 7 x 1 chunks"}),
@@ -1093,7 +1123,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             "model__num_heads": 4,
             "model__seq_length": 256,
         },
-        {"parallel.cp": "64 consecutive tokens of a micro-batch on a rank along cp: the fp8 recipe blockwise needs"},
+        {"parallel.cp": "64 consecutive tokens of a sequence on a rank along cp: the fp8 recipe blockwise needs"},
     ),
     (
         "decomposed_documents",

@@ -55,7 +55,7 @@ def test_a_misspelled_choice_suggests_the_choice_or_none(key: str) -> None:
         ("train.precision", "half", "bf16"),
         ("train.precision", "bfloat16", "bf16"),
         ("train.precision", "float32", "fp32"),
-        ("train.precision", "fp4", None),
+        ("train.precision", "fp4", "fp8"),
         ("train.precision", "int8", None),
         ("train.precision", "fp128", None),
         ("optimizer.name", "adam", "adamw"),

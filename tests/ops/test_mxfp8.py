@@ -68,12 +68,28 @@ def test_a_block_with_what_is_not_finite_is_not_a_number(value: float, place: in
     assert ROW.amax(x)[2, 1].isfinite().logical_not()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gemm_with_it_has_rows_and_columns_that_are_not_numbers(value: float) -> None:
-    x, w = draw("gaussian", 8, 96), draw("gaussian", 16, 96, seed=1)
-    x[3, 40] = value
-    assert not decoded_matmul(ROW.encode(x), ROW.encode(w), torch.float32)[3].isfinite().any()
-    assert not decoded_matmul(ROW.encode(w), ROW.encode(x), torch.float32)[:, 3].isfinite().any()
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 77, 2047, 6143])
+@pytest.mark.parametrize("poisoned", ["x", "weight", "gradient"])
+def test_every_result_that_depends_on_it_is_not_finite(poisoned: str, place: int, value: float) -> None:
+    """Forward, dgrad and wgrad of a layer, with transposes from codes."""
+    tensors = {"x": draw("gaussian", 64, 96), "weight": draw("gaussian", 64, 96, 1)}
+    tensors["gradient"] = draw("gaussian", 64, 64, 2)
+    place %= tensors[poisoned].numel()
+    tensors[poisoned].view(-1)[place] = value
+    row, column = divmod(place, tensors[poisoned].shape[1])
+    x, weight, gradient = map(ROW.encode, tensors.values())
+    x_t, weight_t, gradient_t = (COLUMN.encode(each.dequantize().t()) for each in (x, weight, gradient))
+    forward = decoded_matmul(x, weight, torch.float32)
+    dgrad = decoded_matmul(gradient, weight_t, torch.float32)
+    wgrad = decoded_matmul(gradient_t, x_t, torch.float32)
+    if poisoned == "x":
+        depend, others = [forward[row], wgrad[:, column]], dgrad
+    elif poisoned == "weight":
+        depend, others = [forward[:, row], dgrad[:, column]], wgrad
+    else:
+        depend, others = [dgrad[row], wgrad[column]], forward
+    assert not any(part.isfinite().any() for part in depend) and others.isfinite().all()
 
 
 def test_zeros_stay_zeros() -> None:

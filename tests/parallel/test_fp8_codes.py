@@ -13,12 +13,11 @@ from megascale.layout.topology import topology_of
 from megascale.parallel import fp8_codes
 from megascale.plan.account.traffic import step_traffic
 from tests.marks import only_quick
-from tests.parallel.test_sharded_weights import BLOCKS, EXPERTS, FULL, TENSORS, fp8
+from tests.parallel.test_sharded_weights import BLOCKS, EXPERTS, FULL, POW2, TENSORS, fp8
 from tests.runs import build_run, config_of, curve_of, settings, traffic_of
 from tests.thread_world import run_threads
 from tests.worlds import run_world
 
-POW2 = {"fp8__scale": "pow2"}
 ALL = {"fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
 WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensorwise dp2 tp2": (TENSORS, {"parallel__tp": 2, **fp8("tensorwise")}),

@@ -474,8 +474,9 @@ def history_after(rank: Rank, config: RunConfig) -> tuple[list[Array], Array]:
     return amaxes, run.fp8_state.history.numpy()
 
 
-def test_a_non_finite_element_stops_the_run(tmp_path: Path) -> None:
-    (message,) = run_world(1, poisoned, configured(tmp_path, "static"))
+@pytest.mark.parametrize("recipe", ["static", "mxfp8"])
+def test_a_non_finite_element_stops_the_run(recipe: str, tmp_path: Path) -> None:
+    (message,) = run_world(1, poisoned, configured(tmp_path, recipe))
     assert "is not finite" in message or "nan" in message
 
 

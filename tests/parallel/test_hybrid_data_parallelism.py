@@ -17,6 +17,7 @@ from megascale.plan.account.flops import sequence_flops
 from megascale.train.step import train_step
 from tests.parallel.test_context_parallel import CASES, Case, check_equal, configure, layout, train
 from tests.recorded_events import recorded_events
+from tests.runs import LLAMA, config_of, curve_of, settings
 from tests.thread_world import run_threads
 
 DOCUMENTS = [13, 2, 1, 8]
@@ -164,3 +165,16 @@ def test_only_documents_that_do_not_fit_a_rank_are_sent(tmp_path: Path) -> None:
         sent, scores = sent_and_attended(tmp_path, keys)
         config = configure(CASES["llama"], tmp_path, data__attention_mask="document", **keys)
         assert (sent > 0) == sends and sent == ring_bytes(config) and scores == attended
+
+
+def test_fp8_with_scales_of_powers_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs and rings have whole rows of GEMMs, and hardly change what is quantized."""
+    monkeypatch.setattr(mock_mixture, "equal_documents", lambda length, document: [26, 4, 2, 32])
+    sizes = {"hidden_size": 64, "ffn_size": 128, "num_heads": 4, "num_kv_heads": 4, "seq_length": 64}
+    keys = {"train__precision": "fp8", "fp8__recipe": "rowwise", "fp8__scale": "pow2", **MASKED}
+    pool = {"parallel__dp": 4, "parallel__hybrid_dp": True, "data__max_tokens_per_rank": 32}
+    alone, hybrid = (config_of(settings(LLAMA | sizes, tmp_path, **keys, **more), tmp_path) for more in ({}, pool))
+    (expected,), found = (run_threads(config, lambda run: curve_of(run, 3)) for config in (alone, hybrid))
+    for (loss, norm), (whole, whole_norm) in zip(found[0], expected, strict=True):
+        assert loss == pytest.approx(whole, rel=2e-3)
+        assert norm == pytest.approx(whole_norm, rel=5e-2)

@@ -13,6 +13,9 @@ from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
+from megascale.plan.account.traffic import step_traffic
+from megascale.plan.dryrun.dry_run import dry_run
+from tests.marks import only_quick
 from tests.parallel.test_fp8_linear import (
     LAYERS,
     WIDE,
@@ -22,6 +25,7 @@ from tests.parallel.test_fp8_linear import (
     distance,
     first_gradients,
 )
+from tests.plan.account.test_against_dry_run import sent_by
 from tests.runs import build_run, train_curve, train_order
 from tests.worlds import run_world
 
@@ -96,6 +100,7 @@ def test_ranks_that_share_sequences_quantize_as_one_process(tmp_path: Path) -> N
     assert [name for name, whole in alone.items() if not np.array_equal(first[name] + second[name], whole)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nearest")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path, sequence: bool) -> None:
@@ -106,3 +111,20 @@ def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path, sequenc
     for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
         assert loss == pytest.approx(expected, rel=2e-3)
         assert norm == pytest.approx(expected_norm, rel=5e-2)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"parallel__tp": 2},
+    "sp": {"parallel__tp": 2, "parallel__sp": True},
+    "cp": {"parallel__cp": 2, "model__seq_length": 256},
+    "sharded weights": {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 3},
+}
+
+
+@pytest.mark.usefixtures("nearest")
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS))
+def test_collectives_are_those_planned(tmp_path: Path, layout: str) -> None:
+    """Calls and bytes: of codes, their scales, and amaxes, those of wgrad's operands too."""
+    config = configured(tmp_path, "nearest", WIDE, **LAYOUTS[layout])
+    dry = dry_run(config, 0)
+    assert step_traffic(config, dry.coord) == sent_by(dry)

@@ -141,6 +141,7 @@ def fp8_configurations(folder: Path, **more: Any) -> list[RunConfig]:
 
 IN_FP8 = [
     *((recipe, {"model__block": "serial"}) for recipe in RECIPES.names()),
+    ("rowwise", {"fp8__scale": "pow2", "parallel__tp": 2, "parallel__sp": True}),
     ("tensorwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
     ("rowwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
     ("tensorwise", {"model__block": "sandwich", "parallel__tp": 2, "parallel__sp": True}),

@@ -20,6 +20,7 @@ MIXTRAL = LLAMA | {"experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
 BF16 = {"train__precision": "bf16"}
 V = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v"}
 FULL = {"train__recompute": "full"}
+POW2 = {"fp8__scale": "pow2"}
 
 SMALL = {"hidden_size": 64, "seq_length": 32}
 TENSORS, GPT_TENSORS = (
@@ -105,6 +106,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         TENSORS, {"parallel__dp": 2, "parallel__tp": 2, **FULL, **fp8("rowwise")},
     ),
     "fp8 rowwise dp2 ep2": (EXPERTS, {"parallel__dp": 2, "parallel__ep": 2, **fp8("rowwise")}),
+    "fp8 rowwise pow2 dp2 tp2": (TENSORS, {"parallel__dp": 2, "parallel__tp": 2, **fp8("rowwise"), **POW2}),
+    "fp8 rowwise pow2 dp2 ep2": (EXPERTS, {"parallel__dp": 2, "parallel__ep": 2, **fp8("rowwise"), **POW2}),
+    "fp8 blockwise pow2 dp4": (BLOCKS, {"parallel__dp": 4, **fp8("blockwise"), **POW2}),
     "fp8 blockwise dp4": (BLOCKS, {"parallel__dp": 4, **fp8("blockwise")}),
     "fp8 blockwise dp4 ep2": (EXPERTS, {"parallel__dp": 4, "parallel__ep": 2, **fp8("blockwise")}),
     "fp8 tensorwise, one rank": (TENSORS, fp8("tensorwise")),

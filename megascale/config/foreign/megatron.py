@@ -193,7 +193,7 @@ TRAIN = (
     same("--num-layers-at-start-in-bf16", "fp8.first_layers_bf16", only_with="first_last_layers_bf16"),
     same("--num-layers-at-end-in-bf16", "fp8.last_layers_bf16", only_with="first_last_layers_bf16"),
     needless("--first-last-layers-bf16", "nothing to write: one layer at each end stays in bf16 by default", 0),
-    absent("--fp4-format", "not supported: write train.precision = fp8"),
+    absent("--fp4-format", 'write train.precision = "fp8" and fp8.recipe = "nvfp4"'),
     needless("--fp4-recipe", "said by --fp4-format"),
     needless("--grad-reduce-in-bf16", "not supported: gradients are reduced in fp32", 0),
     needless("--accumulate-allreduce-grads-in-fp32, --calculate-per-token-loss", _ALWAYS, 0),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megascale.catalog.recipes import TENSOR
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
@@ -92,7 +93,8 @@ class StageTraffic:
 
     def _weight_amaxes(self, block: BlockSpec, recompute: RecomputePolicy, visits: int) -> Iterator[CommOp]:
         """List the all-reduces of the amaxes of a block's FP8 weights: once a step; of sharded ones with every cast in
-        which tp shards a scale's elements, for dgrad if it shards rows, else for forwards, which codes need no more.
+        which tp shards a scale's elements: all if it is the tensor's, for dgrad if tp shards rows, else for forwards,
+        which codes need no more.
         """
         sharded, weight = self.config.parallel.zero == 3, self.config.fp8.facts["weight"]
         for part in block if not (sharded and weight.gathers_codes and weight.block.serves_transpose) else ():
@@ -100,7 +102,9 @@ class StageTraffic:
             for param in (param for param in part.params("", self.config.model) if param.fp8):
                 dimension = param.sharding["tp"]
                 whole = param.parts[0].shape[1 - dimension]  # of the dimension that tp does not shard
-                if sharded and dimension == 1:
+                if sharded and weight.amax_block == TENSOR:
+                    times = visits * (forwards + 1)
+                elif sharded and dimension == 1:
                     times = 0 if weight.gathers_codes else visits * forwards
                 else:
                     times = visits if sharded else 1

@@ -163,6 +163,26 @@ def test_memory_with_sharded_weights(name: str, tmp_path: Path) -> None:
         assert abs(error) < HIGH, f"{error:+.1%} on rank {rank}"
 
 
+IN_FP8 = [(recipe, scale) for recipe in ("tensorwise", "rowwise", "blockwise") for scale in ("fp32", "pow2")]
+FP8_LAYOUTS: dict[str, dict[str, Any]] = {
+    "sp": {"parallel__tp": 2, "parallel__sp": True}, "cp": {"parallel__cp": 2},
+    "zero3": {"parallel__dp": 4, "parallel__zero": 3}, "selective": {"train__recompute": "selective"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", only_quick(IN_FP8, ("rowwise", "pow2")), ids=" ".join)
+@pytest.mark.parametrize("layout", only_quick(FP8_LAYOUTS, "sp"))
+def test_memory_of_saved_codes(layout: str, recipe: tuple[str, str], tmp_path: Path) -> None:
+    """One copy of an input, in codes and scales, or the input in 16 bits; and what the casts of wgrad allocate."""
+    name, scale = recipe
+    model = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 2816, "vocab_size": 4096}
+    keys = {"train__precision": "fp8", "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0, "batch__micro": 2}
+    more = keys | {"fp8__recipe": name, "model__seq_length": 2048} | ({"fp8__scale": scale} if scale != "fp32" else {})
+    config = config_of(settings_of(LLAMA | model, tmp_path, batch__global=8, **more | FP8_LAYOUTS[layout]), tmp_path)
+    _, error = compare(config, config.world_size - 1)
+    assert abs(error) <= 0.02, f"{error:+.2%}"
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.slow
 def test_ranks_with_an_mlp_in_tiles_or_offload() -> None:
