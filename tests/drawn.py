@@ -139,6 +139,10 @@ def layouts(draw: Draw, large: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
+QK_NORMS = ["none", "head", "full", "fixed", "tanh"]
+WEIGHTED = ("post_norm", "fog")  # blocks that may have a weighted residual stream
+
+
 @st.composite
 def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | None = None) -> dict[str, Any]:
     """Draw a section [model] for a layout. `fp8`: dimensions on a rank are multiples of 128. `widths`: hidden sizes of
@@ -146,7 +150,7 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
     """
     position = draw(st.sampled_from(["learned", "rope"]))
     norm = draw(st.sampled_from(NORMS.names()))
-    qk_norm = "none" if NORMS[norm].facts["bias"] else draw(st.sampled_from(["none", "head", "full"]))
+    qk_norm = "none" if NORMS[norm].facts["bias"] else draw(st.sampled_from(QK_NORMS))
     tp, chunks, large = parallel["tp"], parallel["pp"] * parallel["vpp"], widths is not None
     head = 128 if fp8 else draw(st.sampled_from([64, 96, 128] if large else [32, 64, 96]))
     kv_heads = tp * draw(st.sampled_from([1, 2]))
@@ -156,7 +160,7 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
     layers = max(chunks * (draw(st.integers(1, 4)) if large else 1) + draw(st.integers(0, 3)), 2 + fp8)
     window = draw(st.one_of(st.none(), st.integers(1, 2000 if large else 300), st.just([100, 0])))
     ffn = -(-heads * head * draw(st.sampled_from([2, 3, 4])) // (tp * 128)) if large else draw(st.integers(2, 8))
-    return {
+    model = {
         "num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head,
         "ffn_size": tp * 128 * ffn, "vocab_size": draw(st.integers(200, 32_000 if large else 20_000)),
         "seq_length": draw(st.sampled_from([1024, 2048, 4096, 8192] if large else [128, 256, 384, 512, 1024])),
@@ -169,6 +173,7 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
         "embedding_scale": draw(st.sampled_from([1.0, 1.0, 8.0])),
         "logit_softcap": draw(st.sampled_from([None, None, 30.0])),
     }  # fmt: skip
+    return model | {"residual_tau": draw(st.sampled_from([0.0, 0.25])) if model["block"] in WEIGHTED else 0.0}
 
 
 @st.composite
@@ -177,7 +182,8 @@ def mixtures(draw: Draw, tp: int, layers: int, widths: list[int]) -> dict[str, A
     shared, chosen = draw(st.sampled_from([0, 128 * tp])), draw(st.integers(1, 3))
     return {
         "experts": draw(st.sampled_from([4, 8])), "experts_per_token": chosen, "bias": draw(booleans),
-        "block": draw(st.sampled_from(["serial", "sandwich", "post_norm"])), "shared_ffn_size": shared,
+        "block": draw(st.sampled_from(["serial", "sandwich", "post_norm", "fog"])), "residual_tau": 0.0,
+        "shared_ffn_size": shared,
         "shared_gate": shared > 0 and draw(booleans), "dense_layers": draw(st.integers(0, min(1, layers - 1))),
         "expert_ffn_size": draw(st.sampled_from(widths)), "router_normalize": chosen > 1 and draw(booleans),
         "router_bias": draw(booleans),

@@ -40,8 +40,7 @@ def run_sites(configs: Sequence[RunConfig], function: Callable[[Any], T]) -> lis
     """Run `function(run)` at all sites at once, each of one rank, after they have joined. Return the results."""
 
     def body(run: Any) -> T:
-        run.sites = Sites(run.config, run.outer)
-        run.sites.join(run)
+        run.sites = Sites(run)
         return function(run)
 
     with ThreadPoolExecutor(len(configs)) as threads:

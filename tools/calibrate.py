@@ -3,7 +3,8 @@
 profiles. Write the errors by source and the worth of every assumption to docs/results/planner.md.
 
 `--check` only prints the errors of the present profiles; `--assumptions` only updates the assumptions' worth,
-`--experts` the errors of mixtures of experts, and `--split` those of schedules with split backwards.
+`--experts` the errors of mixtures of experts, `--split` those of schedules with split backwards, and `--precisions`
+those of steps in MXFP8 and NVFP4.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from statistics import mean, median
 from calibration import assumptions
 from calibration import experts as expert_rows
 from calibration.fit import EFFICIENCIES, FIRST_YEAR, LOSS, RECENT, RECENT_YEAR, Fit, Profiles, Values, mean_error
-from calibration.rows import MANY, ROWS, Row, goals, read, read_split
+from calibration.rows import MANY, ROWS, Row, goals, read, read_block_scaled, read_split
 from megascale.config import profile_files
 from megascale.core.files import write_text
 from megascale.layout.parameters import parameter_count
@@ -44,6 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--experts", action="store_true", help="fit only the rows of experts, write them to the page")
     parser.add_argument("--split", action="store_true", help="fit nothing, write the errors of split backwards")
+    parser.add_argument("--precisions", action="store_true", help="fit nothing, write the errors of MXFP8 and NVFP4")
     options = parser.parse_args()
     gc.disable()  # a simulation allocates millions of tuples, none in a cycle
     rows = [row for row in read(options.rows) if row.trusted]
@@ -55,6 +57,9 @@ def main() -> None:
         return
     if options.split:
         fill(PAGE, "split", "\n".join(split_backwards(rows)))
+        return
+    if options.precisions:
+        fill(PAGE, "precisions", "\n".join(precisions()))
         return
     if options.assumptions:
         write_assumptions(rows)
@@ -70,6 +75,7 @@ def main() -> None:
     fill(PAGE, "calibration", "\n".join(page))
     fill(PAGE, "experts", "\n".join(experts()))
     fill(PAGE, "split", "\n".join(split_backwards(rows)))
+    fill(PAGE, "precisions", "\n".join(precisions()))
     write_assumptions(rows)
     print("\n".join([*page, "", *values_table(fit.values)]))
     print(f"{time.monotonic() - began:.0f} s")
@@ -110,6 +116,25 @@ def split_backwards(rows: Sequence[Row]) -> Iterator[str]:
         f"Mean error of {len(errors)} steps {mean(map(abs, errors)):.1%}, of {len(gains)} gains "
         f"{mean(map(abs, gains)):.1%}."
     )
+
+
+def precisions() -> Iterator[str]:
+    """Tabulate published steps in MXFP8 and NVFP4 of dense models, and those that NVFP4 gains over MXFP8."""
+    rows = list(read_block_scaled())
+    planned = as_written(rows)
+    yield "| model, GPUs | container | layout | recipe | measured, s | planned, s | error |"
+    yield f"|---|---|---|---|{'---:|' * 3}"
+    errors = defaultdict[str, list[float]](list)
+    for row in sorted(rows, key=lambda row: row.recipe):
+        c, p, seconds = row.config, row.config.parallel, planned[row.line]
+        errors[row.recipe].append(seconds / row.step_s - 1)
+        model = f"{parameter_count(c.model) / 1e9:.0f}B, {c.world_size} {row.hardware.upper()}"
+        layout = f"tp {p.tp} pp {p.pp} vpp {p.vpp} dp {c.dp}, micro {c.batch.micro}"
+        cells = [model, row.table.removesuffix(" container"), layout, row.recipe, f"{row.step_s:.2f}"]
+        yield f"| {' | '.join([*cells, f'{seconds:.2f}', f'{errors[row.recipe][-1]:+.1%}'])} |"
+    yield ""
+    means = (f"{name} {mean(map(abs, of)):.1%} over {len(of)} steps" for name, of in errors.items())
+    yield f"Mean error: {', '.join(means)}."
 
 
 def as_written(rows: Sequence[Row]) -> dict[int, float]:

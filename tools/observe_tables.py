@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 RECORDS = {
     "StepMetrics": "a logged step",
     "EvaluationMetrics": "an evaluation",
+    "SharpnessMetrics": "a measurement of sharpness",
     "Alert": "a spike",
     "MixtureUpdate": "new weights of a blend",
     "RebuiltStages": "a start with rebuilt stages",
@@ -59,7 +60,7 @@ def record_fields(record: ast.ClassDef) -> Iterator[tuple[str, str]]:
     """Yield the fields of a class that have docstrings, with these."""
     for field, text in pairwise(record.body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            yield field.target.id, ast.literal_eval(text.value)
+            yield field.target.id, " ".join(ast.literal_eval(text.value).split())
 
 
 def prometheus_metrics() -> list[str]:

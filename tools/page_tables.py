@@ -21,7 +21,7 @@ import config_reference
 import migration
 import recipes
 from megascale.catalog.backends import BACKENDS, KERNEL_DTYPES
-from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLOCK, with_defaults
+from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, with_defaults
 from megascale.core.files import write_text
 from megascale.core.registry import Card
 from megascale.operate.node.environment import COMMON_DEFAULTS, MULTI_RANK_DEFAULTS
@@ -86,8 +86,9 @@ def state_size(facts: dict[str, Any]) -> str:
             state |= further
     counts = dict[str, float]()
     for name, letters in state.items():
-        if size := SIZES.get(letters.lstrip("/"), letters.lstrip("/")):
-            share = 1 / QUANTIZED_BLOCK if letters.startswith("/") else 0.25 if name in facts["uint8"] else 1
+        of, _, block = letters.partition("/")
+        if size := SIZES.get(of, of):
+            share = 1 / int(block) if block else 0.25 if name in facts["uint8"] else 1
             counts[size] = counts.get(size, 0) + share
     terms = [size if count == 1 else f"{float(f'{count:.2g}'):g} {size}" for size, count in counts.items()]
     return " + ".join(terms) or "0"

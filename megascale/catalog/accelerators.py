@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accelerator:
-    """An accelerator. `name`: words of the device name reported by the driver. `peak`: FLOP/s by dtype."""
+    """An accelerator. `name`: words of the device name reported by the driver. `peak`: FLOP/s by dtype; with nvfp4 its
+    tensor cores take scales of blocks of a row, those of MXFP8 too.
+    """
 
     name: str
     peak: dict[str, float]
@@ -30,10 +32,10 @@ ACCELERATORS = (
     Accelerator("H200 NVL", HOPPER_NVL),
     Accelerator("H100", HOPPER_SXM),
     Accelerator("H200", HOPPER_SXM),
-    Accelerator("B200", _peaks(fp64=37, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500)),
-    Accelerator("GB200", _peaks(fp64=40, fp32=80, tf32=1250, fp16=2500, bf16=2500, fp8=5000)),
-    Accelerator("B300", _peaks(fp64=1.2, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500)),
-    Accelerator("GB300", _peaks(fp64=1.3, fp32=80, tf32=1250, fp16=2500, bf16=2500, fp8=5000)),
+    Accelerator("B200", _peaks(fp64=37, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500, nvfp4=9000)),
+    Accelerator("GB200", _peaks(fp64=40, fp32=80, tf32=1250, fp16=2500, bf16=2500, fp8=5000, nvfp4=10_000)),
+    Accelerator("B300", _peaks(fp64=1.2, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500, nvfp4=13_500)),
+    Accelerator("GB300", _peaks(fp64=1.3, fp32=80, tf32=1250, fp16=2500, bf16=2500, fp8=5000, nvfp4=15_000)),
     # one MI250X is two devices (GCDs); the peaks are of one
     Accelerator("MI250X", _peaks(fp64=47.9, fp32=47.9, fp16=191.5, bf16=191.5)),
     Accelerator("MI300X", _peaks(fp64=163.4, fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4, fp8=2614.9)),

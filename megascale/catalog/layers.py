@@ -43,6 +43,10 @@ BLOCKS = Registry(
             ("add_norm",),
         ),
         _block("post_norm", "serial, with a norm after each branch and none before: OLMo 2", "PostNormBlock"),
+        _block(
+            "fog", "post_norm with gains that start at 1 / sqrt(num_layers) (FOG, Hernandez-Cano et al. 2025)",
+            "PostNormBlock",
+        ),
     ],
 )  # fmt: skip
 

@@ -5,8 +5,8 @@
 - `state`: fp32 state tensors by name, with their shape in dimensions: m rows, n columns, s the shorter and l the longer
   of the two, r the rank (option `rank`), M and N like m and n up to option `max_size`, else 1, h the
   option `history`, d the share `density` of m n; a and b rows and columns of a block of at most option `block`, x and y
-  the numbers of blocks, t and u the elements above the diagonals of a block of a and of b; "" is one element, and "/mn"
-  one for every block of `QUANTIZED_BLOCK` elements of [m, n]
+  the numbers of blocks, t and u the elements above the diagonals of a block of a and of b; "" is one element, and
+  "mn/256" one for every block of 256 elements of [m, n]
 - `meaning`: what the state means, by default the rule's name: on resume a rule takes over the state of another one
   with the same meaning, names and shapes; by an option's value: (option, meanings by value)
 - `state_with`: further state with an option of a value, by (option, value); `uint8`: the names of tensors in 8 bits
@@ -32,6 +32,7 @@ from megascale.core.registry import Card, Registry
 REST = "adamw"  # the rule of parameters for which the chosen rule is not meant, such as norms for a rule of matrices
 MATRIX_UNITS = ("rows_and_columns", "matrix", "low_rank")  # units of work that need a whole matrix on one rank
 QUANTIZED_BLOCK = 256  # elements with a common scale in state of 8 bits
+EXPANDED_GROUP = 128  # elements with a common range in state in FP8
 
 TEMPORARIES = 6  # of dry runs of rules without a count of their own, 4 to 7
 
@@ -58,6 +59,8 @@ def _card(name: str, help: str, target: str, unit_of_work: str, state: dict[str,
 _ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
 _MOMENTS = {"exp_avg": "mn", "exp_avg_sq": "mn"}
+
+_SCALES, _POWERS = (tuple(f"{moment}_{of}" for moment in _MOMENTS) for of in ("scale", "power"))
 
 _SVD = {"ssl": 3.0, "sss": 10.0}
 """Multiplications of a singular value decomposition, as GEMMs. These, those of eigenvectors (4.5 n^3) and those of QR
@@ -217,12 +220,16 @@ OPTIMIZERS = Registry(
         ),
         _card(
             "adamw_8bit", "AdamW with moments in 8 bits (Dettmers et al. 2021)", "contrib.eight_bit:adamw_8bit",
-            "matrix", _MOMENTS | {"exp_avg_scale": "/mn", "exp_avg_sq_scale": "/mn"}, options=_ADAM,
-            uint8=("exp_avg", "exp_avg_sq"),
+            "matrix", _MOMENTS, options=_ADAM | {"codes": "dynamic"}, choices={"codes": ("dynamic", "e4m3")},
+            state_with={
+                ("codes", "dynamic"): dict.fromkeys(_SCALES, f"mn/{QUANTIZED_BLOCK}"),
+                ("codes", "e4m3"): dict.fromkeys((*_SCALES, *_POWERS), f"mn/{EXPANDED_GROUP}"),
+            },
+            uint8=("exp_avg", "exp_avg_sq"), meaning=("codes", {"dynamic": "adamw_8bit", "e4m3": "adamw_8bit e4m3"}),
         ),
         _card(
             "galore_8bit", "GaLore with moments in 8 bits", "contrib.eight_bit:galore_8bit", "low_rank",
-            {"exp_avg": "rl", "exp_avg_sq": "rl", "exp_avg_scale": "/rl", "exp_avg_sq_scale": "/rl"},
+            {"exp_avg": "rl", "exp_avg_sq": "rl", **dict.fromkeys(_SCALES, f"rl/{QUANTIZED_BLOCK}")},
             uint8=("exp_avg", "exp_avg_sq"), meaning=("natural", {False: "galore_8bit", True: "natural galore_8bit"}),
             **_GALORE,
         ),

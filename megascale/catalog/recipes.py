@@ -62,7 +62,7 @@ class QuantizerSpec:
     of scales: current, from the tensor's own amax; delayed, from the amax history of earlier steps; static, from unit
     scaling's standard deviations. `scale`: the format of a scale: fp32; pow2, a power of two in fp32; e8m0, a power of
     two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor. `stochastic`: a code is one of the two nearest at
-    random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand of wgrad is transformed along tokens
+    random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand is transformed along the GEMM's sum
     before (`ops.hadamard`), as must be the other.
     """
 
@@ -78,7 +78,7 @@ class QuantizerSpec:
         """True if the transpose is quantized from the codes: rounding commutes with powers of two, but for subnormals,
         so that scales of other blocks change almost no value.
         """
-        return self.scale in POWERS_OF_TWO and not self.block.serves_transpose
+        return self.scale in POWERS_OF_TWO and not (self.block.serves_transpose or self.rotated)
 
     @property
     def serves_transpose(self) -> bool:
@@ -127,13 +127,20 @@ def facts_of(
       rows, or of parts of them, are powers of two, and rounding is to nearest
     - `saves_codes`: inputs are saved for wgrad, and gathered, as codes
     - `serves_experts`: rows of experts have scales of their own
+    - `whole`: quantizers need whole matrices, which neither tp nor cp shards
+
+    Raises: ValueError if one operand of a GEMM is rotated, and the other is not
     """
     rows = {"input": input, "weight": weight, "gradient": gradient}
     of_columns = {f"{name}_column": columns.get(f"{name}_column", spec) for name, spec in rows.items()}
+    both = rows | of_columns
+    for left, right in (("input", "weight"), ("gradient", "weight_column"), ("gradient_column", "input_column")):
+        if both[left].rotated != both[right].rotated:
+            raise ValueError(f"{left} and {right} are multiplied: both are rotated, or neither")
     over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
     of_tokens = [input, gradient, of_columns["input_column"], of_columns["gradient_column"]]
-    stochastic = any(spec.stochastic for spec in (*rows.values(), *of_columns.values()))
-    return rows | of_columns | {
+    stochastic = any(spec.stochastic for spec in both.values())
+    return both | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
@@ -145,6 +152,7 @@ def facts_of(
         and all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
         "saves_codes": input.serves_transpose,
         "serves_experts": input.amax_block.rows is not None and not stochastic,
+        "whole": False,
     }  # fmt: skip
 
 
@@ -184,6 +192,13 @@ def _nvfp4() -> Card:
     return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
 
 
+def _halo(name: str, help: str, element: str) -> Card:
+    plain = QuantizerSpec(element, ROW)
+    rotated = replace(plain, rotated=True)
+    facts = facts_of(rotated, rotated, rotated, weight_column=rotated, input_column=plain, gradient_column=plain)
+    return Card(name, help, "megascale.ops.contrib.halo:halo_recipe", facts)
+
+
 RECIPES = Registry(
     "fp8 recipe",
     "megascale.fp8_recipes",
@@ -206,6 +221,13 @@ RECIPES = Registry(
             facts_of(*[QuantizerSpec("e4m3", MX, scale="e8m0")] * 3, alignment=32, granularity="mx"),
         ),
         _nvfp4(),
+        _halo("halo", "rowwise, with rotated operands of forward and dgrad (HALO, Ashkboos et al. 2025)", "e4m3"),
+        _halo("halo_int8", "halo with INT8 elements", "int8"),
+        Card(
+            "metis", "singular vectors in FP8 beside a residual in NVFP4, emulated (Metis, Cao et al. 2025)",
+            "megascale.ops.contrib.metis:metis_recipe",
+            facts_of(*[QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")] * 3, granularity="row") | {"whole": True},
+        ),
     ],
     synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8", "fp4": "nvfp4"},
 )  # fmt: skip

@@ -144,16 +144,10 @@ class SiteMeetings:
     ) -> None:  # fmt: skip
         self._settings, self._ranks, self._advance = settings, ranks, advance
         self.number = 0
-        try:
+        with self._asking():
             self.store = JobStore(settings.place, secret, timeout)
             self._beats = Beats(settings, JobStore(settings.place, secret, timeout)) if first else None
-        except NotAPeerError as error:
-            hint = "the same MEGASCALE_JOB_SECRET at every site and at the meeting point"
-            raise ConfigError([Problem("the meeting point", "sites.address", str(error), hint)]) from None
-        except OSError as error:
-            raise self._lost(str(error)) from None
-        if first:
-            with self._asking():
+            if first:
                 self.number = int(self.store.compare_set(NEXT, "", "0"))
                 self._agree(agreement)
 
@@ -232,12 +226,13 @@ class SiteMeetings:
     def _asking(self) -> Iterator[None]:
         try:
             yield
-        except DistNetworkError as error:
-            raise self._lost(str(error)) from None
-
-    def _lost(self, reason: str) -> MegascaleError:
-        what = f"no answer from the meeting point of the sites at {self._settings.address}: {reason}"
-        return MegascaleError(what, hint="see whether `megascale sites` runs there, and start this job again")
+        except NotAPeerError as error:
+            hint = "the same MEGASCALE_JOB_SECRET at every site and at the meeting point"
+            raise ConfigError([Problem("the meeting point", "sites.address", str(error), hint)]) from None
+        except (OSError, DistNetworkError) as error:
+            what = f"no answer from the meeting point of the sites at {self._settings.address}: {error}"
+            hint = "see whether `megascale sites` runs there, and start this job again"
+            raise MegascaleError(what, hint=hint) from None
 
 
 def _arrivals(text: str) -> tuple[Arrival, ...]:

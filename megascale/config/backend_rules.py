@@ -31,6 +31,9 @@ def fp8_shapes(
             "first_layers_bf16 = 0 and last_layers_bf16 = 0, or train.precision = bf16",
         )
     facts, head, tp = fp8.facts, model.head_dim, parallel.tp
+    for key, ranks in (("parallel.tp", tp), ("parallel.cp", parallel.cp)):
+        if facts["whole"] and ranks > 1:
+            yield Finding(key, f"{ranks} ranks shard matrices, and the fp8 recipe {fp8.recipe} needs whole ones", "1")
     fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
     expert_gemms = model.experts > 0 and facts["serves_experts"]
     tokens = "tokens of a sequence" if facts["token_run"] else "tokens in a micro-batch"
@@ -68,7 +71,7 @@ def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
     if fp8.schedule and not train.quantizes:
         yield Finding(key, f"has no effect with train.precision = {train.precision}", "fp8, or remove the key")
     for start, change in fp8.schedule:
-        if start < end or (start == end and end):
+        if start <= end:
             yield Finding(key, f"{change} at {start} does not come after {end}", "ascending shares of the run")
         if change == last:
             yield Finding(key, f"{change} at {start} follows itself", "another recipe, bf16 or bf16_forward")
@@ -86,6 +89,19 @@ def fp8_scale(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
     elif fp8.facts is facts:
         message = f"has no effect: the fp8 recipe {fp8.recipe} has scales in {facts['input'].scale}"
         yield Finding(key, message, "remove the key")
+
+
+def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
+    """Check that the changes of the recipe ascend, and that each changes something."""
+    key, end, last = "fp8.schedule", 0.0, fp8.recipe
+    if fp8.schedule and not train.quantizes:
+        yield Finding(key, f"has no effect with train.precision = {train.precision}", "fp8, or remove the key")
+    for start, change in fp8.schedule:
+        if start <= end:
+            yield Finding(key, f"{change} at {start} does not come after {end}", "ascending shares of the run")
+        if change == last:
+            yield Finding(key, f"{change} at {start} follows itself", "another recipe, bf16 or bf16_forward")
+        end, last = start, change
 
 
 def tile_tokens(

@@ -40,7 +40,9 @@ class Fp8Config(Section):
     fast_dgrad: bool = Field(
         False, description="dgrad accumulates in fewer bits than fp32, as forward does, which is faster"
     )
-    monitor: bool = Field(True, description="record amax, saturation and underflow of every FP8 cast in logged steps")
+    monitor: bool = Field(
+        True, description="record amax, saturation, underflow, RMS and kurtosis of every FP8 cast in logged steps"
+    )
 
     @property
     def phases(self) -> list[tuple[str, Fp8Config]]:

@@ -98,10 +98,12 @@ def _off(switch: str, when: Test, section: type[Section], *names: str, on: str =
     return _without_effect(switch, when, {f"{table}.{name}": only(defaults[name]) for name in names}, on, hint)
 
 
-def _unsupported(switch: str, *rows: tuple[str, Test, str, str]) -> Exclusions:
-    """Return the exclusions of keys without an implementation for a switch that is on: true, above 0, not empty."""
-    end, off = f" ({switch} = {{given}})", f", or no {switch.rpartition('.')[2]}"
-    return Exclusions(switch, bool, tuple((key, passes, what + end, hint + off) for key, passes, what, hint in rows))
+def unsupported(switch: str, *rows: tuple[str, Test, str, str], when: Test = bool, off: str = "") -> Exclusions:
+    """Return the exclusions of keys without an implementation for a switch that is on: true, above 0, not empty. `off`:
+    what it is otherwise.
+    """
+    end, off = f" ({switch} = {{given}})", f", or {off or 'no ' + switch.rpartition('.')[2]}"
+    return Exclusions(switch, when, tuple((key, passes, what + end, hint + off) for key, passes, what, hint in rows))
 
 
 NO_LEARNED_POSITIONS = _without_effect("model.position", unless("learned"), {"model.positions": only(None)})
@@ -124,10 +126,10 @@ NO_BALANCE_GROUP = _off("moe.balance", unless("group"), MoeConfig, "balance_grou
 
 NO_BALANCE_BIAS = _without_effect("model.balance_bias", only(False), {"moe.bias_rate": only(1e-3)}, "= true")
 
-EXPERTS = _unsupported(
+EXPERTS = unsupported(
     "model.experts",
-    ("model.block", only("serial", "sandwich", "post_norm"), "experts follow attention, in a branch of their own",
-     "serial, sandwich or post_norm"),
+    ("model.block", only("serial", "sandwich", "post_norm", "fog"),
+     "experts follow attention, in a branch of their own", "serial, sandwich, post_norm or fog"),
     ("parallel.hybrid_dp", only(False), "ranks that exchange tokens run the same micro-batches", "false"),
     ("train.mlp_tiles", only(1), "experts have no tiles", "1"),
 )  # fmt: skip
@@ -142,7 +144,7 @@ NO_LATENT = _off(
     on="above 0",
 )  # fmt: skip
 
-LATENT = _unsupported(
+LATENT = unsupported(
     "model.kv_lora_rank",
     ("model.norm", only("rmsnorm"), "latent vectors are normalized by rmsnorm", "rmsnorm"),
     ("model.position", only("rope"), "latent attention needs rotary embeddings", "rope"),
@@ -158,7 +160,7 @@ LATENT = _unsupported(
 
 NO_MTP = _without_effect("model.mtp_layers", only(0), {"train.mtp_loss_weight": only(0.1)})
 
-MTP = _unsupported(
+MTP = unsupported(
     "model.mtp_layers",
     ("model.position", unless("learned"), "MTP layers have no learned positions", "rope"),
     ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported with MTP layers", REMOVE),
@@ -170,7 +172,7 @@ MTP = _unsupported(
 NO_EXITS = _without_effect("model.exits", only([]), {
     "train.exit_loss_weight": only(1.0), "train.exit_warmup_steps": only(0)})  # fmt: skip
 
-EXITS = _unsupported(
+EXITS = unsupported(
     "model.exits",
     ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported with exits", "false"),
     ("train.activation_offload", only(False), "offloading is not supported with exits", "false"),
@@ -220,7 +222,7 @@ NO_POLICY = Exclusions("data.blend_policy", only(None), (
     ("data.blend_policy_every", only(None), "has no effect without a policy", "data.blend_policy, or remove the key"),
 ))  # fmt: skip
 
-SAMPLE_WEIGHTS = _unsupported(
+SAMPLE_WEIGHTS = unsupported(
     "data.sample_weight",
     ("train.noise_scale_every", only(0), "the noise scale is in tokens, which have unequal weights", "0"),
 )  # fmt: skip
@@ -235,7 +237,7 @@ WHOLE_SEQUENCES = Exclusions("data.sequence_chunk_tokens", only(None), (
     ("data.sequence_chunks_saved", only(1), "has no effect without data.sequence_chunk_tokens", REMOVE),
 ))  # fmt: skip
 
-CHUNKS = _unsupported(
+CHUNKS = unsupported(
     "data.sequence_chunk_tokens",
     ("parallel.cp", only(1), "a rank has all chunks of a sequence, and cp = {value} splits it", "1"),
     ("parallel.hybrid_dp", only(False), "hybrid_dp deals whole documents to ranks", "false"),
@@ -248,7 +250,7 @@ CHUNKS = _unsupported(
     ("data.blend_policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),
 )  # fmt: skip
 
-VOCABULARY = _unsupported(
+VOCABULARY = unsupported(
     "parallel.vocab_pp",
     ("parallel.pp", unless(1), "there are no stages to share the vocabulary", "above 1"),
     ("model.mtp_layers", only(0), "MTP layers use whole embeddings and heads", "0"),
@@ -261,7 +263,7 @@ VOCABULARY = _unsupported(
     ("optimizer.name", unless("lamb"), "lamb needs norms of whole parameters", "adamw"),
 )  # fmt: skip
 
-SKIPS = _unsupported(
+SKIPS = unsupported(
     "parallel.skip_ratio",
     ("parallel.schedule", only(None, "1f1b"), "ranks would be idle where others skip", "1f1b"),
     ("parallel.pp", unless(1, 2), "no stage lies between the first and the last", "above 2"),
@@ -279,7 +281,7 @@ NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(
 
 NOT_HYBRID = _without_effect("parallel.hybrid_dp", only(False), {"data.max_tokens_per_rank": only(None)}, "= true")
 
-HYBRID = _unsupported(
+HYBRID = unsupported(
     "parallel.hybrid_dp",
     ("parallel.cp_mode", only("ring"), "has no effect", REMOVE),
     ("parallel.vpp", only(1), "pipelines have any number of micro-batches", "1"),
@@ -372,7 +374,7 @@ SWITCHED_OFF = (
     _without_effect("parallel.ep", only(1), {"moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1)}),
     _without_effect("parallel.pp", only(1), {"parallel.schedule": only("1f1b", "interleaved_1f1b")}, "above 1"),
     _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")}, "above 1"),
-    _off("train.eval_every", only(0), TrainConfig, "eval_steps"),
+    _off("train.eval_every", only(0), TrainConfig, "eval_steps", "logit_sharpness_every"),
     _off("train.noise_scale_every", only(0), TrainConfig, "noise_scale_decay"),
     _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "max_file_bytes"),
     _off("checkpoint.in_memory_every", only(0), CheckpointConfig, "in_memory_dir"),

@@ -106,10 +106,11 @@ class ModelConfig(Section):
         description="a learned logit of each head beside the scores of a query's keys, which takes its share of the "
         "softmax and has no value (gpt-oss)",
     )
-    qk_norm: Literal["none", "head", "full"] = Field(
+    qk_norm: Literal["none", "head", "full", "fixed", "tanh"] = Field(
         "none",
         description="norm of q and k, of the kind `norm`, before rope. head: over each head, with one gain for "
-        "all heads; full: over all heads together",
+        "all heads; full: over all heads together; fixed: over each head, without a gain; tanh: in its place "
+        "tanh(alpha x), with a learned alpha",
     )
     bias: bool = Field(True, description="biases in linear layers, those of experts too; the router's: router_bias")
     explicit_qkv_bias: Annotated[bool | None, AUTO_AS_NONE] = Field(
@@ -124,6 +125,13 @@ class ModelConfig(Section):
     tie_embeddings: bool = Field(True, description="the output projection shares the weight of the token embedding")
     block: Annotated[str, choice(BLOCKS)] = Field(
         "serial", description="arrangement of attention, MLP and norms in a layer"
+    )
+    explicit_residual_tau: Annotated[Annotated[Float32, Field(ge=0, lt=1)] | None, AUTO_AS_NONE] = Field(
+        None,
+        alias="residual_tau",
+        description="share of a branch in the variance of the residual stream, "
+        "x = sqrt(1 - tau) x + sqrt(tau) branch(x), or 0: x + branch(x); default 0, and with unit_scaling "
+        "0.4 (4 / num_layers)^0.43",
     )
     window: Window | Annotated[list[Window], Field(min_length=1)] | None = Field(
         None,
@@ -183,6 +191,11 @@ class ModelConfig(Section):
         description="standard deviation of initial weights; for projections into the residual stream "
         "init_std / sqrt(2 x num_layers)",
     )
+    unit_scaling: bool = Field(
+        False,
+        description="[µnit scaling](optimizers.md#unit-scaling): weights, and outputs of linear layers, start with "
+        "variance 1",
+    )
     mup_base_width: Annotated[int, Field(ge=0)] = Field(
         0,
         description="hidden_size of the model for which init_std and the learning rate were chosen: they are scaled to "
@@ -213,6 +226,15 @@ class ModelConfig(Section):
     def width_ratio(self) -> float:
         """The width relative to that of the model for which learning rate and initialization were chosen (muP)."""
         return self.hidden_size / self.mup_base_width if self.mup_base_width else 1.0
+
+    @property
+    def residual_tau(self) -> float:
+        """The share of a branch in the residual stream; 0 for a plain sum. Its default with unit scaling is between the
+        published values of 4 layers, 0.4, and of 100, 0.1 (Narayan et al. 2025, 3.1 and figure 5).
+        """
+        if self.explicit_residual_tau is not None:
+            return self.explicit_residual_tau
+        return float(0.4 * (4 / self.num_layers) ** 0.43) if self.unit_scaling else 0.0
 
     @property
     def head_dim(self) -> int:
@@ -329,7 +351,7 @@ EXPERT_KEYS = (
 FREE_KEYS = (
     "preset", "seq_length", "norm_eps", "rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta",
     "softmax_scale", "latent_norm_eps", "attention_softcap", "embedding_scale", "logit_softcap", "window", "dropout",
-    "init_std", "mup_base_width",
+    "init_std", "mup_base_width", "unit_scaling",
 )  # fmt: skip
 """Keys of `[model]` that a run may change when it loads a checkpoint: they change no tensor."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.catalog.layers import NORMS
-from megascale.config.exclusions import ONE_EXPERT
+from megascale.config.exclusions import ONE_EXPERT, Exclusions, only
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
 from megascale.config.train import CheckpointConfig, TrainConfig
@@ -62,10 +62,23 @@ def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
 
 def qk_norm(model: ModelConfig) -> Iterator[Finding]:
     """Check that queries and keys have an RMS norm: their norms have a gain alone."""
-    if model.qk_norm != "none" and NORMS[model.norm].facts["mean"]:
+    if model.qk_norm not in ("none", "tanh") and NORMS[model.norm].facts["mean"]:
         names = [card.name for card in NORMS.cards.values() if not card.facts["mean"]]
         message = f"{model.norm} subtracts a mean, and q and k need an RMS norm"
         yield Finding("model.qk_norm", message, f"norm = {' or '.join(names)}")
+
+
+RESIDUAL_TAU = Exclusions("model.residual_tau", bool, (
+    ("model.block", only("post_norm", "fog"), "branches of a weighted residual stream end in a norm", "post_norm"),
+))  # fmt: skip
+
+UNIT_SCALING = Exclusions("model.unit_scaling", only(True), (
+    ("model.block", only("post_norm"), "unit scaling has a norm after each branch and none before", "post_norm"),
+    ("model.position", only("rope"), "learned positions would add to the embedding's variance", "rope"),
+    ("model.tie_embeddings", only(False), "the head's weight is 1 / hidden_size of an embedding's", "false"),
+    ("model.embedding_scale", only(1.0), "the embedding already has variance 1", "remove the key"),
+    ("model.init_std", only(0.02), "has no effect with unit scaling", "remove the key"),
+))  # fmt: skip
 
 
 def latent_attention(model: ModelConfig) -> Iterator[Finding]:

@@ -75,6 +75,12 @@ class ParallelConfig(Section):
         description="ZeRO stage, sharding over dp x cp, of experts over tp x cp x dp / ep: 0 none, 1 optimizer state, "
         "2 optimizer state and gradients, 3 also weights",
     )
+    grad_reduce: Literal["full", "fp8"] = Field(
+        "full",
+        description="how gradients travel to the ranks that shard: full, in the dtype of accumulation; fp8, as e4m3 "
+        "codes with one power-of-two scale for a bucket, added in fp32 ([FP8-LM](https://arxiv.org/abs/2310.18313)); "
+        "rounding then depends on the layout",
+    )
     dp_shard: Annotated[Ranks | None, AUTO_AS_NONE] = Field(
         None,
         description="hybrid sharding: neighbouring dp ranks that shard what zero says, a divisor of dp; the groups of "

@@ -6,14 +6,17 @@ import math
 from collections.abc import Iterator
 
 from megascale.catalog.layers import BLOCKS
+from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
+from megascale.config.exclusions import only, unless, unsupported
+from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MOST_BLOCKS, MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
-from megascale.config.train import BatchConfig, TrainConfig
+from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
 
 EXACT_SCALES = (
     "other tokens with a common scale change 62% to 97% of the values in wgrad; with scale = pow2 those of subnormal "
@@ -126,32 +129,63 @@ def paired_experts(
         yield Finding("train.recompute", f"not in a recomputed layer: {why}", "selective, or interleaved_1f1b")
 
 
-def sharded_weights(
-    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig
-) -> Iterator[Finding]:
-    """Check the features beside weights gathered layer by layer, in the order of the network."""
+SHARDED_WEIGHTS = unsupported(
+    "parallel.zero",
+    ("model.mtp_layers", only(0), "MTP layers use the head's weights again", "0"),
+    ("model.exits", only([]), "an evaluation leaves out exits", "[]"),
+    ("overlap.bucket_bytes", only("auto"), "every layer has a bucket", "auto"),
+    ("overlap.tp", unless("domino"), "two halves of a micro-batch are in different layers", "true"),
+    ("parallel.vocab_pp", only(0), "passes use the vocabulary's weights at any time", "0"),
+    when=only(3), off="parallel.zero = 2",
+)  # fmt: skip
+
+
+def released_weights(parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that gathered weights are released at a time that the schedule has."""
     reshard, facts = parallel.resharding, SCHEDULES[parallel.schedule].facts if parallel.schedule else {}
-    if reshard is None:
-        if parallel.reshard is not None:
-            message = f"gathered weights are never released (parallel.zero = {parallel.zero})"
-            yield Finding("parallel.reshard", message, "parallel.zero = 3, or remove the key")
-        return
-    for key, fails, message, hint in (
-        ("model.mtp_layers", model.mtp_layers, "MTP layers use the head's weights again", "0"),
-        ("model.exits", model.exits, "an evaluation leaves out exits", "[]"),
-        ("overlap.bucket_bytes", overlap.bucket_bytes != "auto", "every layer has a bucket", "auto"),
-        ("overlap.tp", overlap.tp == "domino", "two halves of a micro-batch are in different layers", "true"),
-        ("parallel.vocab_pp", parallel.vocab_pp, "passes use the vocabulary's weights at any time", "0"),
-    ):
-        if fails:
-            yield Finding(key, f"{message} (parallel.zero = 3)", f"{hint}, or parallel.zero = 2")
-    if reshard == "microbatch" and parallel.vpp == 1:
-        message, hint = "a stage has one model chunk, and never turns to another", "keep, or parallel.vpp above 1"
-    elif reshard != "keep" and facts.get("pairs"):
-        message, hint = f"two micro-batches are in different layers (parallel.schedule = {parallel.schedule})", "keep"
-    else:
-        return
-    yield Finding("parallel.reshard", message, hint)
+    if reshard is None and parallel.reshard is not None:
+        message = f"gathered weights are never released (parallel.zero = {parallel.zero})"
+        yield Finding("parallel.reshard", message, "parallel.zero = 3, or remove the key")
+    elif reshard == "microbatch" and parallel.vpp == 1:
+        message = "a stage has one model chunk, and never turns to another"
+        yield Finding("parallel.reshard", message, "keep, or parallel.vpp above 1")
+    elif reshard not in (None, "keep") and facts.get("pairs"):
+        message = f"two micro-batches are in different layers (parallel.schedule = {parallel.schedule})"
+        yield Finding("parallel.reshard", message, "keep")
+
+
+REBUILT_STAGES = unsupported(
+    "fault.rebuild_stage",
+    ("parallel.pp", unless(1, 2), "with pp = {value} no stage is between two others", "3 or more"),
+    ("parallel.vocab_pp", only(0), "a lost stage has rows of the vocabulary", "0"),
+    ("model.experts", only(0), "experts of different layers do not correspond", "0"),
+    ("model.exits", only([]), "the head of an exit has no neighbours", "[]"),
+    ("train.weight_average", only("none"), "averages are not rebuilt", "none"),
+    ("checkpoint.in_memory_every", unless(0), "the other stages have no copies", "1"),
+)  # fmt: skip
+
+
+def rebuilt_stages(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, fault: FaultConfig
+) -> Iterator[Finding]:
+    """Check that a lost stage has neighbours with layers like its own, and with gradient norms."""
+    chunks, sizes, why = parallel.pp * parallel.vpp, parallel.layers_per_chunk, fault.rebuild_stage
+    rules = dict.fromkeys([optimizer.name, *(group.get("name", optimizer.name) for group in optimizer.groups)])
+    facts = {name: OPTIMIZERS[name].facts for name in rules if why}
+    unsuited = [
+        name for name, of in facts.items()
+        if of["unit_of_work"] in MATRIX_UNITS or of["state"].get("exp_avg_sq") != "mn"
+    ]  # fmt: skip
+    given, off = f"(fault.rebuild_stage = {why})", "or no rebuild_stage"
+    if why and sizes is None and model.num_layers % chunks:
+        message = f"{model.num_layers} layers do not make {chunks} equal stages {given}"
+        yield Finding("model.num_layers", message, f"a multiple of {chunks}, {off}")
+    if why and len(set(sizes or ())) > 1:
+        message = f"layers of unequal stages do not correspond {given}"
+        yield Finding("parallel.layers_per_chunk", message, f"equal numbers, {off}")
+    if unsuited:
+        message = f"{', '.join(unsuited)}: no mean of every element's squared gradient {given}"
+        yield Finding("optimizer.name", message, f"adamw or lamb, {off}")
 
 
 def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:
@@ -162,11 +196,8 @@ def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:
         message = f"has no effect with parallel.dp_shard {shown} and parallel.zero = {zero}"
         yield Finding("parallel.state_shard", message, "dp_shard and zero = 3, or remove the key")
     elif parallel.state_shard == "all" and inner == dp:
-        yield Finding(
-            "parallel.state_shard",
-            f"has no effect: dp_shard = {inner} leaves no copies",
-            "a smaller dp_shard, or remove the key",
-        )
+        message = f"has no effect: dp_shard = {inner} leaves no copies"
+        yield Finding("parallel.state_shard", message, "a smaller dp_shard, or remove the key")
     if inner is None:
         return
     ranks = parallel.tp * parallel.cp * inner
@@ -183,6 +214,13 @@ def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:
         message = f"the {ranks} ranks that shard (tp x cp x dp_shard) do not hold all experts (ep = {parallel.ep})"
         least = parallel.ep // math.gcd(parallel.ep, parallel.tp * parallel.cp)
         yield Finding(key, message, f"a multiple of {least}")
+
+
+def coded_gradients(parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that gradients that travel as FP8 codes go to ranks that shard."""
+    if parallel.grad_reduce == "fp8" and parallel.zero == 0:
+        message = "every rank needs the whole sum (parallel.zero = 0), which FP8 would round again"
+        yield Finding("parallel.grad_reduce", message, "parallel.zero = 1, 2 or 3, or remove the key")
 
 
 def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:

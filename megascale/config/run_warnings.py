@@ -40,8 +40,12 @@ def waiting_keys(
     if sites.count > 1 and sites.every > train.steps:
         message = f"= {sites.every} is more than train.steps: the only outer step follows the last one"
         yield Finding("sites.every", message, f"at most {train.steps}")
-    if parallel.zero > 1 and parallel.replicas * parallel.cp == 1 and not (model.experts and parallel.tp > parallel.ep):
-        yield Finding("parallel.zero", "shards nothing with dp x cp = 1", f"more ranks (`check --gpus N`), or {REMOVE}")
+    if parallel.replicas * parallel.cp == 1 and not (model.experts and parallel.tp > parallel.ep):
+        hint = f"more ranks (`check --gpus N`), or {REMOVE}"
+        if parallel.zero > 1:
+            yield Finding("parallel.zero", "shards nothing with dp x cp = 1", hint)
+        if parallel.grad_reduce == "fp8":
+            yield Finding("parallel.grad_reduce", "reduces nothing with dp x cp = 1", hint)
     ring = parallel.hybrid_dp or (parallel.cp_keys > 1 and parallel.cp_mode != "allgather")
     if not overlap.cp and not ring:
         message = f"has no effect without a ring (cp = {parallel.cp}, cp_mode = {parallel.cp_mode})"

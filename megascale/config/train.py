@@ -80,6 +80,11 @@ class TrainConfig(Section):
         0, description="steps between evaluations on validation data, with one at the end; 0: never"
     )
     eval_steps: Count = Field(10, description="global batches per evaluation")
+    logit_sharpness_every: NonNegativeInt = Field(
+        0,
+        description="steps between measurements of the [sharpness of logits](fp8.md#watch-the-casts), on the first "
+        "batch of validation data; 0: never",
+    )
     weight_average: Literal["none", "ema", "lawa"] = Field(
         "none",
         description="averages of the weights, evaluated beside them and kept in checkpoints: ema, a moving average; "

@@ -111,7 +111,8 @@ def learning_rate(batch: BatchConfig, train: TrainConfig, optimizer: OptimizerCo
 
 def optimizer_groups(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> Iterable[Finding]:
     """Check options of the optimizer, and that every parameter is in one group, whose rule can update it."""
-    if not (optimizer.groups or optimizer.options or model.mup_base_width or parallel.vocab_pp):
+    widths = model.mup_base_width or model.unit_scaling
+    if not (optimizer.groups or optimizer.options or widths or parallel.vocab_pp):
         return ()
     from megascale.layout.group_rules import group_findings  # a layer above: the parameters of a model
 

@@ -106,8 +106,12 @@ def _mlp_layers(group: LinearGroup) -> tuple[LinearSpec, ...]:
     return tuple(layer for layer in group.layers if layer.name.startswith("mlp."))
 
 
-def serial_block(model: ModelConfig, layer: int, before: bool = True, after: bool = False) -> BlockSpec:
-    """x + attention(norm(x)), then + mlp(norm(.)); with norms `before` each branch, or `after`, or both."""
+def serial_block(
+    model: ModelConfig, layer: int, before: bool = True, after: bool = False, gain: float = 1.0
+) -> BlockSpec:
+    """x + attention(norm(x)), then + mlp(norm(.)); with norms `before` each branch, or `after`, or both. `gain`: of
+    norms after a branch, at the start.
+    """
     projections_and_core: BlockSpec = ColumnParallel((qkv(model),)), attention(model, layer)
     if model.kv_lora_rank:
         from megascale.layout.parts.latent_projections import latent_attention
@@ -116,7 +120,7 @@ def serial_block(model: ModelConfig, layer: int, before: bool = True, after: boo
     parts = list[Part]()
     branches = (*projections_and_core, RowParallel((out(model),))), feed_forward(model, layer)
     for name, branch in zip(("attention", "mlp"), branches, strict=True):
-        first, last = [NormSpec(f"{name}_norm")] * before, [NormSpec(f"{name}_post_norm")] * after
+        first, last = [NormSpec(f"{name}_norm")] * before, [NormSpec(f"{name}_post_norm", gain=gain)] * after
         parts += [*first, *branch, *last, ResidualAdd()]
     return tuple(parts)
 
@@ -129,6 +133,11 @@ def sandwich_block(model: ModelConfig, layer: int) -> BlockSpec:
 def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
     """x + attention_post_norm(attention(x)), then + mlp_post_norm(mlp(.))."""
     return serial_block(model, layer, before=False, after=True)
+
+
+def fog_block(model: ModelConfig, layer: int) -> BlockSpec:
+    """As `post_norm_block`, with initial gains that give all 2 l branches together a variance of 2."""
+    return serial_block(model, layer, before=False, after=True, gain=model.num_layers**-0.5)
 
 
 def parallel_block(model: ModelConfig, layer: int, one_norm: bool = True) -> BlockSpec:

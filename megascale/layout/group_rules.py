@@ -31,6 +31,12 @@ def group_findings(model: ModelConfig, config: OptimizerConfig, *, shared: bool 
     if model.mup_base_width and "lamb" in groups.rules:
         message = "has no effect with lamb, whose updates have the size of the weights"
         yield Finding("model.mup_base_width", message, "another rule, or remove the key")
+    if model.unit_scaling:
+        for group in (groups.default, *groups.listed):
+            if group.rule == "lamb" or group.width_power != 1:
+                message = f"{group.rule}'s updates do not have elements of a fixed size, as unit scaling's rates need"
+                yield Finding("model.unit_scaling", message, "adamw, lion or another rule like Adam")
+                return
     if config.groups and "lamb" in groups.rules:
         message = "lamb scales updates by norms of whole parameters, of all of them or of none"
         yield Finding("optimizer.groups", message, "another rule, or no groups")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLOCK, REST, with_defaults
+from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, REST, with_defaults
 from megascale.config.train import OptimizerConfig
 from megascale.layout.buckets import BucketLayout, SlotRange, inside, joined
 from megascale.layout.tensors import ParamSpec, TensorSpec
@@ -53,6 +53,11 @@ class ParamGroup:
         """The meaning of the state, which a rule whose state means the same can take over."""
         return str(self._of_option("meaning") or self.rule)
 
+    @property
+    def width_power(self) -> float:
+        """The power of the width that divides the learning rate."""
+        return float(self._of_option("width_power"))
+
     def _of_option(self, fact: str) -> Any:
         """Return a fact that may be given by the values of an option."""
         value = self.facts[fact]
@@ -79,9 +84,10 @@ class ParamGroup:
         sizes = self._sizes(shape)
         shapes = dict[str, tuple[int, ...]]()
         for name, letters in self.state.items():
-            dimensions = tuple(sizes[letter] for letter in letters.removeprefix("/")) or (1,)
-            blocks = (-(-math.prod(dimensions) // QUANTIZED_BLOCK),)
-            shapes[name] = (*shape[:-2], *(blocks if letters.startswith("/") else dimensions))
+            of, _, block = letters.partition("/")
+            dimensions = tuple(sizes[letter] for letter in of) or (1,)
+            blocks = (-(-math.prod(dimensions) // int(block)),) if block else ()
+            shapes[name] = (*shape[:-2], *(blocks or dimensions))
         return shapes
 
     def can_keep(self, before: ParamGroup, shape: tuple[int, ...]) -> bool:
@@ -106,7 +112,7 @@ class ParamGroup:
         """Return the group with the learning rate of a tensor whose width is `ratio` times that of the model for which
         the rate was chosen; the rate times the weight decay stays (muP, Yang et al. 2022, arXiv:2203.03466).
         """
-        factor = ratio ** -self._of_option("width_power")
+        factor = ratio**-self.width_power
         return replace(self, lr_mult=self.lr_mult * factor, weight_decay=self.weight_decay / factor)
 
     def with_options_of(self, name: str) -> ParamGroup:

@@ -14,7 +14,8 @@ from typing import Literal
 from megascale.config.model import ModelConfig
 from megascale.layout.topology import DATA_AXES, Coord, Topology
 
-Init = Literal["normal", "zeros", "ones"]
+Init = Literal["normal"] | float
+"""Initial values of a tensor: drawn from a normal distribution, or a constant."""
 
 Kind = Literal["matrix", "embedding", "head", "norm", "bias"]
 """Kinds of parameters, by which optimizers treat them: weights of linear layers, embeddings, the output head, gains and
@@ -40,8 +41,8 @@ class TensorSpec:
     `shape`: of a vector, a matrix, or a stack [..., rows, columns] of matrices, such as those of experts. `sharding`:
     axis of parallelism -> sharded dimension; the tensor is replicated over all other axes. `init`, `std`:
     initialization. `pad_multiple`: the multiple to which a rank pads its rows. `head_dim`: rows of an attention head,
-    of which the tensor is a stack; None for other tensors. `width_ratio`: by which muP scales the learning rate.
-    `vectors`: a stack [..., size] of vectors, such as the biases of experts.
+    of which the tensor is a stack; None for other tensors. `width_ratio`: by which muP and unit scaling divide the
+    learning rate of a rule like Adam. `vectors`: a stack [..., size] of vectors, such as the biases of experts.
     """
 
     name: str
@@ -138,10 +139,12 @@ def padded_vocab(model: ModelConfig, ranks: int) -> int:
 
 
 def vocabulary_param(name: str, model: ModelConfig, *axes: str) -> ParamSpec:
-    """The token embedding, the head, or that of an exit, by `name`, with rows sharded over tp and further `axes`."""
+    """The token embedding, the head, or that of an exit, by `name`, with rows sharded over tp and further `axes`. Unit
+    scaling divides the head's unit weights by hidden_size.
+    """
     shape, is_head = (model.vocab_size, model.hidden_size), name != TOKEN_EMBEDDING
-    ratio = model.width_ratio if is_head else 1.0
-    std = model.init_std / ratio
+    ratio = (model.hidden_size if model.unit_scaling else model.width_ratio) if is_head else 1.0
+    std = (1.0 if model.unit_scaling else model.init_std) / ratio
     sharding = dict.fromkeys(("tp", *axes), 0)
     tensor = TensorSpec(name, shape, sharding, std=std, pad_multiple=VOCAB_MULTIPLE, width_ratio=ratio)
     return ParamSpec(name, (tensor,), "head" if is_head else "embedding")

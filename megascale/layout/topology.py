@@ -99,17 +99,11 @@ class Topology:
         if axes and axes[0] in ("ep", "edp", "edp_shard"):
             edp, ep = divmod(self.index_in_group(coord, *STAGE_AXES), self.ep)
             return edp % self.edp_shard if axes == ("edp_shard",) else ep if axes == ("ep",) else edp
-        index = 0
-        for axis in ("pp", REPLICATE, "dp", "dp_shard", "cp", "tp"):
-            if axis in axes:
-                index = index * getattr(self, axis) + self._place(coord, axis)
+        index, (copy, inner) = 0, divmod(coord.dp, self.dp_shard)
+        places = {"pp": coord.pp, REPLICATE: copy, "dp": coord.dp, "dp_shard": inner, "cp": coord.cp, "tp": coord.tp}
+        for axis in (axis for axis in places if axis in axes):
+            index = index * getattr(self, axis) + places[axis]
         return index
-
-    def _place(self, coord: Coord, axis: str) -> int:
-        if axis == "dp_shard":
-            return coord.dp % self.dp_shard
-        place: int = getattr(coord, axis) if axis != REPLICATE else coord.dp // self.dp_shard
-        return place
 
     def coord(self, rank: int) -> Coord:
         """The coordinates of `rank`.

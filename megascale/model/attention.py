@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megascale.catalog.layers import NORMS
 from megascale.layout.sequence_shard import TokenSpan
 from megascale.model.modules import LayerContext, Linear, Norm
+from megascale.model.query_norm import QueryNorm, query_norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
 from megascale.parallel.kv_exchange import KVExchange, RingKV, VisibleScores, attend_to_all
@@ -35,9 +36,7 @@ class Attention(nn.Module):
         self._partial_attend = context.operators.partial_attend
         self._rotate = context.operators.rotate
         self._window = model.windows[index]
-        normed = model.qk_norm != "none"
-        self.q_norm = Norm(context, f"{name}.q_norm") if normed else None
-        self.k_norm = Norm(context, f"{name}.k_norm") if normed else None
+        self.q_norm, self.k_norm = (query_norm(context, f"{name}.{part}_norm") for part in "qk")
         self.sinks = context.parameters.get(f"{name}.sinks")
         self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
         self._recompute = context.recompute.attention
@@ -117,13 +116,14 @@ class Attention(nn.Module):
             return rope_table(length, rope, wide, x.device, spans)
         return rope_at(batch.boundaries, rope, rope_table(length, rope, wide, x.device, None), spans)
 
-    def _normalize(self, q: Tensor, q_norm: Norm, k: Tensor, k_norm: Norm) -> tuple[Tensor, Tensor]:
+    def _normalize(self, q: Tensor, q_norm: QueryNorm, k: Tensor, k_norm: QueryNorm) -> tuple[Tensor, Tensor]:
         """Normalize q and k [s, b, heads, head_dim]: every head, or all heads of all tp ranks together."""
-        if self._model.qk_norm == "head":
+        if self._model.qk_norm != "full":
             return q_norm(q), k_norm(k)
         flat = q.flatten(2), k.flatten(2)
         if self._tp.size == 1:
             return q_norm(flat[0]).view_as(q), k_norm(flat[1]).view_as(k)
+        assert isinstance(q_norm, Norm) and isinstance(k_norm, Norm)
         gains, label = [q_norm.weight, k_norm.weight], Label.for_layer(self._index, "qk norm")
         offset = NORMS[self._model.norm].facts["offset"]
         normed = sharded_rms_norms(flat, gains, self._model.norm_eps, self._tp, label, offset)

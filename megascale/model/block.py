@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megascale.model.attention import Attention, self_attention
 from megascale.model.mlp import MLP
-from megascale.model.modules import LayerContext, Norm, residual_dropout
+from megascale.model.modules import LayerContext, Norm, add_branch, residual_dropout
 from megascale.parallel.domino import in_halves
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation
@@ -58,6 +58,7 @@ class SerialBlock(SteppedBlock):
             self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
         self.attention = self_attention(context, index)
         self.mlp = feed_forward(context, index)
+        self._tau = context.model.residual_tau
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
     def steps(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Steps[Tensor]:
@@ -68,10 +69,11 @@ class SerialBlock(SteppedBlock):
             x_sbh, normed = self.mlp_norm.add_norm(x_sbh, branch)
             again = self.mlp_norm.recompute_norm(x_sbh)
         else:
-            x_sbh = normed = x_sbh + branch
+            x_sbh = normed = add_branch(x_sbh, branch, self._tau)
         # the last GEMM always runs before a norm, which saves its output
         x_sbh, branch = yield from branch_steps(self.mlp, x_sbh, normed, batch, again, compute_output or self.after)
-        return x_sbh + self._drop(self.mlp_post_norm(branch) if self.after else branch, batch, "mlp.down")
+        branch = self._drop(self.mlp_post_norm(branch) if self.after else branch, batch, "mlp.down")
+        return add_branch(x_sbh, branch, self._tau)
 
 
 class SandwichBlock(SerialBlock):
@@ -81,7 +83,7 @@ class SandwichBlock(SerialBlock):
 
 
 class PostNormBlock(SerialBlock):
-    """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2."""
+    """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2, FOG and µnit scaling."""
 
     before, after = False, True
 

@@ -77,7 +77,7 @@ class Experts(nn.Module):
         ways = (Label.for_layer(self._index, way) for way in ("dispatch", "combine"))
         labels = ([label for _, label in labelled_pieces(count, count, way)] for way in ways)
         for tokens, slots, dispatcher, label, back in zip(*parts, dispatchers, *labels, strict=True):
-            yield start_exchange(tokens, slots, dispatcher, label), back
+            yield start_exchange(tokens, slots, dispatcher, label, self._up_gemms.cast_tokens), back
 
     def _computed(self, arriving: InFlight, label: Label) -> InFlight:
         """Compute the experts of a block, and start to send the results back."""

@@ -43,10 +43,10 @@ def _draws(
     for tensor in parameter.parts:
         offset, size = tensor.local_box(topology, coord)
         box = target[row : row + size[0]]
-        if all(size) and tensor.init == "normal":
-            yield from _blocks(*_as_matrix(box, tensor, offset, size), seed)
+        if not isinstance(tensor.init, str):
+            box.fill_(tensor.init)
         elif all(size):
-            box.fill_(1.0 if tensor.init == "ones" else 0.0)
+            yield from _blocks(*_as_matrix(box, tensor, offset, size), seed)
         row += tensor.local_shape(topology)[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -77,6 +78,15 @@ class Norm(nn.Module):
     def recompute_norm(self, x: Tensor) -> Recomputation | None:
         """Describe how the next layer recomputes its input norm(x); None if the layer saves its input."""
         return recomputation(self, x, self._recompute)
+
+
+def add_branch(x_sbh: Tensor, branch: Tensor, tau: float) -> Tensor:
+    """Add a branch to the residual stream [s, b, h]. `tau`: its share of the variance (Narayan et al. 2025, equation
+    11), or 0 for a sum.
+    """
+    if not tau:
+        return x_sbh + branch
+    return (x_sbh * math.sqrt(1 - tau)).add_(branch, alpha=math.sqrt(tau))
 
 
 def residual_dropout(x_sbh: Tensor, batch: MicroBatch, place: str, context: LayerContext) -> Tensor:

@@ -55,7 +55,7 @@ class Head(nn.Module):
         if self._after:
             counted = torch.ones_like(labels) if weights is None else weights
             x_sbh, weights = self.norm(x_sbh), counted.double() * batch.exits[self._after]
-        options = self._vocabulary, self._tp, self._cross_entropy
+        options = self._vocabulary, self._tp, self._cross_entropy.in_box(batch.logit_radius)
         return linear_cross_entropy(x_sbh, self.weight, labels, weights, *options)
 
 

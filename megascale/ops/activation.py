@@ -1,5 +1,5 @@
 """Activation functions of the MLP: `gelu`, `gelu_tanh`, `swiglu`, `geglu`, `clamped_swiglu`, and their backends
-`TorchActivation` and `TritonActivation`.
+`TorchActivation` and `TritonActivation`; and `scaled_tanh`, of queries and keys.
 """
 
 from __future__ import annotations
@@ -93,6 +93,27 @@ class _ClampedSwiGLU(torch.autograd.Function):
         bounded.mul_(1 - sigmoid).mul_(SLOPE).add_(1).mul_(sigmoid).mul_(grads[0])
         torch.mul(bounded, up.clamp(-LIMIT, LIMIT).add_(1), out=grad_gate).masked_fill_(gate > LIMIT, 0.0)
         return out
+
+
+def scaled_tanh(x: Tensor, alpha: Tensor) -> Tensor:
+    """Return tanh(alpha x) for x of any shape and alpha [1] (Zhu et al. 2025)."""
+    return _ScaledTanh.apply(x, alpha)
+
+
+class _ScaledTanh(torch.autograd.Function):
+    """With only the input saved for backward, and a sum for alpha in fp32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha: Tensor) -> Tensor:
+        ctx.save_for_backward(x, alpha)
+        return (x * alpha).tanh_()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, alpha = ctx.saved_tensors
+        inner = torch.ops.aten.tanh_backward(grads[0], (x * alpha).tanh_())  # the gradient of alpha x
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return inner * alpha, (inner * x).sum(dtype=wide).to(alpha.dtype).view(1)
 
 
 class _Gated(torch.autograd.Function):

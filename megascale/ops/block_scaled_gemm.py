@@ -93,6 +93,9 @@ def matmul_of(kernels: Fp8Kernels) -> ScaledMatmul:
 
 
 def mxfp8_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
-    """Make the recipe whose blocks of 32 elements have scales in E8M0, as its card describes the quantizers."""
+    """Make the recipe whose blocks of 32 elements have scales in E8M0, as its card describes the quantizers. Weights
+    have blocks of a row, not squares: scales are powers of two, and the transpose quantized from codes differs in
+    subnormal numbers alone.
+    """
     matmul = matmul_of(kernels)
     return Recipe(*quantizers(facts, kernels, Quantizer), matmul, accumulating(matmul))

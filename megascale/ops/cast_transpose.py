@@ -29,7 +29,7 @@ BAND, SPAN = 4, 2048  # rows read twice, the second time from cache, and their c
 WARPS, CAST_WARPS = 8, 16
 
 FORMATS = {ElementFormat.E4M3: tl.float8e4nv, ElementFormat.E5M2: tl.float8e5}
-ELEMENTS = ["amax", "record", "counts"]
+ELEMENTS = ["amax", "record", "sums"]
 """Arguments that may be elements of tensors: kernels are not compiled anew for their addresses."""
 
 SMALLEST, BEYOND = tl.constexpr(MIN_SCALE), tl.constexpr(SATURATED)
@@ -98,13 +98,13 @@ def cast(
     rows = x.new_empty(m, k, dtype=element.dtype) if with_rows else None
     columns = x.new_empty(k, m, dtype=element.dtype) if with_columns else None
     scales = x.new_empty(matrix.scales, dtype=torch.uint8 if scale == "e8m0" else torch.float32)
-    largest, counts = (None, None) if record is None else (record.amax.view(torch.int32), record.counts)
+    largest, sums = (None, None) if record is None else (record.amax.view(torch.int32), record.sums)
     by_column = None
     if with_transpose and block == ROW and with_rows:
         by_column = torch.zeros(k, 1, dtype=torch.float32, device=x.device)
         keep_amax(x, columns=by_column)
     columns_bits = None if by_column is None else by_column.view(torch.int32)
-    last = largest, counts, columns_bits, m, k, element.max_value, FORMATS[element], scale
+    last = largest, sums, columns_bits, m, k, element.max_value, FORMATS[element], scale
     if expected is None and block == ROW and with_rows:
         _fp8_cast_rows[triton.cdiv(m, BAND),](matrix.data, scales, rows, *last, BAND, SPAN, num_warps=WARPS)
     else:
@@ -167,13 +167,23 @@ def _codes(tile, factor, largest, FP8: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _count(counts, tile, scale, codes, inside, largest):  # type: ignore[no-untyped-def]
-    """Add to `CastRecord.counts`."""
+def _add_sums(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    sums, tile, most, scale, codes, first, m, k, largest
+):
+    """Add to `CastRecord.sums`, by one atomic operation; the first tile adds the number of all elements. `most`: the
+    bits of an amax, about the tile's: powers of the tile over it are summed in fp32.
+    """
     saturated = tl.abs(tile) > scale * (largest * BEYOND)
     underflowed = (tile != 0) & ((codes.to(tl.uint8, bitcast=True) & 127) == 0)
-    tl.atomic_add(counts, tl.sum(tl.ravel(saturated.to(tl.int32))).to(tl.int64), sem="relaxed")
-    tl.atomic_add(counts + 1, tl.sum(tl.ravel(underflowed.to(tl.int32))).to(tl.int64), sem="relaxed")
-    tl.atomic_add(counts + 2, tl.sum(tl.ravel(inside.to(tl.int32))).to(tl.int64), sem="relaxed")
+    unit = tl.clamp(most.to(tl.float32, bitcast=True), SMALLEST, 1 / SMALLEST, tl.PropagateNan.ALL)
+    squares = tile * tl.div_rn(1.0, unit)
+    squares *= squares
+    second, fourth, wide = tl.sum(tl.ravel(squares)), tl.sum(tl.ravel(squares * squares)), unit.to(tl.float64) * unit
+    place, whole = tl.arange(0, 8), tl.where(tl.program_id(0) + first == 0, tl.full((), m, tl.float64) * k, 0.0)
+    added = tl.where(place == 0, tl.sum(tl.ravel(saturated.to(tl.int32))), tl.sum(tl.ravel(underflowed.to(tl.int32))))
+    added = tl.where(place == 2, whole, added.to(tl.float64))
+    added = tl.where(place == 3, second * wide, tl.where(place == 4, fourth * wide * wide, added))
+    tl.atomic_add(sums + place, added, mask=place < 5, sem="relaxed")
 
 
 @triton.jit
@@ -228,7 +238,7 @@ def _fp8_amax(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    tile, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
+    tile, inside, first, end, amax, scale, data, transposed, record, sums, m, k, largest, FP8: tl.constexpr,
     SCALE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of a matrix [m, k] from column `first`, up to column `end`, with the arguments of `_fp8_cast`."""
@@ -250,14 +260,15 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
         column = first.to(tl.int64) + tl.arange(0, SIDE)[:, None]
         tl.store(transposed + column * m + row, tl.trans(codes), mask=(row < m) & (column < end))
     if record is not None:
-        tl.atomic_max(record, tl.max(tl.ravel(_bits(tile))), sem="relaxed")
-    if counts is not None:
-        _count(counts, tile, _spread(by_block, HIGH, WIDE, SIDE), codes, inside, largest)
+        most = tl.max(tl.ravel(_bits(tile)))
+        tl.atomic_max(record, most, sem="relaxed")
+        if sums is not None:
+            _add_sums(sums, tile, most, _spread(by_block, HIGH, WIDE, SIDE), codes, first, m, k, largest)
 
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, amax, scale, data, transposed, record, counts, by_column, m, k, largest, FP8: tl.constexpr,
+    x, amax, scale, data, transposed, record, sums, by_column, m, k, largest, FP8: tl.constexpr,
     SCALE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of x [m, k] with scales by `amax`, or without by the tile itself. Outputs may be None."""
@@ -266,7 +277,7 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     inside = (row < m) & (column < k)
     tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
     cast_tile(
-        tile, inside, tl.program_id(1) * SIDE, k, amax, scale, data, transposed, record, counts, m, k, largest, FP8,
+        tile, inside, tl.program_id(1) * SIDE, k, amax, scale, data, transposed, record, sums, m, k, largest, FP8,
         SCALE, HIGH, WIDE, SIDE,
     )  # fmt: skip
     if by_column is not None:
@@ -275,7 +286,7 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, scale, data, record, counts, by_column, m, k, largest, FP8: tl.constexpr, SCALE: tl.constexpr,
+    x, scale, data, record, sums, by_column, m, k, largest, FP8: tl.constexpr, SCALE: tl.constexpr,
     BAND: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Cast whole rows of x [m, k], each with the scale of its own amax."""
@@ -296,7 +307,7 @@ def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
         tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
         codes = _codes(tile, factors, largest, FP8)
         tl.store(data + row * k + column, codes, mask=inside)
-        if counts is not None:
-            _count(counts, tile, scales, codes, inside, largest)
+        if sums is not None:
+            _add_sums(sums, tile, tl.max(tl.ravel(most)), scales, codes, start, m, k, largest)
         if by_column is not None:
             _raise_columns(by_column, tile, start + tl.arange(0, SPAN), k)

@@ -7,6 +7,9 @@ With a soft cap c (Gemma 2) the logits x enter as z = c tanh(x / c), with deriva
 A z-loss (Chowdhery et al. 2022, 5.1) of coefficient a adds a w_t Z^2 with Z = log sum_j e^(z_tj), to the gradient
 alone: the loss stays the cross-entropy. Its derivative is 2 a w_t Z softmax(z_t)_j.
 
+The sharpness of the loss (`train.logit_sharpness`) takes it at the worst point of a box around the logits,
+|d_tj| <= radius (|z_tj| + 1): it rises with every logit but the label's, with which it falls, so this is a corner.
+
 A backend computes on one device with a rank's columns of the logits z. The caller provides the all-reduces between
 kernels as `Reduce` (`parallel.linear_cross_entropy`), or calls the parts one by one (`parallel.vocabulary_passes`).
 `Targets`, `CrossEntropy`: the interface.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
@@ -87,13 +90,19 @@ class CrossEntropy:
     dtype `wide`, all of capped logits; without a cap it may overwrite logits of dtype `wide` with e^(logit - max).
     `gradient(logits, columns, peak, scale, minus, cap)`: runs next with peak = max; overwrites the logits with
     scale e^(logit - peak), less `minus` at `columns`, times the derivative of the cap.
-    `cap`: soft cap of the logits, or None. A logit of -inf stays -inf. `z_loss`: coefficient.
+    `cap`: soft cap of the logits, or None. A logit of -inf stays -inf. `z_loss`: coefficient. `radius`: of the box at
+    whose worst point the loss is taken, without a gradient.
     """
 
     statistics: Callable[[Tensor, Tensor, torch.dtype, float | None], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], None]
     cap: float | None = None
     z_loss: float = 0.0
+    radius: float = 0.0
+
+    def in_box(self, radius: float) -> CrossEntropy:
+        """Return the loss at the worst point of a box; of radius 0 the loss itself."""
+        return replace(self, radius=radius) if radius else self
 
     def __call__(
         self, logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
@@ -116,8 +125,11 @@ class CrossEntropy:
 
     def local_statistics(self, logits: Tensor, targets: Targets) -> Statistics:
         """Return the statistics of a rank's logits, which `gradient` may need as this leaves them."""
+        wide, cap = targets.weights.dtype, self.cap
+        if self.radius:
+            logits, cap = worst_logits(soft_cap(logits.to(wide), cap), targets, self.radius), None
         logits[:, targets.valid :] = -math.inf
-        found = self.statistics(logits, targets.local_columns, targets.weights.dtype, self.cap)
+        found = self.statistics(logits, targets.local_columns, wide, cap)
         return Statistics(*found[:2], found[2].masked_fill(~targets.is_local, 0))
 
     def softmax_scale(self, targets: Targets, local_peak: Tensor, every: Statistics) -> Tensor:
@@ -192,6 +204,14 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
 def soft_cap_derivative(capped: Tensor, cap: float) -> Tensor:
     """Return the derivative of `soft_cap` by its result: 1 - (z / cap)^2, and 0 for -inf."""
     return (1 - (capped / cap).square()).clamp(min=0)
+
+
+def worst_logits(logits: Tensor, targets: Targets, radius: float) -> Tensor:
+    """Return the logits in a box of this radius with the largest loss, in a new tensor."""
+    reach, columns = (logits.abs() + 1) * radius, targets.local_columns.unsqueeze(1)
+    at_label = reach.gather(1, columns)
+    reach.scatter_(1, columns, torch.where(targets.is_local.unsqueeze(1), -at_label, at_label))
+    return logits + reach
 
 
 cross_entropy = CrossEntropy(statistics, gradient)

@@ -31,12 +31,13 @@ SATURATED = 1 + 2**-8  # times the largest: elements beyond are saturated, by mo
 
 
 class CastRecord(NamedTuple):
-    """The statistics of a step to which a cast adds: `amax`, f32 [], is raised to the largest magnitude; `counts`,
-    i64 [3], or None: elements saturated (beyond the largest by more than rounding), underflowed to zero, and in total.
+    """The statistics of a step to which a cast adds: `amax`, f32 [], is raised to the largest magnitude; `sums`,
+    f64 [5], or None: elements saturated (beyond the largest by more than rounding), underflowed to zero, and in total;
+    the sums of their squares and of their fourth powers.
     """
 
     amax: Tensor
-    counts: Tensor | None = None
+    sums: Tensor | None = None
 
 
 def amax(x: Tensor, block: ScaleBlock) -> Tensor:
@@ -89,25 +90,31 @@ def cast(
     codes = wide.mul_(over_blocks(1.0 / scales.float(), block)).clamp_(-element.max_value, element.max_value)
     quantized = Quantized(codes.to(element.dtype).view(x.shape), scales, block)
     if record is not None:
-        note(record, x, quantized, element, x.abs().amax().float() if expected is not None else largest.amax())
+        note(record, x, quantized, element, x.abs().amax() if expected is not None else largest)
     return quantized
 
 
 def note(record: CastRecord, x: Tensor, quantized: Quantized, element: ElementFormat, amax: Tensor) -> None:
-    """Add the cast of x to the statistics. `amax`: of x, f32 []."""
-    torch.maximum(record.amax, amax, out=record.amax)
-    if record.counts is not None:
-        record.counts.add_(_counts(x, quantized, element))
-
-
-def _counts(x: Tensor, quantized: Quantized, element: ElementFormat) -> Tensor:
-    """Return what a cast adds to `CastRecord.counts`."""
-    bound = over_blocks(quantized.scale.float(), quantized.block) * (element.max_value * SATURATED)
-    if quantized.tensor_scale is not None:
-        bound = bound * quantized.tensor_scale
-    saturated = (in_blocks(x.abs(), quantized.block).float() > bound).sum()
+    """Add the statistics of a cast of x to `record`. `amax`: of x, or of its blocks."""
+    torch.maximum(record.amax, amax.amax().float(), out=record.amax)
+    if record.sums is None:
+        return
+    scale = over_blocks(quantized.scale.float(), quantized.block)
+    scale = scale if quantized.tensor_scale is None else scale * quantized.tensor_scale
+    saturated = (in_blocks(x.abs(), quantized.block).float() > scale * (element.max_value * SATURATED)).sum()
     underflowed = ((x != 0) & (quantized.dequantize() == 0)).sum()
-    return torch.stack([saturated, underflowed, torch.full_like(underflowed, x.numel())])
+    total = torch.full_like(underflowed, x.numel())
+    record.sums.add_(torch.cat([torch.stack([saturated, underflowed, total]).double(), moments(x)]))
+
+
+def moments(x: Tensor) -> Tensor:
+    """Return the sums of the squares and of the fourth powers, f64 [2]. Powers are of x over its amax: fp32 holds them
+    for any x.
+    """
+    unit = x.abs().amax().float().clamp(MIN_SCALE, 1 / MIN_SCALE)
+    squares = (x.float() / unit).square_()
+    second, fourth = squares.sum(dtype=torch.float64), squares.square_().sum(dtype=torch.float64)
+    return torch.stack([second * unit.double() ** 2, fourth * unit.double() ** 4])
 
 
 def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ wgrad is a loop: its GEMMs add to fp32 without rounding, and without a second gr
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -33,13 +34,18 @@ class RowGroups(NamedTuple):
     counts: tuple[int, ...]
     ends: Tensor
 
+    def slices(self) -> list[slice]:
+        """The rows of each expert."""
+        ends = [*itertools.accumulate(self.counts)]
+        return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
+
 
 def grouped_gemm(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Multiply the rows of x [r, k] by the matrix [n, k] of their expert, of `weight` [experts, n, k]: [r, n]."""
     if _is_grouped(x, weight):
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=groups.ends)
     out = x.new_empty(x.shape[0], weight.shape[1])
-    for rows, matrix in zip(_slices(groups), weight, strict=True):
+    for rows, matrix in zip(groups.slices(), weight, strict=True):
         if rows.start < rows.stop:
             torch.mm(x[rows], matrix.t(), out=out[rows])
     return out
@@ -60,7 +66,7 @@ def scaled_grouped_gemm(
             x.data, stack, x.scale.view(-1), scales, groups.ends, out_dtype=dtype, use_fast_accum=weight.use_fast_accum
         )
     out = x.new_empty(x.shape[0], n, dtype=dtype)
-    for expert, rows in enumerate(_slices(groups)):
+    for expert, rows in enumerate(groups.slices()):
         if rows.start < rows.stop:
             out[rows] = matmul(x[rows], weight[expert * n : (expert + 1) * n], dtype)
     return out
@@ -68,7 +74,7 @@ def scaled_grouped_gemm(
 
 def add_biases_(y: Tensor, bias: Tensor, factors: Tensor | None, groups: RowGroups) -> None:
     """Add to the rows of y [r, n] the bias of their expert, of `bias` [experts, n], times the row's factor [r, 1]."""
-    for rows, vector in zip(_slices(groups), bias, strict=True):
+    for rows, vector in zip(groups.slices(), bias, strict=True):
         if factors is None:
             y[rows] += vector
         else:
@@ -83,7 +89,7 @@ def bias_gradients(
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     of_bias, found = bias.new_zeros(bias.shape, dtype=wide), []
-    for rows, vector, total in zip(_slices(groups), bias.to(wide), of_bias, strict=True):
+    for rows, vector, total in zip(groups.slices(), bias.to(wide), of_bias, strict=True):
         if factors is None:
             torch.sum(grad[rows], 0, dtype=wide, out=total)
         else:
@@ -98,7 +104,7 @@ def grouped_wgrad(total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgr
     """Write the gradient of the weight into `total` [experts, n, k], or add it with `add`, for the output's gradient
     `grad` [r, n] and x [r, k].
     """
-    for rows, matrix in zip(_slices(groups), total, strict=True):
+    for rows, matrix in zip(groups.slices(), total, strict=True):
         if rows.start < rows.stop:
             wgrad(matrix, grad[rows], x[rows], add)
         elif not add:
@@ -112,11 +118,3 @@ def _is_grouped(x: Tensor, weight: Tensor) -> bool:
     if x.is_cpu or x.dtype != torch.bfloat16 or not len(x) or weight.shape[1] % 8 or weight.shape[2] % 8:
         return False
     return compute_capability(x.device) in GROUPED_CAPABILITIES
-
-
-def _slices(groups: RowGroups) -> list[slice]:
-    slices, start = [], 0
-    for count in groups.counts:
-        slices.append(slice(start, start + count))
-        start += count
-    return slices

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class ElementFormat(Enum):
     E4M3 = (torch.float8_e4m3fn, 448.0)
     E5M2 = (torch.float8_e5m2, 57_344.0)
     E2M1 = (torch.float4_e2m1fn_x2, 6.0)
+    INT8 = (torch.int8, 127.0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,6 +104,12 @@ class Quantized:
         block, columnwise, requantises = self.block, self.columnwise, self.requantises
         return lambda data, scale: Quantized(data, scale, block, columnwise=columnwise, requantises=requantises)
 
+    @property
+    def bytes_of_rows(self) -> Tensor:
+        """The codes and the scales of each row beside each other, u8 [..., n], as rows travel one by one."""
+        assert self.block.rows == 1 and self.tensor_scale is None, "a row has scales of its own"
+        return torch.cat([self.codes, self.scale.contiguous().view(torch.uint8)], -1)
+
     def new_empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self.data.new_empty(*shape, dtype=dtype)
 
@@ -153,6 +161,29 @@ class Quantized:
             return self.dequantize().to(dtype)
         values = in_blocks(self.data.to(dtype), self.block)
         return values.mul_(over_blocks(self.scale.to(dtype), self.block)).view(self.shape)
+
+
+class RowReader(NamedTuple):
+    """Reads `Quantized.bytes_of_rows`, u8 [r, `width`]: `codes` bytes of codes of `dtype`, then scales of
+    `scale_dtype`.
+    """
+
+    width: int
+    codes: int
+    dtype: torch.dtype
+    scale_dtype: torch.dtype
+    make: Callable[..., Quantized]
+
+    @classmethod
+    def of(cls, x: Quantized) -> RowReader:
+        """Return the reader of rows like those of x, of which it keeps none alive."""
+        codes = x.codes.shape[-1]
+        width = codes + x.scale.shape[-1] * x.scale.element_size()
+        return cls(width, codes, x.data.dtype, x.scale.dtype, x.constructor())
+
+    def __call__(self, rows: Tensor) -> Quantized:
+        codes, scales = (part.contiguous() for part in rows.split([self.codes, self.width - self.codes], -1))
+        return self.make(codes.view(self.dtype), scales.view(self.scale_dtype))
 
 
 E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

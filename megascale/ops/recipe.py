@@ -107,6 +107,12 @@ class Recipe:
         return any(each.spec.stochastic for each in (*self.rows.values(), *self.columns.values()))
 
     @property
+    def free_borders(self) -> bool:
+        """True if which tokens share a scale changes values of subnormal codes alone (`catalog.recipes.facts_of`)."""
+        specs = (each[name].spec for each in (self.rows, self.columns) for name in ("input", "gradient"))
+        return not self.stochastic and all(spec.requantises for spec in specs)
+
+    @property
     def uses_history(self) -> bool:
         """True if a quantizer needs the amax of earlier steps."""
         return any(each.spec.scaling == "delayed" for each in self.rows.values())

@@ -59,7 +59,7 @@ def _launch(
     element, record = plan.element, plan.record
     data, scale = torch.empty_like(out, dtype=element.dtype), torch.empty_like(plan.expected)
     columns = data.new_empty(data.shape[-1], m) if with_transpose else None
-    noted = (None, None) if record is None else (record.amax.view(torch.int32), record.counts)
+    noted = (None, None) if record is None else (record.amax.view(torch.int32), record.sums)
     given = plan.expected, scale, data, columns, *noted, m, f, element.max_value, FORMATS[element]
     launch(gate_up, grad, out, *given, SIDE, num_warps=WARPS)
     keep_cast(out, Quantized(data, scale, TENSOR, transposed=columns))
@@ -88,7 +88,7 @@ def _silu_backward(grad, x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    tile, inside, first, end, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
+    tile, inside, first, end, out, amax, scale, data, transposed, record, sums, m, k, largest, FP8: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of a matrix [m, k] from column `first`, up to column `end`, and its cast; else raise the bits of the
@@ -100,7 +100,7 @@ def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
     wide = rounded.to(tl.float32)
     if data is not None:
         cast_tile(
-            wide, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8, "fp32",
+            wide, inside, first, end, amax, scale, data, transposed, record, sums, m, k, largest, FP8, "fp32",
             0, 0, SIDE,
         )  # fmt: skip
     else:
@@ -110,7 +110,7 @@ def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _swiglu(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    gate_up, grad, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8: tl.constexpr,
+    gate_up, grad, out, amax, scale, data, transposed, record, sums, m, f, largest, FP8: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of silu(gate) * up for rows [2 f], gate first; with `grad` one of the gradient of each."""
@@ -121,11 +121,11 @@ def _swiglu(  # type: ignore[no-untyped-def] # noqa: PLR0913
     up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0.0).to(tl.float32)
     if grad is None:
         result = _round(_silu(gate), out) * up
-        _write(result, inside, first, f, out, amax, scale, data, transposed, record, counts, m, f, largest, FP8, SIDE)
+        _write(result, inside, first, f, out, amax, scale, data, transposed, record, sums, m, f, largest, FP8, SIDE)
     else:
         above, k = tl.load(grad + row * f + column, mask=inside, other=0.0).to(tl.float32), 2 * f
         of_gate, of_up = _silu_backward(_round(above * up, out), gate), above * _round(_silu(gate), out)
-        _write(of_gate, inside, first, f, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE)
+        _write(of_gate, inside, first, f, out, amax, scale, data, transposed, record, sums, m, k, largest, FP8, SIDE)
         _write(
-            of_up, inside, f + first, k, out, amax, scale, data, transposed, record, counts, m, k, largest, FP8, SIDE
+            of_up, inside, f + first, k, out, amax, scale, data, transposed, record, sums, m, k, largest, FP8, SIDE
         )  # fmt: skip

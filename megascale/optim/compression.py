@@ -14,16 +14,13 @@ stands beside it. Quantizers, by bits of a value:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megascale.config.sites import CHUNK, INDEX_BITS
-
-Take = Callable[[int], Tensor]
-"""Function (bytes): the next bytes of a payload, u8."""
+from megascale.config.sites import CHUNK, INDEX_BITS, LEVEL_BYTES
 
 
 @dataclass(frozen=True)
@@ -49,21 +46,19 @@ class Compression:
     def decompress(self, payload: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the values [n] that a payload stands for, zero where none was sent."""
         values = torch.zeros(sum(lengths), dtype=dtype, device=payload.device)
-        rest = payload
-
-        def take(count: int) -> Tensor:
-            nonlocal rest
-            taken, rest = rest[:count], rest[count:]
-            return taken.clone()  # aligned, to be viewed as numbers
-
+        value_bits = 8 * dtype.itemsize if self.bits == 32 else self.bits
         for chunks in _chunks(values, lengths):
             rows, kept = len(chunks), math.ceil(self.top_k * chunks.shape[1])
-            if kept < chunks.shape[1]:
-                packed = take(-(-rows * kept * INDEX_BITS // 8))
-                places = unpack_bits(packed, INDEX_BITS, rows * kept).view(rows, kept)
-                chunks.scatter_(1, places, self._restore(take, rows, kept, dtype))
+            index_bits = INDEX_BITS if kept < chunks.shape[1] else 0
+            packed = [-(-rows * kept * bits // 8) for bits in (index_bits, value_bits)]
+            sizes = packed[0], LEVEL_BYTES[self.bits] * rows, packed[1]
+            *parts, payload = payload.split([*sizes, len(payload) - sum(sizes)])
+            places, levels, codes = (part.clone() for part in parts)  # aligned, to be viewed as numbers
+            restored = self._restore(levels.view(torch.float32), codes, (rows, kept), dtype)
+            if index_bits:
+                chunks.scatter_(1, unpack_bits(places, INDEX_BITS, rows * kept).view(rows, kept), restored)
             else:
-                chunks.copy_(self._restore(take, rows, kept, dtype))
+                chunks.copy_(restored)
         return values
 
     def _quantize(self, kept: Tensor) -> list[Tensor]:
@@ -81,15 +76,14 @@ class Compression:
         codes = (kept < 0).long() + 2 * above
         return [_bytes(torch.stack([low, high], 1).float()), pack_bits(codes.view(-1), 2)]
 
-    def _restore(self, take: Take, rows: int, kept: int, dtype: torch.dtype) -> Tensor:
-        """Return the values [rows, k] that `_quantize` has made the next bytes of."""
+    def _restore(self, levels: Tensor, codes: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return the values [rows, k] of which `_quantize` has made levels and codes."""
         if self.bits == 32:
-            return take(rows * kept * dtype.itemsize).view(dtype).view(rows, kept)
+            return codes.view(dtype).view(shape)
+        levels = levels.to(dtype).view(shape[0], -1)
         if self.bits == 8:
-            scale = take(4 * rows).view(torch.float32).view(rows, 1)
-            return take(rows * kept).view(torch.int8).view(rows, kept).to(dtype) * scale.to(dtype)
-        levels = take(8 * rows).view(torch.float32).view(rows, 2).to(dtype)
-        codes = unpack_bits(take(-(-rows * kept // 4)), 2, rows * kept).view(rows, kept)
+            return codes.view(torch.int8).view(shape).to(dtype) * levels
+        codes = unpack_bits(codes, 2, math.prod(shape)).view(shape)
         return levels.gather(1, codes >> 1) * (1 - 2 * (codes & 1))
 
 

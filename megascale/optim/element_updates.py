@@ -13,10 +13,10 @@ from megascale.config.train import OptimizerConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.layout.param_groups import ParamGroup
 from megascale.ops.optimizer import Elementwise, Segment, UpdateInput, UpdateRule, is_function
-from megascale.optim.clipping import Clipping
-from megascale.optim.compensated import split, whole
+from megascale.optim.clipping import Clipping, counted_elements
+from megascale.optim.compensated import KeptUpdates, split, whole
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Parts, Rules, Updates
+from megascale.optim.updates import Parts, Updates
 
 CHUNK = 1 << 22  # elements that are updated at a time, to bound temporary tensors
 
@@ -27,7 +27,7 @@ class ElementUpdates(Updates):
     def __init__(self, parts: Parts) -> None:
         self._rules = [
             [
-                (group, build_rule(shard, group, parts.config, parts.rules))
+                (group, build_rule(shard, group, parts))
                 for group in dict.fromkeys(group for group, _ in shard.ranges)
                 if group.facts["unit_of_work"] == "elements"
             ]
@@ -43,13 +43,14 @@ class ElementUpdates(Updates):
             rule.step(lr * group.lr_mult, step, clipping.grad_factor, clipping.skip)
 
 
-def build_rule(shard: OptimizerShard, group: ParamGroup, config: OptimizerConfig, rules: Rules) -> Elementwise:
+def build_rule(shard: OptimizerShard, group: ParamGroup, parts: Parts) -> Elementwise:
     """Build the rule of a group over its segments of a shard.
 
     Raises: ConfigError for a class and compensated weights, which only functions add to.
     """
-    segments = [shard.segment(item, tuple(group.state)) for other, item in shard.ranges if other == group]
-    rule, options = rules[group.rule], group.all_options
+    ranges, config = [item for other, item in shard.ranges if other == group], parts.config
+    segments = [shard.segment(item, tuple(group.state)) for item in ranges]
+    rule, options = parts.rules[group.rule], group.all_options
     own = {"name": group.rule, "weight_decay": group.weight_decay, "options": dict(options)}
     settings = config.model_copy(update=own)
     if group.rule == REST and shard.residual is not None:
@@ -57,7 +58,8 @@ def build_rule(shard: OptimizerShard, group: ParamGroup, config: OptimizerConfig
 
         rule, options = adam, adam_options(config)
     if is_function(rule):
-        return FunctionRule(segments, settings, rule, options)
+        counted = shard.bucket.shard[0] + counted_elements(shard.bucket, tp=parts.mesh.tp.index)
+        return FunctionRule(segments, settings, rule, options, parts.kept, [counted - item.start for item in ranges])
     if shard.residual is not None:
         problem = f"{group.rule} is a class, which needs master weights in fp32"
         hint = "optimizer.master_weights = full, or a rule that is a function"
@@ -66,20 +68,24 @@ def build_rule(shard: OptimizerShard, group: ParamGroup, config: OptimizerConfig
 
 
 class FunctionRule:
-    """An `Elementwise` rule by a function: w = w - lr (direction + weight_decay w), chunk by chunk."""
+    """An `Elementwise` rule by a function: w = w - lr (direction + weight_decay w), chunk by chunk. `counted`: elements
+    at the beginning of each segment that this rank counts in `kept`.
+    """
 
     state_names: tuple[str, ...] = ()  # the card has them
 
     def __init__(
-        self, segments: Sequence[Segment], config: OptimizerConfig, rule: UpdateRule, options: Mapping[str, Any]
-    ) -> None:
+        self, segments: Sequence[Segment], config: OptimizerConfig, rule: UpdateRule, options: Mapping[str, Any],
+        kept: KeptUpdates | None, counted: Sequence[int],
+    ) -> None:  # fmt: skip
         self._segments = segments
+        self._kept, self._counted = kept, counted
         self._decay = config.weight_decay
         self._rule = rule
         self._options = options
 
     def step(self, lr: float, step: int, grad_factor: Tensor, skip: Tensor) -> None:
-        for segment in self._segments:
+        for segment, counted in zip(self._segments, self._counted, strict=True):
             for start in range(0, segment.weight.numel(), CHUNK):
                 part = slice(start, start + CHUNK)
                 state = {name: values[part] for name, values in segment.state.items()}
@@ -87,17 +93,26 @@ class FunctionRule:
                 residual = None if segment.residual is None else segment.residual[part]
                 given = UpdateInput(grad, state, step, self._options, weight=whole(weight, residual), lr=lr)
                 direction, new_state = self._rule(given)
-                apply_direction(weight, residual, direction, lr, self._decay if segment.weight_decay else 0.0, skip)
+                decay = self._decay if segment.weight_decay else 0.0
+                apply_direction(weight, residual, direction, lr, decay, skip, self._kept, counted - start)
                 copy_unless(skip, state, new_state)
 
 
 def apply_direction(
-    weight: Tensor, residual: Tensor | None, direction: Tensor, lr: float, decay: float, skip: Tensor
-) -> None:
-    """Step along a direction with decoupled weight decay, unless `skip` is 1. `residual`: as in `optim.compensated`."""
-    moved = (whole(weight, residual) * (1 - lr * decay)).add_(direction, alpha=-lr)
+    weight: Tensor, residual: Tensor | None, direction: Tensor, lr: float, decay: float, skip: Tensor,
+    kept: KeptUpdates | None = None, counted: int = 0,
+) -> None:  # fmt: skip
+    """Step along a direction with decoupled weight decay, unless `skip` is 1. `residual`: as in `optim.compensated`;
+    of its first `counted` elements [n] the step is added to `kept`.
+    """
+    before = whole(weight, residual)
+    moved = (before * (1 - lr * decay)).add_(direction, alpha=-lr)
     if residual is not None:
-        moved, rest = split(moved, weight.dtype)
+        wanted = moved
+        moved, rest = split(wanted, weight.dtype)
+        if kept is not None and kept.on and counted > 0:
+            own = before[:counted]
+            kept.add(wanted[:counted] - own, whole(moved[:counted], rest[:counted]) - own, skip)
         torch.where(skip > 0, residual, rest, out=residual)
     torch.where(skip > 0, weight, moved, out=weight)
 

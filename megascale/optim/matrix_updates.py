@@ -20,7 +20,7 @@ from megascale.comm.collectives import all_reduce
 from megascale.layout.buckets import SlotRange
 from megascale.layout.owners import OwnedMatrix, assign_owners
 from megascale.ops.optimizer import UpdateInput, UpdateRule
-from megascale.optim.clipping import Clipping
+from megascale.optim.clipping import Clipping, counted_elements
 from megascale.optim.element_updates import apply_direction, copy_unless
 from megascale.optim.matrix_exchange import MatrixExchange
 from megascale.optim.updates import Parts, Updates
@@ -64,7 +64,8 @@ class BucketMatrices:
     def __init__(self, parts: Parts, index: int, places: Sequence[OwnedMatrix]) -> None:
         self.places = places
         shard, mesh = self._shard, self._mesh = parts.shards[index], parts.mesh
-        self._rules = cast(Mapping[str, UpdateRule], parts.rules)
+        self._rules, self._kept = cast(Mapping[str, UpdateRule], parts.rules), parts.kept
+        self._counted = shard.bucket.shard[0] + counted_elements(shard.bucket, tp=mesh.tp.index)
         self._gradients = MatrixExchange(shard.bucket, places, mesh)
         self._with_weight = [number for number, place in enumerate(places) if place.group.facts["weight"]]
         self._weights = MatrixExchange(shard.bucket, [places[number] for number in self._with_weight], mesh)
@@ -125,7 +126,8 @@ class BucketMatrices:
             skip = torch.ones_like(skip)
         residual = None if shard.residual is None else elements.view(shard.residual, first)
         master = elements.view(shard.master, first)
-        apply_direction(master, residual, direction, lr * place.group.lr_mult, decay, skip)
+        rate, counted = lr * place.group.lr_mult, self._counted - elements.start
+        apply_direction(master, residual, direction, rate, decay, skip, self._kept, counted)
 
     def _begin(self, skip: Tensor) -> set[int]:
         """Return the matrices with state of zero: all begin in one step, unless it is skipped. The host waits for the

@@ -165,10 +165,3 @@ def _flat(pieces: Pieces, tensors: Sequence[Tensor]) -> Tensor:
     """Copy the parts of tensors, each of the shard of its piece, end to end."""
     parts = [item.view(values, shard.bucket.shard[0]) for (shard, item), values in zip(pieces, tensors, strict=True)]
     return torch.cat(parts) if parts else torch.empty(0)
-
-
-def build_outer(
-    settings: SitesConfig, shards: Sequence[OptimizerShard], layers: int, mesh: Mesh
-) -> OuterOptimizer | None:
-    """Build the outer weights of one of several sites; None if there is one site."""
-    return OuterOptimizer(settings, shards, layers, mesh) if settings.count > 1 else None

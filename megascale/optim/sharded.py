@@ -21,6 +21,7 @@ from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroups, element_ranges
 from megascale.optim.clipping import Clipping, local_sq_norm
+from megascale.optim.compensated import KeptUpdates
 from megascale.optim.element_updates import ElementUpdates
 from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
 from megascale.optim.updates import Parts, Rules, Updates
@@ -55,6 +56,7 @@ class ShardedOptimizer:
     whole matrices compute theirs.
 
     `rules`: the rules of all groups by name, as `ops.optimizer` describes them. `guard`: of steps against spikes.
+    `kept`: what rounding keeps of updates, None without compensated weights.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class ShardedOptimizer:
         ]  # fmt: skip
         units = (group.facts["unit_of_work"] for group in (groups.default, groups.rest, *groups.listed))
         kinds = dict.fromkeys(map(updates_of, units))
-        self.updates = [kind(Parts(self.shards, mesh, config, groups, rules)) for kind in kinds]
+        self.kept = KeptUpdates() if config.master_weights == "bf16_compensated" else None
+        self.updates = [kind(Parts(self.shards, mesh, config, groups, rules, self.kept)) for kind in kinds]
         self.fresh_state: set[str] = set()
         self._rests: dict[str, GlobalTensor] = {}
 

@@ -14,6 +14,7 @@ from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroups
 from megascale.ops.optimizer import Rule
 from megascale.optim.clipping import Clipping
+from megascale.optim.compensated import KeptUpdates
 from megascale.optim.optimizer_shard import OptimizerShard
 from megascale.parallel.bucket import Bucket
 
@@ -26,13 +27,16 @@ Rules = Mapping[str, Rule]
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of updates: this rank's shards, and the groups of parameters with their rules by name."""
+    """The parts of updates: this rank's shards, and the groups of parameters with their rules by name. `kept`: of
+    compensated weights.
+    """
 
     shards: Sequence[OptimizerShard]
     mesh: Mesh
     config: OptimizerConfig
     groups: ParamGroups
     rules: Rules
+    kept: KeptUpdates | None = None
 
 
 class Updates(ABC):

@@ -34,12 +34,13 @@ class Bucket:
     - `users`: the number of this rank's chunks that use it, in which its gradients are complete in the last of them
     - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward
 
-    `dtypes`: (compute, accumulation). `place`: (chunk, suffix of the bucket's name in the chunk).
+    `dtypes`: (compute, accumulation). `place`: (chunk, suffix of the bucket's name in the chunk). `coded`: gradients
+    are reduced as FP8 codes.
     """
 
     def __init__(
         self, parameters: Sequence[ParamSpec], mesh: Mesh, zero: int, dtypes: tuple[torch.dtype, torch.dtype],
-        device: torch.device, place: tuple[int, str], wgrad: Wgrad,
+        device: torch.device, place: tuple[int, str], wgrad: Wgrad, coded: bool = False,
     ) -> None:  # fmt: skip
         self.chunk = place[0]
         self.label = "chunk {}{}".format(*place)  # its name in the event log
@@ -48,7 +49,7 @@ class Bucket:
         tied = self.tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
         self.tied_group = mesh.tied if tied else single_rank_group("tied")
         self._tp = mesh.tp
-        storage = self.storage = build_storage(layout, mesh, dtypes, device, self.label)
+        storage = self.storage = build_storage(layout, mesh, dtypes, device, self.label, coded)
         self.weights, self.grad, self.shard = storage.weights, storage.grad, storage.shard
         self.group, self.replicas = storage.group, storage.replicas
         self.parameters: dict[str, nn.Parameter] = {}

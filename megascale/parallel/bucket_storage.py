@@ -13,6 +13,8 @@ full for the modules of two buckets (`parallel.sharded_weights`).
 With hybrid sharding these are collectives of inner ranks. At the end of a step the outer ones all-reduce the shard of
 the gradient; or, if they shard the state, reduce-scatter it, and all-gather the updated weights of a shard.
 
+With `coded` reductions the inner ranks' reduce-scatter is an exchange of FP8 codes (`parallel.coded_reduction`).
+
 Who reduces and who shards are declared by the bucket's layout (`layout.buckets.ShardAxes`). Users acquire what they
 need whole, and release it: a storage decides what that takes. Between `start_gather` and `acquire_weights` weights of
 other ranks' shards are outdated; a full gradient exists from `acquire_gradient` to the end of the reduction that
@@ -30,6 +32,7 @@ from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megascale.comm.mesh import Mesh
 from megascale.comm.work import COMPLETED, Work
 from megascale.layout.buckets import BucketLayout
+from megascale.parallel.coded_reduction import amax_of, reduce_scatter_codes
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 """The dtypes of weights and of gradients."""
@@ -51,10 +54,13 @@ class Storage(ABC):
     full_grad: Tensor | None
     inner_grad: Tensor
 
-    def __init__(self, layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str) -> None:
+    def __init__(
+        self, layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str, coded: bool
+    ) -> None:
         self.layout, self.label = layout, label
         self.group = mesh.group(*layout.reduce_axes)
         self.inner, self.outer = mesh.group(*layout.inner_axes), mesh.group(*layout.outer_axes)
+        self._coded = coded and self.inner.size > 1
         self.shards = mesh.group(*layout.shard_axes.state)
         self.replicas = mesh.group(*layout.replica_axes)
         self.part = layout.shard_range(self.inner.index, self.inner.size)
@@ -171,11 +177,23 @@ class Sharded(Storage):
     def release_gradient(self) -> None:
         full = self._full()
         self.finish_reduction()
-        self._reducing = reduce_scatter(self.inner, self.inner_grad, full, label=self.label, wait=False)
+        self._reducing = self._reduce_scatter(self.inner_grad, full)
 
     def local_grad_finite(self) -> bool:
+        if self._coded:
+            return bool(self._finite)
         low, high = self.shard
         return all(bool(grad.isfinite().all()) for grad in (self._full()[:low], self._full()[high:]))
+
+    def _reduce_scatter(self, out: Tensor, full: Tensor) -> Work:
+        """Start to sum a gradient over the inner ranks into this rank's part. For codes all of it is read, which tells
+        whether it is finite.
+        """
+        if not self._coded:
+            return reduce_scatter(self.inner, out, full, label=self.label, wait=False)
+        amax = amax_of(full)
+        self._finite &= amax.isfinite()
+        return reduce_scatter_codes(self.inner, out, full, amax, label=self.label)
 
 
 class ShardedEach(Sharded):
@@ -194,7 +212,7 @@ class ShardedEach(Sharded):
 
     @property
     def checks_vectors_only(self) -> bool:
-        return self.group.size > 1 and (bool(self._vectors) or self.layout.has_experts)
+        return self.group.size > 1 and not self._coded and (bool(self._vectors) or self.layout.has_experts)
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -211,12 +229,13 @@ class ShardedEach(Sharded):
 
     def release_gradient(self) -> None:
         full = self._full()
-        self._check(self._vectors if self.checks_vectors_only else [(0, self.layout.numel)])
+        if not self._coded:
+            self._check(self._vectors if self.checks_vectors_only else [(0, self.layout.numel)])
         self.finish_reduction()
         self.full_grad = None  # the caller drops its views: then only the work in flight holds it, and frees it
         with self.group.recorder.memory_kind("gradients"):
             self.arriving = torch.empty_like(self.inner_grad)
-        self._reducing = reduce_scatter(self.inner, self.arriving, full, label=self.label, wait=False)
+        self._reducing = self._reduce_scatter(self.arriving, full)
 
     def finish_reduction(self) -> None:
         super().finish_reduction()
@@ -287,8 +306,12 @@ class ShardedAll(ShardedEach):
         return memory[:at], memory[at:].view(self.weights.dtype)
 
 
-def build_storage(layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str) -> Storage:
-    """Allocate a bucket as its layout places it. Weights and gradients are zero."""
+def build_storage(
+    layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str, coded: bool
+) -> Storage:
+    """Allocate a bucket as its layout places it. Weights and gradients are zero. `coded`: gradients are reduced as FP8
+    codes, among ranks that shard.
+    """
     axes = layout.shard_axes
     sharded = ShardedAll if axes.weight else ShardedEach if axes.gradient else Sharded
-    return (sharded if axes.state else Replicated)(layout, mesh, dtypes, device, label)
+    return (sharded if axes.state else Replicated)(layout, mesh, dtypes, device, label, coded)

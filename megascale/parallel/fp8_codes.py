@@ -105,8 +105,8 @@ class ShardedCodes:
         record = self._state.record(part.name) if part.name in self._state.weights else None
         codes = self._quantizer.encode(part.padded, part.amaxes, record=record).codes.view(-1)
         part.codes.copy_(codes[part.before :][: len(part.codes)])
-        if record is not None and record.counts is not None:
-            record.counts[2] -= part.before + part.after  # counted as elements
+        if record is not None and record.sums is not None:
+            record.sums[2] -= part.before + part.after  # counted as elements
 
     def _shard(self, buckets: Sequence[Bucket]) -> _Weights:
         """Allocate amaxes and scales of the weights of `buckets`, which the same ranks shard."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,20 +29,31 @@ from megascale.record.label import Label
 
 @dataclass(frozen=True)
 class CastStats:
-    """Quantization statistics of one operand in a step: amax, and the fractions of its elements that saturated or
-    underflowed to zero.
+    """Quantization statistics of one operand in a step: amax; the fractions of its elements that saturated or
+    underflowed to zero; the root mean square, relative to the static scale if there is one; and the kurtosis, the mean
+    of fourth powers over the squared mean of squares, 0 of zeros (SciPy's with fisher=False, about a mean of zero).
     """
 
     amax: float
     saturated: float
     underflow: float
+    rms: float
+    kurtosis: float
+
+    @classmethod
+    def of(cls, amax: float, sums: Sequence[float], unit: float) -> CastStats:
+        """Return the statistics by `CastRecord.sums`. `unit`: the static scale, or 1."""
+        saturated, underflowed, total, squares, fourths = sums
+        total, kurtosis = max(total, 1.0), sums[2] * fourths / squares**2 if squares else 0.0
+        return cls(amax, saturated / total, underflowed / total, math.sqrt(squares / total) / unit, kurtosis)
 
 
 class Fp8State:
     """Amax of every FP8 operand of the whole model in this step, and with delayed scaling the amax history.
 
-    Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward. `layers`: those with
-    FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their event labels.
+    Every rank has entries for all operands. `facts`: of the recipe. `fast_dgrad`: dgrad accumulates as fast as forward.
+    `layers`: those with FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their
+    event labels.
     `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
     `token_groups`: the groups over which micro-batches have their tokens; none in hybrid data parallelism.
     `cast_shards`: if weights are sharded, casts this rank's (`parallel.fp8_codes`); then no operand of a weight is kept
@@ -75,10 +87,10 @@ class Fp8State:
         self.step = 0
         shared = () if mesh.topology.pooled else (mesh.cp_heads, mesh.cp_keys)
         self.token_groups = [group for group in shared if group.size > 1]
-        self._init_std = model.init_std
+        self._gradient_std = 1 / model.hidden_size if model.unit_scaling else model.init_std**2
         self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
-        self._cast_counts = torch.zeros(len(self.names), 3, dtype=torch.int64, device=device)
-        records = map(CastRecord, self._amax.unbind(), self._cast_counts.unbind())
+        self._sums = torch.zeros(len(self.names), 5, dtype=torch.float64, device=device)
+        records = map(CastRecord, self._amax.unbind(), self._sums.unbind())
         self._records = dict(zip(self.names, records, strict=True))
         steps = fp8.history if any(recipe.uses_history for recipe in self.recipes) else 0
         self.history = torch.zeros(len(self.names), steps, dtype=torch.float32, device=device)
@@ -122,20 +134,23 @@ class Fp8State:
         return self._numbered[1]
 
     def static_amaxes(self, weight_std: float) -> dict[str, Tensor]:
-        """Return the amaxes, f32 [], of static scales, which bring the operands of a layer to unit size.
-        `weight_std`: of its initial weight.
-
-        Inputs of column-parallel layers come from norms, at unit size; row-parallel inputs are taken as of unit size.
-        Weights start at their initial standard deviation. dY is the gradient of the logits, about 1 if losses are
-        summed, times at least two weights of std init_std: the head's, and the last of the block.
-        """
-        scales = {"input": 1.0, "weight": weight_std, "gradient": self._init_std**2}
+        """Return the amaxes, f32 [], of static scales. `weight_std`: of the layer's initial weight."""
         static = [recipe.rows for recipe in self.recipes if recipe.rows["input"].spec.scaling == "static"]
         return {
             operand: self._amax.new_full((), scale * rows[operand].element.max_value)
             for rows in static[:1]
-            for operand, scale in scales.items()
+            for operand, scale in self._static_scales(weight_std).items()
         }
+
+    def _static_scales(self, weight_std: float) -> dict[str, float]:
+        """Return what brings the operands of a layer to unit size.
+
+        Inputs of column-parallel layers come from norms, at unit size; row-parallel inputs are taken as of unit size.
+        Weights start at their initial standard deviation. dY is the gradient of the logits, about 1 if losses are
+        summed, times at least two weights of std init_std: the head's, and the last of the block; with unit scaling
+        times the head's 1 / hidden_size.
+        """
+        return {"input": 1.0, "weight": weight_std, "gradient": self._gradient_std}
 
     def invalidate_weights(self) -> None:
         """Mark quantized weights as outdated, after an update of the weights. A collective call if they are sharded."""
@@ -144,15 +159,15 @@ class Fp8State:
             self.cast_shards()
 
     def begin_step(self, step: int = 0, share: float = 0.0, *, collect_stats: bool) -> None:
-        """Reset the step's statistics. `share`: of the run, before the step. `collect_stats`: count saturated and
-        underflowed elements in this step.
+        """Reset the step's statistics. `share`: of the run, before the step. `collect_stats`: of the step's
+        casts (`take_cast_stats`).
         """
         self.step = step
         if self.changes:
             self.enter(share)
         self.collects_stats = collect_stats and bool(self.names) and self.quantizes
         self._amax.zero_()
-        self._cast_counts.zero_()
+        self._sums.zero_()
         self.invalidate_weights()  # the last step updated the weights
 
     def update_history(self) -> None:
@@ -175,14 +190,18 @@ class Fp8State:
         if not self.collects_stats:
             return {}
         self.collects_stats = False
-        sum_over_job(self._mesh, self._cast_counts, label="fp8 cast stats")
+        sum_over_job(self._mesh, self._sums, label="fp8 cast stats")
         if not self._keeps_history:  # else `update_history` has reduced the amax
             max_over_job(self._mesh, self._amax, label="fp8 amax")
-        stats = zip(self.names, self._amax.tolist(), self._cast_counts.tolist(), strict=True)
-        return {
-            name: CastStats(amax, saturated / max(total, 1), underflowed / max(total, 1))
-            for name, amax, (saturated, underflowed, total) in stats
-        }
+        stats = zip(self.names, self._amax.tolist(), self._sums.tolist(), strict=True)
+        return {name: CastStats.of(amax, sums, self._unit(name)) for name, amax, sums in stats}
+
+    def _unit(self, name: str) -> float:
+        """Return the static scale of an operand, or 1."""
+        layer, _, operand = name.rpartition(".")
+        if self.recipe.rows[operand].spec.scaling != "static":
+            return 1.0
+        return self._static_scales(self.weights[f"{layer}.weight"].parts[0].std)[operand]
 
     def global_tensors(self) -> dict[str, GlobalTensor]:
         """Return the amax history [steps] of each operand (`fp8_history.OPERAND`), all of it on each rank; see
@@ -219,7 +238,7 @@ class Fp8State:
         if not self.collects_stats and not self._keeps_history:
             return None
         record = self._records[name]
-        return record if self.collects_stats else record._replace(counts=None)
+        return record if self.collects_stats else record._replace(sums=None)
 
     def history_amax(self, name: str) -> Tensor:
         """The maximum, f32 [], of an operand's amax history."""

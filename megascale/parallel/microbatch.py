@@ -44,7 +44,8 @@ class MicroBatch:
     those of all ranks that share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of
     tokens, on every stage, if a planner has chosen it for this micro-batch. `expert_choices`: by layer the experts that
     tokens have chosen. `depths`: of multi-token prediction, on the last stage in training. `exits`: by the number of
-    layers before them the weights of early exits' losses, in training. `further_losses`: of this rank's stages, as in
+    layers before them the weights of early exits' losses, in training. `logit_radius`: of the box around the logits at
+    whose worst point an evaluation takes the loss (`ops.cross_entropy`). `further_losses`: of this rank's stages, as in
     `StageOutput.further`.
     """
 
@@ -61,6 +62,7 @@ class MicroBatch:
     expert_choices: dict[int, ExpertChoice] = field(default_factory=dict)
     depths: tuple[DepthTargets, ...] = ()
     exits: dict[int, float] = field(default_factory=dict)
+    logit_radius: float = 0.0
     further_losses: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property

@@ -24,6 +24,7 @@ contributions is zeroed before its reduction. Padding is zeroed when a buffer is
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,17 +43,21 @@ from megascale.parallel.bucket import Bucket
 from megascale.parallel.grad_accumulation import WeightGradients, leaving
 from megascale.parallel.sharded_weights import ShardedWeights, Unit
 
+CODED_IN_FLIGHT = 2  # most reductions of FP8 codes at once, each of which has two bytes for every element
+
 
 @dataclass(frozen=True)
-class BucketOverlap:
-    """Overlap of buckets' communication. `on`: with compute; `in_backward`: reductions start in a chunk's backward.
+class BucketCommunication:
+    """Communication of buckets. `overlap`: with compute; `in_backward`: reductions start in a chunk's backward;
+    `coded`: gradients travel to the ranks that shard as FP8 codes (`parallel.coded_reduction`).
 
     Without `in_backward` they start after it: where only some of the data-parallel ranks run a backward together, one
     that waits in it for a reduction may wait for a rank that waits for this backward.
     """
 
-    on: bool
+    overlap: bool
     in_backward: bool = True
+    coded: bool = False
 
 
 class ParamAndGradBuffers:
@@ -68,11 +73,12 @@ class ParamAndGradBuffers:
 
     def __init__(
         self, chunks: Sequence[Sequence[Sequence[ParamSpec]]], mesh: Mesh, *, zero: int, sequence: bool,
-        overlap: BucketOverlap, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
+        communication: BucketCommunication, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
         wgrad: Wgrad = torch_wgrad,
     ) -> None:  # fmt: skip
         self._sequence = sequence
-        self._overlap = overlap
+        self._overlap, self._in_backward = communication.overlap, communication.in_backward
+        self._most_in_flight = CODED_IN_FLIGHT if communication.coded else math.inf
         self._last_backward = False  # the current backward is its chunk's last before a reduction
         self._final = False  # and before the step's last one
         self._complete: Bucket | None = None  # the newest bucket whose last reduction of the step has begun
@@ -80,8 +86,9 @@ class ParamAndGradBuffers:
         self._in_reduction: deque[Bucket] = deque()  # buckets with a reduction in flight, the oldest first
         self.chunks = [
             [
-                Bucket(parameters, mesh, zero, dtypes, device, (chunk, f".{i}" if len(buckets) > 1 else ""), wgrad)
+                Bucket(parameters, mesh, zero, dtypes, device, place, wgrad, communication.coded)
                 for i, parameters in enumerate(buckets)
+                for place in [(chunk, f".{i}" if len(buckets) > 1 else "")]
             ]
             for chunk, buckets in enumerate(chunks)
         ]
@@ -108,7 +115,7 @@ class ParamAndGradBuffers:
             last = units[-1][-1]
             if _is_tied(named) and named[TOKEN_EMBEDDING] not in last.buckets:
                 units[-1][-1] = Unit(chunk, [*last.buckets, named[TOKEN_EMBEDDING]])
-        self._sharded = ShardedWeights(units, streams=streams, overlap=self._overlap.on)
+        self._sharded = ShardedWeights(units, streams=streams, overlap=self._overlap)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -208,7 +215,7 @@ class ParamAndGradBuffers:
     def start_chunk_reduction(self, chunk: int) -> None:
         """Launch the reduction of a chunk's first bucket group after a last backward, or of all that it left."""
         groups = list(self._by_first_module[chunk].values())
-        for buckets in groups[:1] if self._overlap.in_backward else reversed(groups):
+        for buckets in groups[:1] if self._in_backward else reversed(groups):
             self._start_reductions(buckets)
 
     def finish_reductions(self) -> Iterator[Bucket]:
@@ -233,7 +240,7 @@ class ParamAndGradBuffers:
         """Start the all-gather of a bucket's updated weights. Call in the order in which forwards need the buckets."""
         with bucket.group.recorder.scope(bucket.chunk):
             bucket.storage.start_gather()
-        if not self._overlap.on:
+        if not self._overlap:
             bucket.storage.acquire_weights()
 
     def finish_param_gather(self) -> None:
@@ -254,7 +261,7 @@ class ParamAndGradBuffers:
 
     def _turn_gradients(self, chunk: int, at: int) -> None:
         """Launch the reduction of group `at`, and have the gradients of the one before it, if they are by group."""
-        if self._last_backward and self._overlap.in_backward:
+        if self._last_backward and self._in_backward:
             self._start_reductions(self._group(chunk, at))
         if self._sharded is not None:
             self._acquire_gradients(self._group(chunk, at - 1))
@@ -275,6 +282,8 @@ class ParamAndGradBuffers:
 
     def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
         for bucket in (bucket for bucket in buckets if bucket.leave()):
+            while len(self._in_reduction) >= self._most_in_flight:
+                self._in_reduction.popleft().storage.finish_reduction()
             bucket.start_reduction()
             if bucket in self._in_reduction:  # queued by an earlier micro-batch; start_reduction has waited for it
                 self._in_reduction.remove(bucket)
@@ -283,7 +292,7 @@ class ParamAndGradBuffers:
                 if self._complete is not None:
                     self._complete.storage.start_outer_reduction()
                 self._complete = bucket
-        while self._in_reduction and not self._overlap.on:
+        while self._in_reduction and not self._overlap:
             self._in_reduction.popleft().storage.finish_reduction()
 
 

@@ -166,7 +166,7 @@ class VocabularyPasses:
     def _compute_logits(self, index: int, batch: MicroBatch, *, training: bool) -> None:
         """Run VS."""
         assert batch.labels is not None, "every stage reads the labels"
-        operands, kernels = [WeightOperand(self.head)], self.cross_entropy
+        operands, kernels = [WeightOperand(self.head)], self.cross_entropy.in_box(batch.logit_radius)
         x, (out,) = all_gather_matmul(self.hidden.take(index), operands, self.tp, LABEL, self.head.dtype)
         assert isinstance(x, Tensor), "the head is not FP8"
         logits, mask = out.flatten(0, 1), None if batch.mask is None else batch.mask.flatten()

@@ -1,5 +1,6 @@
-"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), an alert (`Alert`), an update of
-a blend's weights (`MixtureUpdate`), or a start with rebuilt stages (`RebuiltStages`).
+"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), the sharpness of logits
+(`SharpnessMetrics`), an alert (`Alert`), an update of a blend's weights (`MixtureUpdate`), or a start with rebuilt
+stages (`RebuiltStages`).
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ class StepMetrics:
     peak_memory_bytes: int
     """peak memory of rank 0's device so far"""
     communication: dict[str, dict[str, float]]
-    """calls, bytes of the full tensors and exposed seconds (`exposed_s`) per step, by axis, on rank 0"""
+    """calls, bytes of the full tensors and exposed seconds (`exposed_s`) per step, by axis or of `sites`, on rank 0"""
     noise_scale: float | None = None
     """gradient noise scale in tokens, a moving average (`train.noise_scale`)"""
+    kept_updates: float | None = None
+    """share of the step's updates of compensated weights that rounding keeps, 1 for all (`optim.compensated`)"""
     fp8: dict[str, dict[str, float]] = field(default_factory=dict)
-    """amax and shares of saturated and underflowing elements, by quantized operand"""
+    """by quantized operand `amax`, shares of elements that are `saturated` or `underflow`, `rms` and `kurtosis`"""
     experts: dict[str, dict[str, float]] = field(default_factory=dict)
     """by layer the largest `load` of an expert, relative to the mean; of the routers their losses, `balance` and `z`,
     and the share of choices that are `dropped`"""
@@ -76,21 +79,31 @@ class EvaluationMetrics:
 
 
 @dataclass(frozen=True)
+class SharpnessMetrics:
+    """A measurement of the sharpness of logits after a step."""
+
+    step: int
+    """step before the measurement"""
+    logit_sharpness: float
+    """rise of the loss of held-out tokens at the worst point of a small box around their logits, in percent"""
+
+
+@dataclass(frozen=True)
 class Alert:
-    """A spike: a metric far above its recent median."""
+    """A spike: a metric far above its recent median; or a statistic of FP8 casts beyond its limit."""
 
     step: int
     """step of the spike"""
     alert: str
-    """name of the metric, `loss` or `grad_norm`"""
+    """name of the metric, `loss`, `grad_norm`, `logit_sharpness`, or a statistic of an operand"""
     value: float
-    """value of the metric, above `fault.spike_factor` times `recent`"""
+    """value of the metric"""
     recent: float
-    """median of the last `fault.spike_window` steps"""
+    """recent median, of a loss or gradient norm that of the last `fault.spike_window` steps"""
 
     def __str__(self) -> str:
-        times = self.value / self.recent
-        return f"{self.alert} {self.value:.4g} is {times:.3g} times its recent median {self.recent:.4g}"
+        times = f"{self.value / self.recent:.3g} times" if self.recent else "above"
+        return f"{self.alert} {self.value:.4g} is {times} its recent median {self.recent:.4g}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ class RebuiltStages:
         return f"state of lost pipeline stages was rebuilt, {', '.join(means)}"
 
 
-MetricsRecord = StepMetrics | EvaluationMetrics | Alert | MixtureUpdate | RebuiltStages
+MetricsRecord = StepMetrics | EvaluationMetrics | SharpnessMetrics | Alert | MixtureUpdate | RebuiltStages
 
 
 def as_json(record: MetricsRecord) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megascale.record.metrics import (
     MetricsRecord,
     MixtureUpdate,
     RebuiltStages,
+    SharpnessMetrics,
     StepMetrics,
     as_json,
     scalars,
@@ -74,7 +75,8 @@ def _step(line: str) -> float:
 
 
 _TENSORBOARD_PREFIXES = {
-    StepMetrics: "train", EvaluationMetrics: "valid", Alert: "alert", MixtureUpdate: "data", RebuiltStages: "start",
+    StepMetrics: "train", EvaluationMetrics: "valid", SharpnessMetrics: "valid", Alert: "alert", MixtureUpdate: "data",
+    RebuiltStages: "start",
 }  # fmt: skip
 
 
@@ -138,6 +140,8 @@ def format_record(record: MetricsRecord, steps: int) -> str:
     if isinstance(record, EvaluationMetrics):
         averaged = "" if record.averaged_loss is None else f"  of averaged weights {record.averaged_loss:.4f}"
         return f"{step}  validation loss {record.valid_loss:.4f}{averaged}"
+    if isinstance(record, SharpnessMetrics):
+        return f"{step}  sharpness of logits {record.logit_sharpness:.3g}%"
     mfu = "MFU n/a" if record.mfu_full is None else f"MFU {record.mfu_full:.1%} full {record.mfu_causal:.1%} causal"
     speed = f"{format_count(record.tokens_per_s)} tok/s"
     if record.loss_tokens_per_s != record.tokens_per_s:

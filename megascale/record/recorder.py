@@ -212,10 +212,15 @@ class Recorder:
         if not self.timer.synchronous:
             self._unresolved.append(record)
         if step:
-            traffic = self._traffic[axis]
-            traffic.calls += 1
-            traffic.bytes += nbytes
+            self.count_traffic(axis, nbytes)
         return record
+
+    def count_traffic(self, axis: str, nbytes: int, exposed_s: float = 0.0) -> None:
+        """Count a communication as traffic of the steps since the last call of `take_traffic`."""
+        traffic = self._traffic[axis]
+        traffic.calls += 1
+        traffic.bytes += nbytes
+        traffic.exposed_s += exposed_s
 
     def record_wait(self, record: EventRecord, start: Mark) -> Mark:
         """Record a wait of compute for a communication, from `start` to the present. Returns the end of the wait."""

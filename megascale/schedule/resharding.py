@@ -57,12 +57,6 @@ def count_gathers(order: RankSchedule, reshard: Reshard, chunk: int, units: int)
 
 def _runs(uses: Sequence[Use], reshard: Reshard) -> Iterator[list[Use]]:
     """Yield the uses of a chunk that share a gather."""
-
-    def chunk(use: Use) -> int:
-        return use[1].chunk
-
-    if reshard == "forward":
-        yield from ([use] for use in uses)
-    else:
-        runs = groupby(sorted(uses, key=chunk) if reshard == "keep" else uses, key=chunk)
-        yield from (list(run) for _, run in runs)
+    in_order = sorted(uses, key=lambda use: use[1].chunk) if reshard == "keep" else uses
+    for _, run in groupby(in_order, key=lambda use: use if reshard == "forward" else use[1].chunk):
+        yield list(run)

@@ -38,10 +38,10 @@ from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
 from megascale.optim.lr import learning_rate
-from megascale.optim.outer_optimizer import build_outer
+from megascale.optim.outer_optimizer import OuterOptimizer
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
-from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
+from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
@@ -136,7 +136,8 @@ def build_rank_run(
     mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config.train, mesh, buffers, on, sequence=p.sp)
     average = build_average(config.train, optimizer, mesh)
-    outer = build_outer(config.sites, optimizer.shards, config.model.total_layers, mesh)
+    shards, several = optimizer.shards, config.sites.count > 1
+    outer = OuterOptimizer(config.sites, shards, config.model.total_layers, mesh) if several else None
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), config.overlap.pp
     pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
@@ -298,7 +299,7 @@ def build_buffers(
         mesh,
         zero=parallel.zero,
         sequence=parallel.sp,
-        overlap=BucketOverlap(overlap, in_backward=not parallel.hybrid_dp),
+        communication=BucketCommunication(overlap, not parallel.hybrid_dp, parallel.grad_reduce == "fp8"),
         dtypes=dtypes,
         device=device,
         wgrad=wgrad,

@@ -147,12 +147,10 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
         injection.attach(run)
         injection.reach("load")
     resumed = load_initial_state(run, open_weights)
-    sites = None
     if run.outer is not None:
         from megascale.train.outer_steps import Sites
 
-        sites = Sites(config, run.outer)
-        sites.join(run)
+        run.sites = Sites(run)
     reporter = _open_reporter(run, peak, resumed)
     try:
         if run.progress.step >= config.train.steps:
@@ -162,7 +160,7 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
             from megascale.train.stored_attempt import begin_stored_attempt
 
             begin_stored_attempt(run, peak)
-        return train(run, reporter, sites)
+        return train(run, reporter)
     finally:
         reporter.close()
 

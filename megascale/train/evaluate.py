@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale.core.errors import NoLossTokensError
+from megascale.parallel.microbatch import StepBatch
 from megascale.record.layout import Phase
 from megascale.record.metrics import EvaluationMetrics
 from megascale.train.run import Hook
@@ -20,12 +21,20 @@ if TYPE_CHECKING:
 
 def evaluate(run: Run) -> EvaluationMetrics:
     """Compute the mean loss per token over a fixed set of validation batches, without dropout."""
+    return EvaluationMetrics(run.progress.step, *validation_loss(run, run.valid_batches))
+
+
+def validation_loss(run: Run, batches: int, logit_radius: float = 0.0) -> tuple[float, int]:
+    """Return the mean loss per token over the first validation batches, and the tokens. `logit_radius`: of the box
+    around the logits at whose worst point the loss is taken.
+    """
     assert run.valid_loader is not None, "a run that evaluates has validation data"
     if run.fp8_state is not None:
         run.fp8_state.invalidate_weights()
     loss = torch.zeros((), dtype=run.dtypes[1], device=run.device.torch_device)
     tokens = 0.0
-    for batch in run.valid_loader.batches(run.valid_batches):
+    for read in run.valid_loader.batches(batches):
+        batch = StepBatch([replace(part, logit_radius=logit_radius) for part in read.micro_batches])
         loss += run.pipeline.run_actions(run.order_of(len(batch.micro_batches), False), batch)
         tokens += batch.loss_tokens
         run.mesh.recorder.resolve_marks()  # bounds the number of open marks, which hold CUDA events
@@ -34,9 +43,9 @@ def evaluate(run: Run) -> EvaluationMetrics:
     sums = totals.reduce()
     total, count = run.device.copy_to_host(torch.stack([sums["loss"], sums["tokens"]]))()
     if not count:
-        what = f"no label of the {run.valid_batches} validation batches counts in the loss"
+        what = f"no label of the {batches} validation batches counts in the loss"
         raise NoLossTokensError(what, hint="other data.valid or data.split, or train.eval_every = 0")
-    return EvaluationMetrics(run.progress.step, total / count, int(count))
+    return total / count, int(count)
 
 
 class Evaluations(Hook):

@@ -1,22 +1,36 @@
-"""FP8 casts in training: the statistics of a step (`Fp8Steps`), and a monitor that warns of a rise in saturation or
-underflow before the loss diverges (`CastMonitor`).
+"""FP8 casts in training: the statistics of a step (`Fp8Steps`), and a monitor whose alerts come before the loss
+diverges (`CastMonitor`).
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 from megascale.core.files import exists
 from megascale.parallel.fp8_state import CastStats, Fp8State
+from megascale.record.metrics import Alert
 from megascale.train.run import Hook, Run
 from megascale.train.step import is_logged_step
 
-MIN_SHARE = {"saturated": 1e-3, "underflow": 0.05}  # shares of a tensor's elements below which no rise is reported
-RISE_FACTOR = 4.0  # ratio of a share to the running mean above which a rise is reported
-EMA_DECAY = 0.9  # decay of the running means per record
-WARM_UP_RECORDS = 3  # records before the first warning; also the largest number of tensors in a warning
+RISES = {"saturated": 1e-3, "underflow": 0.05, "kurtosis": 12.0}
+"""Statistics whose rise raises an alert, and values below which none does; the normal distribution's kurtosis is 3."""
+
+RISE_FACTOR = 4.0  # ratio to the recent median above which a value has risen
+MAX_RMS = 2.0  # largest factor between an RMS and its static scale
+RECENT, WARM_UP = 20, 3  # records in a median, and before the first alert
+
+WORDS = {
+    "saturated": "share of saturated elements of",
+    "underflow": "share of elements that underflow to zero of",
+    "kurtosis": "kurtosis of",
+    "rms": "factor between RMS and static scale of",
+}
 
 
 class Fp8Steps(Hook):
@@ -36,35 +50,45 @@ class Fp8Steps(Hook):
 
 
 class CastMonitor:
-    """Exponential moving averages of every tensor's saturated and underflowed shares."""
+    """Recent statistics of every operand. `static`: scales are static, and fit as long as an RMS is within MAX_RMS."""
 
-    def __init__(self) -> None:
-        self._running_means: dict[tuple[str, str], float] = {}
+    def __init__(self, *, static: bool = False) -> None:
+        self._limits = {**RISES, "rms": MAX_RMS} if static else RISES
+        self._recent: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._unusual: set[tuple[str, str]] = set()
         self._records = 0
 
     def load_history(self, metrics: Path) -> None:
-        """Restore the running means of a resumed run from the metrics file, if there is one."""
+        """Restore the recent statistics of a resumed run from the metrics file, if there is one."""
         text = metrics.read_text(encoding="utf-8") if exists(metrics, optional=True) else ""
-        for line in text.splitlines():
-            stats = json.loads(line).get("fp8") or {}
-            for _ in self.update({name: CastStats(**values) for name, values in stats.items()}):
-                pass  # warnings were printed then
+        for line in [line for line in text.splitlines() if '"fp8"' in line][-RECENT:]:
+            record = json.loads(line)
+            with suppress(TypeError):  # another version's statistics
+                stats = {name: CastStats(**values) for name, values in record["fp8"].items()}
+                list(self.update(record["step"], stats))  # alerts were written then
 
-    def update(self, cast_stats: Mapping[str, CastStats]) -> Iterator[str]:
-        """Add a record. Yields warnings of tensors whose saturation or underflow rose."""
-        if not cast_stats:
-            return
-        for kind, min_share in MIN_SHARE.items():
-            shares = {name: float(getattr(stats, kind)) for name, stats in cast_stats.items()}
-            means = {name: self._running_means.get((name, kind), share) for name, share in shares.items()}
-            increased = [n for n, share in shares.items() if share > max(min_share, RISE_FACTOR * means[n])]
-            if increased and self._records >= WARM_UP_RECORDS:
-                examples = ", ".join(
-                    f"{name} {shares[name]:.1%} (usually {means[name]:.1%})" for name in increased[:WARM_UP_RECORDS]
-                )
-                rest = f" and {len(increased) - WARM_UP_RECORDS} more" if len(increased) > WARM_UP_RECORDS else ""
-                verb = "saturate" if kind == "saturated" else "underflow to zero"
-                yield f"more elements than usual {verb} in fp8: {examples}{rest}"
-            for name, share in shares.items():
-                self._running_means[name, kind] = EMA_DECAY * means[name] + (1 - EMA_DECAY) * share
-        self._records += 1
+    def update(self, step: int, cast_stats: Mapping[str, CastStats]) -> Iterator[Alert]:
+        """Add a record. Yields an alert for each statistic that is unusual for operands of which it was not before."""
+        for kind, limit in self._limits.items():
+            found = dict[str, tuple[float, float]]()
+            for name, stats in cast_stats.items():
+                key, value = (name, kind), _size(kind, stats)
+                recent = self._recent[key]
+                usual = median(recent) if recent else value
+                if value <= (limit if kind == "rms" else max(limit, RISE_FACTOR * usual)):
+                    self._unusual.discard(key)
+                elif self._records >= WARM_UP and key not in self._unusual:
+                    self._unusual.add(key)
+                    found[name] = value, usual
+                recent.append(value)
+            if found:
+                worst = max(found, key=lambda name: found[name])
+                others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+                yield Alert(step, f"{WORDS[kind]} {worst}{others}", *found[worst])
+        self._records += bool(cast_stats)
+
+
+def _size(kind: str, stats: CastStats) -> float:
+    """Return a statistic; of an RMS, how far it is from 1."""
+    value = float(getattr(stats, kind))
+    return value if kind != "rms" else max(value, 1 / value) if value else math.inf

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megascale.core.errors import Exit
 from megascale.record.layout import Phase
 from megascale.record.rank_state import UNORDERED_SIGNAL
@@ -13,14 +11,11 @@ from megascale.train.standard_hooks import standard_hooks
 from megascale.train.step import train_step
 from megascale.train.step_rows import StepRows
 
-if TYPE_CHECKING:
-    from megascale.train.outer_steps import Sites
 
-
-def train(run: Run, reporter: Reporter, sites: Sites | None = None) -> Exit:
-    """Train until the last step or a stop request on any rank. Returns the exit status. `sites`: which have met."""
+def train(run: Run, reporter: Reporter) -> Exit:
+    """Train until the last step or a stop request on any rank. Returns the exit status."""
     log = run.mesh.recorder.log
-    run.hooks = standard_hooks(run, reporter, sites)
+    run.hooks = standard_hooks(run, reporter)
     steps = run.config.train.steps - run.progress.step
     run.train_loader.begin(run.progress.samples, run.config.step_samples.after_steps(run.progress.samples, steps))
     if run.valid_loader is not None:

@@ -11,11 +11,10 @@ momentum of another at the next meeting, with an inner optimizer from its own ch
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +23,15 @@ from torch import Tensor
 from megascale.checkpoint.format.state import Progress
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group
-from megascale.comm.site_group import open_site_group
+from megascale.comm.site_group import AXIS, open_site_group
 from megascale.comm.site_meetings import Arrival, Members, SiteMeetings
 from megascale.comm.work import COMPLETED, Work
-from megascale.config.run import RunConfig
 from megascale.core.errors import LostPeerError
 from megascale.operate.channel.secret import sites_secret
-from megascale.optim.outer_optimizer import OuterOptimizer, PseudoGradient
+from megascale.operate.print_line import print_line
+from megascale.optim.outer_optimizer import PseudoGradient
 from megascale.record.layout import Phase
 from megascale.record.recorder import Recorder
-from megascale.train.reporter import Reporter
 from megascale.train.resume import copy_masters_and_gather
 from megascale.train.run import Hook, Run, StepResult
 
@@ -54,56 +52,55 @@ class SiteExchange:
     until: int
 
 
-class Sites:
-    """This rank's part in the outer steps of its site."""
+class Sites(Hook):
+    """Takes this rank's part in the outer steps of its site, and says which sites take part.
 
-    def __init__(self, config: RunConfig, outer: OuterOptimizer) -> None:
-        self._config, self._settings, self._outer = config, config.sites, outer
-        self._meetings: SiteMeetings | None = None
-        self._group: tuple[Members, Group] | None = None
-        self._exchange: SiteExchange | None = None
-        self.news: list[str] = []
+    It begins with a meeting, at which it takes over the state of the sites that train: a collective of all ranks. The
+    secret of all sites is in the environment.
+
+    Raises: ConfigError if the sites differ, or without the secret; MegascaleError without a meeting point
+    """
+
+    def __init__(self, run: Run) -> None:
+        assert run.outer is not None, "one of several sites has outer weights"
+        config, outer, log, first = run.config, run.outer, run.mesh.recorder.log, run.mesh.rank == 0
+        settings, self._settings, self._outer = config.sites, config.sites, outer
+        self.say: Callable[[str], None] = print_line if first else lambda text: None
+        self._group: Group | None = None
+        self._met = -1  # the last meeting with an exchange
         self._known: tuple[int, ...] = ()
-
-    def join(self, run: Run) -> None:
-        """Meet the other sites before the first step, and take over the state of those that train. A collective of all
-        ranks. The secret of all sites is in the environment.
-
-        Raises: ConfigError if the sites differ, or without the secret; MegascaleError without a meeting point
-        """
-        run.mesh.recorder.log.set_phase(Phase.SITES)
-        self._outer.begin()
-        dumped = self._config.model_dump(mode="json", by_alias=True)
+        self._exchange: SiteExchange | None = None
+        self._bytes = 0  # exchanged since the last step
+        log.set_phase(Phase.SITES)
+        outer.begin()
+        dumped = config.model_dump(mode="json", by_alias=True)
         agreement = {f"{name}.{key}": json.dumps(value) for name in AGREED for key, value in dumped[name].items()}
         agreement.pop("sites.index")
-        first = run.mesh.rank == 0
-        if first:
-            text = f"site {self._settings.index} meets the others at {self._settings.address} (`megascale sites`)"
-            with contextlib.suppress(OSError):
-                print(text, file=sys.stderr, flush=True)
+        self.say(f"site {settings.index} meets the others at {settings.address} (`megascale sites`)")
         self._meetings = SiteMeetings(
-            self._settings, sites_secret(), datetime.timedelta(seconds=self._config.launch.start_timeout_s),
-            ranks=run.mesh.world.size, first=first,
-            agreement=agreement, advance=run.mesh.recorder.log.advance,
+            settings, sites_secret(), datetime.timedelta(seconds=config.launch.start_timeout_s),
+            ranks=run.mesh.world.size, first=first, agreement=agreement, advance=log.advance,
         )  # fmt: skip
         self._meetings.number = run.mesh.world.control.broadcast(self._meetings.number, "the open meeting of sites")
         self._meet(run, ())
 
-    def after_step(self, run: Run) -> None:
+    def step_ends(self, run: Run, result: StepResult) -> None:
         """Complete the exchange whose time has come, and begin the next. A collective of all ranks of all sites."""
-        step, last = run.progress.step, run.config.train.steps
-        if self._exchange is not None and step >= min(self._exchange.until, last):
-            with run.mesh.recorder.activity(Phase.SITES):
-                fragments = self._exchange.own.fragments
-                if not self._complete(run):
-                    self._meet(run, fragments)
-        if fragments := self._settings.due(step, last):
-            with run.mesh.recorder.activity(Phase.SITES):
-                self._meet(run, fragments, 0 if step == last else self._settings.overlap)
+        step, last, ending = run.progress.step, run.config.train.steps, self._exchange
+        if ending is not None and step < min(ending.until, last):
+            ending = None
+        if (fragments := self._settings.due(step, last)) or ending:
+            recorder, start = run.mesh.recorder, time.perf_counter()
+            with recorder.activity(Phase.SITES):
+                if ending and not self._complete(run):
+                    self._meet(run, ending.own.fragments)
+                if fragments:
+                    self._meet(run, fragments, 0 if step == last else self._settings.overlap)
+            recorder.count_traffic(AXIS, self._bytes, time.perf_counter() - start)
+            self._bytes = 0
 
     def _meet(self, run: Run, fragments: Sequence[int], overlap: int = 0) -> None:
         """Meet until an outer step of `fragments` is taken, or begun in the background of `overlap` steps."""
-        assert self._meetings is not None, "a site joins before its first step"
         run.buffers.finish_param_gather()
         for _ in range(TRIES):
             progress = run.progress
@@ -132,8 +129,10 @@ class Sites:
                 if returning:
                     states, done = _gather(group, self._outer.taken_over(), "state")
                     done.wait()
+                    self._bytes += states.nbytes
                     state = states[members.source] if place in returning else None
                 gathered, work = _gather(group, own.payload, "pseudo-gradients")
+                self._bytes += gathered.nbytes
         except RuntimeError:
             return self._fails(members)
         self._exchange = SiteExchange(members, own, gathered, work, run.progress.step + overlap)
@@ -144,7 +143,7 @@ class Sites:
         changed then. `state`: of another site, which this one takes over.
         """
         exchange, self._exchange = self._exchange, None
-        assert exchange is not None and self._meetings is not None, "an exchange was begun"
+        assert exchange is not None, "an exchange was begun"
         members, own = exchange.members, exchange.own
         try:
             exchange.work.wait()
@@ -167,56 +166,31 @@ class Sites:
         return True
 
     def _open(self, run: Run, members: Members, place: int) -> Group:
-        """Return the group of `members`: that of the last meeting, if the same processes have met."""
-        assert self._meetings is not None
-        if self._group is not None:
-            before, group = self._group
-            begun = any(not arrival.fragments for arrival in members.arrivals)
-            if before.number + 1 == members.number and before.sites == members.sites and not begun:
-                self._group = members, group
-                return group
-        recorder = run.mesh.recorder if run.mesh.recorder.timer.synchronous else Recorder()
-        times = self._settings.grace_s, self._config.comm.timeout_s
-        host = self._settings.place[0]
-        group = open_site_group(members, place, run.mesh.rank, self._meetings.store, host, recorder, *times)
-        self._group = members, group
-        return group
+        """Return the group of `members`: that of the last exchange, if the same processes have met."""
+        begun = any(not arrival.fragments for arrival in members.arrivals)
+        if self._group is None or self._group.ranks != members.sites or self._met != members.number - 1 or begun:
+            recorder = run.mesh.recorder if run.mesh.recorder.timer.synchronous else Recorder()
+            store, host = self._meetings.store, self._settings.place[0]
+            times = self._settings.grace_s, run.config.comm.timeout_s
+            self._group = open_site_group(members, place, run.mesh.rank, store, host, recorder, *times)
+        self._met = members.number
+        return self._group
 
     def _fails(self, members: Members) -> bool:
         """Give the exchange up at all sites. Returns False."""
-        assert self._meetings is not None
         self._group = None
         self._meetings.is_taken(members, succeeded=False)
-        self.news.append(f"WARNING: the exchange of sites {members.sites} failed, and is tried again")
+        self.say(f"WARNING: the exchange of sites {members.sites} failed, and is tried again")
         return False
 
     def _note_members(self, members: Members) -> None:
         if members.sites != self._known:
             missing = sorted(set(range(self._settings.count)) - set(members.sites))
-            self.news.append(
+            self.say(
                 f"{'WARNING: ' if missing else ''}{len(members.sites)} of {self._settings.count} sites train"
                 + (f", without {', '.join(map(str, missing))}" if missing else "")
             )
         self._known = members.sites
-
-
-class SiteSteps(Hook):
-    """Takes outer steps, and says which sites take part."""
-
-    def __init__(self, sites: Sites, reporter: Reporter) -> None:
-        self._sites, self._reporter = sites, reporter
-
-    def run_begins(self, run: Run) -> None:
-        self._report()
-
-    def step_ends(self, run: Run, result: StepResult) -> None:
-        self._sites.after_step(run)
-        self._report()
-
-    def _report(self) -> None:
-        for text in self._sites.news:
-            self._reporter.write_message(text)
-        self._sites.news.clear()
 
 
 def _gather(group: Group, part: Tensor, label: str) -> tuple[Tensor, Work]:

@@ -48,7 +48,7 @@ class Reporter:
         if config.train.quantizes:
             from megascale.train.fp8_casts import CastMonitor
 
-            self._cast_monitor = CastMonitor()
+            self._cast_monitor = CastMonitor(static=config.fp8.facts["scaling"] == "static")
         self.outages = Outages()
         self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
         self._steps = self._tokens = 0
@@ -87,10 +87,11 @@ class Reporter:
         progress: Progress,
         cast_stats: Mapping[str, CastStats],
         noise_scale: float | None = None,
+        kept_updates: float | None = None,
         **features: dict[str, dict[str, float]],
     ) -> None:
         """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor.
-        `noise_scale`: in tokens, if it is measured. `features`: `experts`, `mtp` and `exits` of `StepMetrics`.
+        `noise_scale`, `kept_updates`: if they are measured. `features`: `experts`, `mtp` and `exits` of `StepMetrics`.
         """
         if self._scores:
             scores = per_token(self._scores, self._tokens)
@@ -117,12 +118,13 @@ class Reporter:
                 peak_memory_bytes=self._device.peak_memory(),
                 communication={axis: traffic[axis].per_step(self._steps) for axis in sorted(traffic)},
                 noise_scale=noise_scale,
+                kept_updates=kept_updates,
                 fp8={name: asdict(stats) for name, stats in cast_stats.items()},
                 **features,
             )
         )
-        for warning in self._cast_monitor.update(cast_stats) if self._cast_monitor is not None else ():
-            self.write_message(f"WARNING: step {progress.step}: {warning}")
+        for alert in self._cast_monitor.update(progress.step, cast_stats) if self._cast_monitor is not None else ():
+            self.write(alert)
         self._steps = self._tokens = 0
         self._loss_tokens = 0.0
         self._scores.clear()

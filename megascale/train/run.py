@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megascale.record.metrics import EvaluationMetrics
     from megascale.schedule.ir import RankSchedule
     from megascale.train.noise_scale import NoiseScale
+    from megascale.train.outer_steps import Sites
     from megascale.train.policy_state import PolicyState
     from megascale.train.step_totals import StepTotals
     from megascale.train.stop import StopRequest
@@ -177,7 +178,7 @@ class Run:
 
     `order_of`: the actions for a number of micro-batches, in training or not. `step_hooks`: features of the step
     itself; `hooks`: those of plug-ins before training, all other hooks in training. None if there is none: `fp8_state`,
-    `noise_scale`, `policy` (the data policy's state), `average`, `outer`.
+    `noise_scale`, `policy` (the data policy's state), `average`, `outer`; `sites`, once they have met.
     """
 
     config: RunConfig
@@ -201,6 +202,7 @@ class Run:
     progress: Progress
     stop: StopRequest
     outer: OuterOptimizer | None = None
+    sites: Sites | None = None
     origin: InitialState = InitialState()
     step_hooks: Hooks = field(default_factory=Hooks)
     hooks: Hooks = field(default_factory=Hooks)

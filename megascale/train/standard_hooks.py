@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megascale.train.further_losses import further_metrics
 from megascale.train.reporter import Reporter
 from megascale.train.run import Hook, Hooks, Run, StepResult
@@ -14,14 +12,9 @@ from megascale.train.spike import SpikeAlert
 from megascale.train.start_report import StartReport
 from megascale.train.step import is_logged_step
 
-if TYPE_CHECKING:
-    from megascale.train.outer_steps import Sites
 
-
-def standard_hooks(run: Run, reporter: Reporter, sites: Sites | None) -> Hooks:
-    """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step.
-    `sites`: which have met.
-    """
+def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
+    """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step."""
     hooks: list[Hook] = [StartReport(reporter)]
     if run.config.observe.profile_step or not run.progress.step:  # a run that begins removes an earlier one's profiles
         from megascale.train.kernel_shares import KernelShares
@@ -36,16 +29,19 @@ def standard_hooks(run: Run, reporter: Reporter, sites: Sites | None) -> Hooks:
 
         hooks.append(PolicyUpdates(run.policy, reporter))
     hooks += [StepRecords(reporter), SpikeAlert(run.config.fault, reporter), SkippedSteps(reporter)]
-    if sites is not None:
-        from megascale.train.outer_steps import SiteSteps
-
-        hooks.append(SiteSteps(sites, reporter))
+    if run.sites is not None:
+        run.sites.say = reporter.write_message
+        hooks.append(run.sites)
     if run.average is not None:
         hooks.append(WeightAveraging())
     if run.valid_loader is not None:
         from megascale.train.evaluate import Evaluations
 
         hooks.append(Evaluations(reporter))
+    if run.config.train.logit_sharpness_every:
+        from megascale.train.logit_sharpness import LogitSharpness
+
+        hooks.append(LogitSharpness(reporter))
     hooks += [Saves(reporter), ScheduledGC()]
     if not run.mesh.rank:
         from megascale.train.plan_record import PlanRecord
@@ -60,6 +56,10 @@ class StepRecords(Hook):
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
 
+    def step_begins(self, run: Run) -> None:
+        if run.optimizer.kept is not None:
+            run.optimizer.kept.on = is_logged_step(run.config.train, run.progress.step + 1)
+
     def step_ends(self, run: Run, result: StepResult) -> None:
         if is_logged_step(run.config.train, run.progress.step) and result.loss_tokens:
             noise_scale = run.noise_scale.value if run.noise_scale else None
@@ -70,7 +70,8 @@ class StepRecords(Hook):
                 from megascale.train.expert_steps import expert_metrics
 
                 features["experts"] = expert_metrics(model, run.config.moe, totals)
-            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, **features)
+            kept = run.optimizer.kept.take(run.mesh, run.device.torch_device) if run.optimizer.kept else None
+            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, kept, **features)
 
 
 class WeightAveraging(Hook):

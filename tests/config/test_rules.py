@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config import exclusions, site_rules
+from megascale.config import exclusions, model_rules, parallel_rules, site_rules
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
@@ -31,6 +31,9 @@ SITES = {"sites__count": 2, "sites__address": "10.0.0.5:7100"}
 
 LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != GPT.get(key)}
 
+UNIT = {
+    "model__unit_scaling": True, "model__block": "post_norm", "model__position": "rope", "model__tie_embeddings": False,
+}  # fmt: skip
 MOE = {"model__experts": 8, "model__bias": False}
 DOMINO = {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2}
 REBUILT = {
@@ -99,7 +102,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"fault.inject": "there is no rank 9 for kill"},
     ),
     (
-        "rebuilt_stages",
+        "REBUILT_STAGES",
         {"fault__rebuild_stage": 9, "parallel__pp": 2},
         {
             "parallel.pp": "with pp = 2 no stage is between two others (fault.rebuild_stage = 9)",
@@ -107,30 +110,34 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         },
     ),
     (
-        "rebuilt_stages",
-        REBUILT
-        | {
-            "parallel__layers_per_chunk": [1, 2, 1],
-            "train__weight_average": "ema",
-            "model__exits": [2],
-            "optimizer__groups": [{"kinds": ["matrix"], "name": "muon"}],
-        },
+        "REBUILT_STAGES",
+        REBUILT | {"parallel__pp": 4, "train__weight_average": "ema", "model__exits": [2]},
         {
-            "parallel.layers_per_chunk": "layers of unequal stages do not correspond",
-            "optimizer.name": "muon: no mean of every element's squared gradient",
             "model.exits": "the head of an exit has no neighbours",
             "train.weight_average": "averages are not rebuilt",
         },
     ),
     (
-        "rebuilt_stages",
-        REBUILT | MOE | {"parallel__vocab_pp": 1},
+        "REBUILT_STAGES",
+        REBUILT | MOE | {"parallel__pp": 4, "parallel__vocab_pp": 1},
         {
-            "model.num_layers": "4 layers do not make 3 equal stages",
             "model.experts": "experts of different layers do not correspond",
             "parallel.vocab_pp": "a lost stage has rows of the vocabulary",
         },
     ),
+    (
+        "rebuilt_stages",
+        REBUILT
+        | {
+            "parallel__layers_per_chunk": [1, 2, 1],
+            "optimizer__groups": [{"kinds": ["matrix"], "name": "muon"}],
+        },
+        {
+            "parallel.layers_per_chunk": "layers of unequal stages do not correspond",
+            "optimizer.name": "muon: no mean of every element's squared gradient",
+        },
+    ),
+    ("rebuilt_stages", REBUILT, {"model.num_layers": "4 layers do not make 3 equal stages"}),
     ("fault_times", {"fault__hang_s": 0.1}, {"fault.hang_s": "0.1 s is no more than fault.poll_s = 0.25"}),
     ("fault_times", {"fault__heartbeat_s": 6.0}, {"fault.node_lost_s": "6.0 s is no more than fault.heartbeat_s = 6"}),
     (
@@ -784,6 +791,26 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.mup_base_width": "the head's scale and learning rate are not the token embedding's under muP"},
     ),
     (
+        "RESIDUAL_TAU",
+        {"model__residual_tau": 0.25},
+        {"model.block": "branches of a weighted residual stream end in a norm"},
+    ),
+    (
+        "UNIT_SCALING",
+        {"model__unit_scaling": True, "model__init_std": 0.01},
+        {
+            "model.block": "unit scaling has a norm after each branch and none before",
+            "model.position": "learned positions would add to the embedding's variance",
+            "model.tie_embeddings": "the head's weight is 1 / hidden_size of an embedding's",
+            "model.init_std": "has no effect with unit scaling",
+        },
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "muon", **UNIT},
+        {"model.unit_scaling": "muon's updates do not have elements of a fixed size"},
+    ),
+    (
         "LAMB",
         {"optimizer__master_weights": "bf16_compensated", "optimizer__name": "lamb", "train__precision": "bf16"},
         {"optimizer.master_weights": "lamb needs master weights in fp32"},
@@ -1042,14 +1069,19 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     ("hybrid_sharding", {"parallel__zero": 3, "parallel__state_shard": "all"}, {"parallel.state_shard": "no effect"}),
-    ("sharded_weights", {"parallel__reshard": "keep"}, {"parallel.reshard": "never released (parallel.zero = 1)"}),
     (
-        "sharded_weights",
+        "coded_gradients",
+        {"parallel__dp": 2, "parallel__zero": 0, "parallel__grad_reduce": "fp8"},
+        {"parallel.grad_reduce": "every rank needs the whole sum (parallel.zero = 0)"},
+    ),
+    ("released_weights", {"parallel__reshard": "keep"}, {"parallel.reshard": "never released (parallel.zero = 1)"}),
+    (
+        "released_weights",
         {"parallel__zero": 3, "parallel__reshard": "microbatch"},
         {"parallel.reshard": "a stage has one model chunk"},
     ),
     (
-        "sharded_weights",
+        "released_weights",
         {
             "parallel__zero": 3,
             "parallel__vpp": 2,
@@ -1060,7 +1092,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"parallel.reshard": "in different layers (parallel.schedule = dualpipev)"},
     ),
     *(
-        ("sharded_weights", {"parallel__zero": 3, **changes}, {key: f"{message} (parallel.zero = 3)"})
+        ("SHARDED_WEIGHTS", {"parallel__zero": 3, **changes}, {key: f"{message} (parallel.zero = 3)"})
         for changes, key, message in (
             ({"model__mtp_layers": 1, "model__position": "rope"}, "model.mtp_layers", "use the head's weights again"),
             ({"model__exits": [2]}, "model.exits", "an evaluation leaves out exits"),
@@ -1207,7 +1239,7 @@ def test_a_mistake_in_groups_or_options_says_what_is_meant(
 
 NAMES = {
     id(rule): name
-    for module in (exclusions, site_rules)
+    for module in (exclusions, model_rules, parallel_rules, site_rules)
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)
 }

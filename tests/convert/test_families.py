@@ -529,6 +529,20 @@ def test_a_model_between_two_families_is_refused() -> None:
     assert found.value.message.count(" has ") <= 3, "a reader needs the nearest alone"
 
 
+def test_a_block_of_no_family_is_refused() -> None:
+    """Unit scaling is in the weights; the weighted residual stream is in no family."""
+    olmo2 = read_model(PUBLISHED["OLMo-2-1124-7B"], "config.json").model_dump(by_alias=True)
+    unit = olmo2 | {"unit_scaling": True}
+    for keys, message in (
+        ({"block": "fog"}, "olmo2 has block = 'post_norm'"),
+        ({"qk_norm": "fixed"}, "olmo2 has qk_norm = 'full'"),
+        ({"unit_scaling": True}, "olmo2 has residual_tau = 0.0"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            make_config(ModelConfig.model_validate(olmo2 | keys), {})
+    assert make_config(ModelConfig.model_validate(unit | {"residual_tau": 0.0}), {})["model_type"] == "olmo2"
+
+
 @pytest.mark.parametrize("name", sorted(name for name, keys in PUBLISHED.items() if "experts" in str(keys)))
 def test_a_width_without_effect_is_exported(name: str) -> None:
     """Where all layers have experts, the width of dense ones is nobody's."""

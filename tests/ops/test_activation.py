@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.ops.activation import clamped_swiglu, geglu, gelu, gelu_tanh, swiglu
+from megascale.ops.activation import clamped_swiglu, geglu, gelu, gelu_tanh, scaled_tanh, swiglu
 
 BF16 = 2.0**-8
 """Largest relative error of rounding to bf16."""
@@ -92,3 +92,17 @@ def test_gated_activations_accept_a_non_contiguous_gradient(name: str) -> None:
     (ours,) = torch.autograd.grad(activation(x), x, upstream)
     (expected,) = torch.autograd.grad(formula(x), x, upstream)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_scaled_tanh_sums_the_gradient_of_its_factor_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(64, 128, generator=generator).bfloat16() for _ in range(2))
+    alpha = torch.tensor([0.75], dtype=torch.bfloat16)
+    found = [t.clone().requires_grad_() for t in (x, alpha)]
+    out = scaled_tanh(*found)
+    out.backward(grad)
+    exact = [t.double().requires_grad_() for t in (x, alpha)]
+    torch.tanh(exact[1] * exact[0]).backward(grad.double())
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 2 * BF16

@@ -191,11 +191,24 @@ def test_zeros_stay_zeros() -> None:
 
 def test_saturated_and_flushed_elements_are_counted() -> None:
     x = torch.tensor([[1.0, 500.0, -500.0, 449.0, 1e-5, 0.0, 2.0, 3.0]])
-    record = CastRecord(torch.tensor(7.0), torch.zeros(3, dtype=torch.int64))
+    record = CastRecord(torch.tensor(7.0), torch.zeros(5, dtype=torch.float64))
     actual = Quantizer(QuantizerSpec("e4m3", TENSOR)).encode(x, torch.tensor(448.0), record=record)
-    assert record.counts is not None
-    assert record.counts.tolist() == [2, 1, 8]  # 449 rounds to 448; a zero is not flushed
+    assert record.sums is not None
+    assert record.sums[:3].tolist() == [2, 1, 8]  # 449 rounds to 448; a zero is not flushed
     assert record.amax == 500 and actual.scale == 1 and actual.data.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize("grain", [TENSOR, ROW, BLOCK_1D], ids=str)
+def test_the_sums_of_casts_equal_those_of_two_passes(grain: ScaleBlock, size: float) -> None:
+    """Of several casts, and of numbers whose fourth powers fp32 does not hold."""
+    record, parts = CastRecord(torch.tensor(0.0), torch.zeros(5, dtype=torch.float64)), []
+    for seed in range(3):
+        parts.append(size * normal(64, 256, seed=seed) * (1 + 9 * (normal(1, 256, seed=9) > 2)))
+        Quantizer(QuantizerSpec("e4m3", grain)).encode(parts[-1], record=record)
+    whole = torch.cat(parts).double()
+    assert record.sums is not None and record.sums[2] == whole.numel()
+    torch.testing.assert_close(record.sums[3:], torch.stack([(whole**2).sum(), (whole**4).sum()]), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

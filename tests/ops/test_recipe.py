@@ -37,7 +37,8 @@ def test_a_recipe_has_the_quantizers_of_its_card(name: str) -> None:
 
 def test_weights_of_blocks_serve_both_directions() -> None:
     assert [block.serves_transpose for block in (TENSOR, ROW, BLOCK_1D, BLOCK_2D)] == [True, False, False, True]
-    assert all(RECIPES[name].facts["weight"].serves_transpose == (name != "rowwise") for name in RECIPES.names())
+    one_way = {name for name in RECIPES.names() if not RECIPES[name].facts["weight"].serves_transpose}
+    assert one_way == {"rowwise", "halo", "halo_int8", "metis"}
 
 
 @pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D, BLOCK_2D, ScaleBlock(1, 32), ScaleBlock(64, 64)], ids=str)

@@ -282,13 +282,14 @@ def received(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_all_state_is_bit_equal_in_another_layout(tmp_path: Path) -> None:
-    """Codes of 8 bits and the scales of their blocks, drawn elements, generators of rotations, bases."""
+    """Codes of 8 bits with the scales and exponents of their blocks, drawn elements, generators of rotations, bases."""
     keys = {"checkpoint__every": 1, "train__precision": "bf16"}
     there = configuration(tmp_path, MORE_RULES, SMALL, **keys, parallel__tp=2)
     here = configuration(tmp_path, MORE_RULES, SMALL, **keys, parallel__dp=2, overlap__bucket_bytes=4000)
     before, after = (assembled(received(run_world(2, body, c))) for body, c in ((saved, there), (loaded, here)))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    for name in ("layers.0.mlp.gate.weight", "layers.0.mlp.up.weight"):  # adamw_8bit and galore_8bit
+    assert bool((after["exp_avg_sq_power.layers.1.mlp.down.weight torch.float32"] > 1).all())
+    for name in ("layers.0.mlp.gate.weight", "layers.0.mlp.up.weight", "layers.1.mlp.down.weight"):
         codes, scales = after[f"exp_avg.{name} torch.uint8"], after[f"exp_avg_scale.{name} torch.float32"]
         assert len(codes.unique()) > 50 and bool((scales > 0).all())
     for name in ("exp_avg.layers.1.mlp.gate", "left.layers.1.mlp.up", "length.layers.1.attention.out"):

@@ -309,6 +309,7 @@ MORE_GROUPS: list[dict[str, Any]] = [
     {"params": ["layers.0.mlp.down.weight"], "name": "galore", "options": {"rank": 6, "subspace": "online_pca"}},
     {"params": ["layers.1.attention.out.weight"], "name": "grad_norm_lorp", "options": {"rank": 6, "update_gap": 2}},
     {"params": ["layers.1.mlp.gate.weight"], "name": "spam_sparse", "options": {"density": 0.4, "reset_every": 2}},
+    {"params": ["layers.1.mlp.down.weight"], "name": "adamw_8bit", "options": {"codes": "e4m3"}},
     {"params": ["layers.1.mlp.up.weight"], "name": "poet", "options": {"block": 7, "merge_every": 3}},
     {
         "params": ["layers.1.attention.[qk].weight"],
@@ -422,6 +423,6 @@ def test_cards() -> None:
         facts = with_defaults(OPTIMIZERS[name].facts)
         if facts["unit_of_work"] in MATRIX_UNITS:
             assert facts["kinds"] in (("matrix",), ("matrix", "embedding"))
-            assert all(set(size) <= set("mnslrMN/dxytu") for size in facts["state"].values())
+            assert all(set(size) <= set("mnslrMNdxytu/256") for size in facts["state"].values())
         else:
             assert set(facts["state"].values()) == {"mn"} and not facts["weight"]

@@ -15,7 +15,7 @@ from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import DATA_AXES, Topology
 from megascale.parallel.bucket_storage import Replicated, Sharded, ShardedAll, ShardedEach
 from megascale.parallel.grad_accumulation import accumulate_grad
-from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
+from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from tests.thread_world import simulate
 
 TOPOLOGY = Topology(cp=2, dp=2, tp=2)
@@ -40,8 +40,8 @@ OF_EDP = parameter("layers.0.experts.weight", {"ep": 0}, ("edp",))
 def buffers_of(mesh: Mesh, zero: int) -> ParamAndGradBuffers:
     dtypes, experts = (torch.float64, torch.float64), EXPERTS if mesh.topology.ep == 1 else OF_EDP
     return ParamAndGradBuffers(
-        [[[DENSE], [experts]]], mesh, zero=zero, sequence=False, overlap=BucketOverlap(True), dtypes=dtypes,
-        device=torch.device("cpu"),
+        [[[DENSE], [experts]]], mesh, zero=zero, sequence=False, communication=BucketCommunication(True),
+        dtypes=dtypes, device=torch.device("cpu"),
     )  # fmt: skip
 
 

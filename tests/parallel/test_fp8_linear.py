@@ -40,8 +40,10 @@ Array = np.ndarray
 MODEL = LLAMA | {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128}
 WIDE = MODEL | {"hidden_size": 256, "ffn_size": 512}  # shards over two ranks are whole blocks
 
-NEAREST = [name for name in RECIPES.names() if not RECIPES[name].facts["gradient"].stochastic]
-"""Recipes whose casts need no place in the job."""
+NAMES = [name for name in RECIPES.names() if not RECIPES[name].facts["whole"]]
+"""Recipes whose operands ranks may share."""
+
+recipes = pytest.mark.parametrize("recipe", NAMES)
 
 
 def configured(folder: Path, recipe: str, model: dict[str, Any] = MODEL, **more: Any) -> RunConfig:
@@ -108,7 +110,7 @@ def casts(mesh: Mesh, config: RunConfig, layer: str, sequence: bool) -> list[Arr
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
-    return [configured(tmp_path_factory.mktemp("wide"), recipe, WIDE) for recipe in NEAREST]
+    return [configured(tmp_path_factory.mktemp("wide"), recipe, WIDE) for recipe in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ def quantized(request: Any, wide: list[RunConfig]) -> tuple[bool, list[dict[tupl
     return request.param, run_world(2, all_casts, wide, request.param)
 
 
-@pytest.mark.parametrize("recipe", NEAREST)
+@pytest.mark.parametrize("recipe", NAMES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_two_ranks_quantize_as_one_process(recipe: str, layer: str, quantized: Any, quantized_alone: Any) -> None:
     sequence, ranks = quantized
@@ -213,7 +215,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "delayed"))
+@pytest.mark.parametrize("recipe", only_quick(NAMES, "delayed"))
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
 def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None:
     """As close as bf16 sums permit: an element rounded differently may quantize to the next FP8 value."""
@@ -229,7 +231,7 @@ def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None
 def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Array]]:
     """Compute a first step's gradients in bf16 and by each recipe."""
     folder = tmp_path_factory.mktemp("gradients")
-    configs = {recipe: configured(folder, recipe) for recipe in RECIPES.names()}
+    configs = {recipe: configured(folder, recipe) for recipe in NAMES}
     configs["bf16"] = configured(folder, "tensorwise", train__precision="bf16")
     return run_world(1, all_gradients, configs)[0]
 
@@ -313,10 +315,10 @@ def fast_accumulation(rank: Rank, configs: list[RunConfig]) -> list[dict[str, bo
 
 
 def test_every_fp8_gemm_is_the_backends(tmp_path: Path) -> None:
-    configs = [configured(tmp_path, recipe, batch__global=2, batch__micro=1) for recipe in RECIPES.names()]
+    configs = [configured(tmp_path, recipe, batch__global=2, batch__micro=1) for recipe in NAMES]
     (counts,) = run_world(1, count_all_gemms, configs)
     # forward, dgrad and wgrad, 8 layers, 2 micro-batches
-    assert counts == dict.fromkeys(RECIPES.names(), 3 * 8 * 2)
+    assert counts == dict.fromkeys(NAMES, 3 * 8 * 2)
 
 
 def count_all_gemms(rank: Rank, configs: list[RunConfig]) -> dict[str, int]:
@@ -345,7 +347,7 @@ def count_gemms(rank: Rank, config: RunConfig) -> int:
 ONE_OR_MORE: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"parallel__tp": 2}, **LAYOUTS}
 
 
-@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "tensorwise"))
+@pytest.mark.parametrize("recipe", only_quick(NAMES, "tensorwise"))
 @pytest.mark.parametrize("layout", only_quick(ONE_OR_MORE, "one"))
 def test_cast_transpose_kernels_change_no_gradient(recipe: str, layout: str, tmp_path: Path) -> None:
     config = configured(tmp_path, recipe, WIDE, **ONE_OR_MORE[layout])
@@ -543,7 +545,7 @@ gradient is all-gathered before quantization.
 ONE_SCALE = ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter", "fused_all_gather_scaled_matmul"]
 
 
-@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "tensorwise", "rowwise", "blockwise"))
+@pytest.mark.parametrize("recipe", only_quick(NAMES, "tensorwise", "rowwise", "blockwise"))
 def test_fused_operators_run_fp8_gemms(recipe: str, tmp_path: Path) -> None:
     for called, plain, fused in run_world(2, with_fused_operators, configured(tmp_path, recipe, WIDE)):
         assert called == FUSED.get(recipe, ONE_SCALE)

@@ -71,6 +71,8 @@ CASES = [
     },
     {"model": GEMMA2, "model__dropout": 0.1, "train__precision": "fp32"},
     {"model": OLMO2, "model__dropout": 0.1, "train__precision": "bf16"},
+    {"model": OLMO2, "model__block": "fog", "model__qk_norm": "tanh", "train__precision": "bf16"},
+    {"model": OLMO2, "model__unit_scaling": True, "model__qk_norm": "fixed", "train__precision": "fp32"},
     {"model": NEOX, "model__dropout": 0.1, "train__precision": "fp32"},
 ]
 QUICK_CASES = [CASES[1], next(case for case in CASES if case["model"] == GEMMA2)]

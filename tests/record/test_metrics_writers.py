@@ -38,6 +38,7 @@ RECORD = StepMetrics(
     hfu_causal=0.48,
     peak_memory_bytes=1 << 20,
     noise_scale=1.5e6,
+    kept_updates=0.999,
     communication={"tp": {"calls": 8.0, "bytes": 4096.0, "exposed_s": 0.25}},
     fp8={"layers.1.mlp.down.input": {"amax": 3.5, "saturated": 0.125, "underflow": 0.25}},
     experts={"layers.1": {"load": 1.5}, "router": {"balance": 1.01}},

@@ -52,6 +52,17 @@ def test_every_row_is_a_job_of_its_source(rows: Sequence[Any]) -> None:
         assert 1e-3 < row.step_s < 1e3
 
 
+def test_steps_in_mxfp8_and_nvfp4_are_planned(calibration: Any, rows: Sequence[Any]) -> None:
+    """The rate of NVFP4 is one number for two accelerators: no step is further off than 12%, and no fit has them."""
+    scaled = list(calibration.rows.read_block_scaled())
+    assert Counter(row.recipe for row in scaled) == {"mxfp8": 12, "nvfp4": 9}
+    assert not any(row.recipe == "nvfp4" for row in rows)
+    known = calibration.fit.Profiles(scaled)
+    errors = {row.line: known.predicted(row, {}) / row.step_s - 1 for row in scaled}
+    for recipe, most in (("mxfp8", 0.06), ("nvfp4", 0.12)):
+        assert max(abs(errors[row.line]) for row in scaled if row.recipe == recipe) < most
+
+
 LARGER = {
     "megatron-bridge": 13,  # FSDP runs offload activations; MXFP8 with activations in 8 bits
     "nemo-2024": 1,  # squared ReLU, whose recomputation is assumed

@@ -24,7 +24,7 @@ from megascale.model.transformer import Stage
 from megascale.ops.select import OpContext
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.param_and_grad_buffers import BucketOverlap, ParamAndGradBuffers
+from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from megascale.parallel.rng import Dropout
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.train.build import build_mesh, build_stages, run_dtypes
@@ -43,7 +43,7 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
         mesh,
         zero=config.parallel.zero,
         sequence=False,
-        overlap=BucketOverlap(on=True),
+        communication=BucketCommunication(overlap=True),
         dtypes=run_dtypes(config.train.precision),
         device=device,
     )

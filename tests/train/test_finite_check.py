@@ -85,6 +85,8 @@ LAYOUTS = [
     {"parallel__dp": 4, "parallel__zero": 0},
     {"parallel__dp": 4, "parallel__zero": 1},
     {"parallel__dp": 4, "parallel__zero": 2},
+    {"parallel__dp": 4, "parallel__zero": 1, "parallel__grad_reduce": "fp8"},
+    {"parallel__dp": 4, "parallel__zero": 2, "parallel__grad_reduce": "fp8"},
     {"parallel__tp": 2, "parallel__dp": 2},
     {"parallel__pp": 2, "parallel__dp": 2},
     {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
@@ -95,7 +97,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     "layout",
-    only_quick(LAYOUTS, LAYOUTS[5], LAYOUTS[-1]),
+    only_quick(LAYOUTS, LAYOUTS[3], LAYOUTS[7], LAYOUTS[-1]),
     ids=lambda layout: " ".join(f"{k[10:]}{v}" for k, v in layout.items()),
 )
 def test_the_error_names_the_fault_and_nothing_is_updated(layout: dict[str, Any], tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt parallel block": {"model__block": "parallel"},
     "gpt parallel two norms block": {"model__block": "parallel_two_norms"},
     "llama post norm block": {"model__block": "post_norm"},
+    "llama fog block": {"model__block": "fog", "model__qk_norm": "fixed", "model__residual_tau": 0.25},
+    "llama unit scaling": {"model__block": "post_norm", "model__unit_scaling": True, "model__qk_norm": "tanh"},
     "llama sandwich block": {
         "model__block": "sandwich", "model__norm": "rmsnorm_1p", "model__activation": "geglu",
         "model__embedding_scale": 6.0, "model__logit_softcap": 30.0, "train__recompute": "full", "model__dropout": 0.1,

@@ -56,9 +56,9 @@ def site_configs(folder: Path, address: str, count: int = 2, **keys: Any) -> lis
 def train(run: Any, until: int) -> Tensor:
     """Train with outer steps; return the master weights."""
     while run.progress.step < until:
-        train_step(run, run.train_loader.batch(run.progress.samples))
-        if run.outer is not None:
-            run.sites.after_step(run)
+        result = train_step(run, run.train_loader.batch(run.progress.samples))
+        if run.sites is not None:
+            run.sites.step_ends(run, result)
     run.buffers.finish_param_gather()
     return torch.cat([shard.master for shard in run.optimizer.shards]).clone()
 
@@ -95,6 +95,17 @@ def test_sites_end_as_one_model(keys: dict[str, Any], address: str, tmp_path: Pa
     first, second = run_sites(configs, lambda run: (train(run, 5), train(run, 10)))
     assert not torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
+
+
+def test_what_sites_send_is_traffic_of_the_steps(address: str, tmp_path: Path) -> None:
+    """Once for each outer step: the bytes of all sites, and the time that training waits for it."""
+
+    def traffic(run: Any) -> tuple[Any, int]:
+        train(run, 5)
+        return run.mesh.recorder.take_traffic()["sites"], run.outer.pseudo_gradient([0]).payload.nbytes
+
+    for sent, nbytes in run_sites(site_configs(tmp_path, address, sites__every=2), traffic):
+        assert sent.calls == 2 and sent.bytes == 2 * 2 * nbytes and sent.exposed_s > 0
 
 
 def test_a_failed_exchange_changes_nothing_and_is_tried_again(
@@ -174,8 +185,7 @@ def test_a_site_that_returns_has_the_weights_of_the_others(address: str, tmp_pat
     trains_alone = threading.Event()
 
     def join(run: Any) -> None:
-        run.sites = Sites(run.config, run.outer)
-        run.sites.join(run)
+        run.sites = Sites(run)
         run.sites._meetings._settings = run.config.sites.model_copy(update={"grace_s": 600.0})  # patient from here on
 
     def stay(run: Any) -> Tensor:
@@ -229,9 +239,13 @@ def test_two_jobs_train_one_model(meeting: str, tmp_path: Path) -> None:
     jobs = [start_site(tmp_path, meeting, index, steps=12, parallel__dp=2) for index in range(2)]
     ends = [job.end() for job in jobs]
     assert [status for status, _, _ in ends] == [0, 0], ends
-    assert "2 of 2 sites train" in ends[0][1]
+    assert "2 of 2 sites train" in ends[0][2]
     losses = [[record["loss"] for record in job.steps()] for job in jobs]
     assert len(losses[0]) == len(losses[1]) == 12 and losses[0] != losses[1]
+    sent = {record["step"]: record["communication"]["sites"] for record in jobs[0].steps()
+            if "sites" in record["communication"]}  # fmt: skip
+    assert list(sent) == [6, 11], "the records of the steps after outer steps"
+    assert all(traffic["calls"] == 1 and traffic["exposed_s"] > 0 for traffic in sent.values())
 
 
 @pytest.mark.slow
@@ -250,7 +264,7 @@ def test_a_site_is_killed_and_comes_back(meeting: str, tmp_path: Path) -> None:
         job.signal(signal.SIGTERM)
         ends.append(job.end())
     assert [status for status, _, _ in ends] == [Exit.STOPPED] * 2, ends
-    assert "1 of 2 sites train, without 1" in ends[0][1] and ends[0][1].count("2 of 2 sites train") == 2
+    assert "1 of 2 sites train, without 1" in ends[0][1] and "".join(ends[0][1:]).count("2 of 2 sites train") == 2
     steps = [record["step"] for record in back.steps()]
     assert any(after > before + 15 for before, after in itertools.pairwise(steps))
 

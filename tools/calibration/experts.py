@@ -23,7 +23,7 @@ from megascale.plan.simulate import profiles
 EXPERTS = Path(__file__).with_name("experts.csv")
 MODELS = Path(__file__).with_name("models.toml")
 
-RECIPES = {"mxfp8": "blockwise", "fp8": "blockwise"}
+RECIPES = {"mxfp8": "mxfp8", "fp8": "blockwise"}
 COUNTED = range(1, 29)  # rows that count for the bound
 BOUND = 0.15  # largest error of a row within the bound
 SLOWEST, FASTEST = 4.0, 0.25  # bounds of the factor of compute time
@@ -111,7 +111,7 @@ def _row(text: dict[str, str], model: Mapping[str, Any]) -> ExpertRow:
         "train": {
             "steps": 1, "precision": "fp8" if text["precision"] in RECIPES else "bf16", "recompute": text["recompute"],
         },
-        "fp8": {"recipe": "tensorwise" if "tensor" in text["note"] else "blockwise"},
+        "fp8": {"recipe": "tensorwise" if "tensor" in text["note"] else RECIPES.get(text["precision"], "blockwise")},
         "optimizer": {"lr": 1e-4},
         "data": {"mock": True},
     }  # fmt: skip

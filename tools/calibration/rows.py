@@ -57,6 +57,11 @@ class Row:
         return TABLES.get(self.source, self.source)
 
     @property
+    def recipe(self) -> str:
+        """The recipe of GEMMs; "" for bf16."""
+        return self.config.fp8.recipe if self.config.train.quantizes else ""
+
+    @property
     def stacks(self) -> tuple[str, ...]:
         """Names of the stack profiles."""
         return (self.stack,) if self.step is None else ("megatron-2023", "megascale-2024")
@@ -81,11 +86,16 @@ class Row:
 
 
 def read(path: Path = ROWS) -> Iterator[Row]:
-    """Read the rows with a schedule of megascale's.
+    """Read the rows with a schedule of megascale's, and 8 bits or more.
 
     Raises: ValueError for an invalid row: indivisible batch, or a layout with another number of devices.
     """
-    return _read(path, {name: name for name in SCHEDULES.cards})
+    return (row for row in _read(path, {name: name for name in SCHEDULES.cards}) if row.recipe != "nvfp4")
+
+
+def read_block_scaled(path: Path = ROWS) -> Iterator[Row]:
+    """Read the rows in MXFP8 and in NVFP4; no fit uses those in NVFP4."""
+    return (row for row in _read(path, {name: name for name in SCHEDULES.cards}) if row.recipe in ("mxfp8", "nvfp4"))
 
 
 def read_split(path: Path = ROWS) -> Iterator[Row]:
@@ -161,16 +171,18 @@ def _tree(text: dict[str, str], schedule: str) -> dict[str, Any]:
         "batch": {"micro": number("micro"), "global": number("batch")},
         "train": {
             "steps": 1,
-            "precision": "fp8" if text["precision"] == "fp8" else "bf16",
+            "precision": "fp8" if text["precision"] in ("fp8", "nvfp4") else "bf16",
             "recompute": text["recompute"],
         },
-        "fp8": {"recipe": _recipe(text["note"])},
+        "fp8": _fp8(text["note"]),
         "optimizer": {"lr": 1e-4},
         "data": {"mock": True},
     }
 
 
-def _recipe(note: str) -> str:
-    """Return the FP8 recipe in a note: blockwise for MXFP8 (a scale per 32 elements), by default delayed."""
-    recipes = {"row-wise": "rowwise", "MXFP8": "blockwise", "per-tensor": "tensorwise", "float8": "tensorwise"}
-    return next((recipe for words, recipe in recipes.items() if words in note), "delayed")
+def _fp8(note: str) -> dict[str, Any]:
+    """Return the FP8 recipe in a note, by default delayed. Megatron-Bridge's NVFP4 recipe has no layers in bf16."""
+    if "NVFP4" in note:
+        return {"recipe": "nvfp4", "first_layers_bf16": 0, "last_layers_bf16": 0}
+    recipes = {"row-wise": "rowwise", "MXFP8": "mxfp8", "per-tensor": "tensorwise", "float8": "tensorwise"}
+    return {"recipe": next((recipe for words, recipe in recipes.items() if words in note), "delayed")}

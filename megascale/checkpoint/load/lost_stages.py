@@ -24,7 +24,7 @@ from megascale.layout.parameters import layer_params
 from megascale.layout.stages import Placement
 from megascale.layout.tensors import TensorSpec
 from megascale.layout.topology import STAGE_AXES, Topology
-from megascale.parallel.stateful import WEIGHTS, Stateful, TensorShard
+from megascale.parallel.stateful import WEIGHTS, Stateful
 
 SECOND_MOMENT = "exp_avg_sq."  # prefix of the names of the running means of squared gradients
 
@@ -75,7 +75,8 @@ class _Rebuilding:
         self._model, self._own = model, own
         self._layers = model.num_layers // mesh.placement.count
         self._stage, self._pipeline = mesh.group(*STAGE_AXES), mesh.group("pp")
-        self._held = {name: tensor for part in parts for name, tensor in part.global_tensors().items()}
+        tensors = (part.global_tensors() for part in parts)
+        self._shards = {name: tensor.shards for named in tensors for name, tensor in named.items()}
         self._device = parts[0].flat_tensors()[0].device
 
     def rebuild(self, stage: int) -> tuple[float, float]:
@@ -89,13 +90,13 @@ class _Rebuilding:
         before, after = norms.sqrt().tolist()
         share = before / (before + after) if before + after else 0.5
         for kind in (WEIGHTS, SECOND_MOMENT):
-            for first, lost, second in zip(*map(self._tensors, (stage - 1, stage, stage + 1)), strict=True):
+            for lost, *pair in zip(*map(self._tensors, (stage, *neighbours)), strict=True):
                 mean = torch.zeros(lost.shape, dtype=torch.float64, device=self._device)
-                for neighbour, tensor, part in zip(neighbours, (first, second), (share, 1 - share), strict=True):
+                for neighbour, tensor, part in zip(neighbours, pair, (share, 1 - share), strict=True):
                     if neighbour in self._own:
                         mean += part * self._whole(kind, tensor)
                 all_reduce(self._pipeline, mean, label="mean of stages")
-                for shard in self._shards(kind, lost):
+                for shard in self._shards.get(kind + lost.name, ()):
                     shard.data.copy_(mean[slices(shard.offset, shard.size)])
         return share, 1 - share
 
@@ -108,13 +109,9 @@ class _Rebuilding:
     def _whole(self, kind: str, tensor: TensorSpec) -> Tensor:
         """Assemble a tensor of this rank's stage, f64, on all ranks of the stage, of which several may have a part."""
         sums = torch.zeros((2, *tensor.shape), dtype=torch.float64, device=self._device)
-        for shard in self._shards(kind, tensor):
+        for shard in self._shards.get(kind + tensor.name, ()):
             region = slices(shard.offset, shard.size)
             sums[0][region] += shard.data
             sums[1][region] += 1
         all_reduce(self._stage, sums, label="layers of a stage")
         return sums[0] / sums[1]
-
-    def _shards(self, kind: str, tensor: TensorSpec) -> Sequence[TensorShard]:
-        held = self._held.get(kind + tensor.name)
-        return held.shards if held is not None else ()

@@ -89,10 +89,8 @@ class Resumer:
         topology, placement = self.mesh.topology, self.mesh.placement
 
         def can_lose(step: int, ranks: frozenset[int]) -> bool:
-            if not ranks:
-                return True
             recent = 0 < self.rebuild_stage <= step - min_step
-            return recent and can_rebuild(lost_stages(ranks, topology, placement), placement)
+            return not ranks or (recent and can_rebuild(lost_stages(ranks, topology, placement), placement))
 
         facts, ranks, problems = self.saver.load_from_memory(min_step, can_lose)
         self.warnings += [problem for problem in problems if problem not in self.warnings]

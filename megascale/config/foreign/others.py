@@ -134,7 +134,7 @@ TORCHTITAN = (
     needless("float8.enable_fsdp_float8_all_gather, float8.precompute_float8_dynamic_scale_for_fsdp, "
              "quantize.linear.float8.enable_fsdp_float8_all_gather, "
              "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-             "nothing to write: weights are gathered in FP8, with rowwise in bf16"),
+             "nothing to write: weights are gathered in FP8, with exact rowwise scales in bf16"),
     computed("float8.filter_fqns, quantize.linear.float8.filter_fqns", "", lambda values, _: Needless(_HEAD)
              if set(values[0]) <= {"output", "lm_head"} else Advice(_LAYERS), _LAYERS),
     absent("quantize.linear.mx.recipe_name, mx.recipe_name", 'write train.precision = "fp8" and fp8.recipe = "mxfp8"'),

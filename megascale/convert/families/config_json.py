@@ -27,10 +27,10 @@ GROUPS = (ROPE_KEYS, WINDOW_KEYS)  # keys of config.json that change together
 
 TEXT_ALONE_HINT = "its text model alone, saved with transformers as a causal language model"
 
-BY_EFFECT = ("expert_ffn_size", "value_head_dim", "latent_norm_eps")
-"""Sizes with a default, which are compared with it."""
+BY_EFFECT = ("expert_ffn_size", "value_head_dim", "latent_norm_eps", "residual_tau")
+"""Keys with a default, which are compared with it."""
 
-IGNORED = {"preset", "dropout", "window", *(f"explicit_{key}" for key in BY_EFFECT)}
+IGNORED = {"preset", "dropout", "window", "unit_scaling", *(f"explicit_{key}" for key in BY_EFFECT)}
 """`[model]` keys that a conversion need not keep; `window` and `BY_EFFECT` are compared by their effect."""
 
 ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"}

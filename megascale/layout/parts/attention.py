@@ -19,8 +19,9 @@ from megascale.layout.windows import QUERY_BLOCK, count_scores
 @dataclass(frozen=True)
 class AttentionSpec(Part):
     """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions.
-    `qk_norm`: the norms of q and k before it, over each "head", or over all heads ("full"), or "none". `softcap`: the
-    scores have a soft cap. `sinks`: beside the scores of a query's keys is a learned logit of its head.
+    `qk_norm`: the norms of q and k before it, over each "head", without a gain if "fixed", or over all heads ("full"),
+    or a "tanh", or "none". `softcap`: the scores have a soft cap. `sinks`: beside the scores of a query's keys is a
+    learned logit of its head.
     """
 
     heads: int
@@ -36,9 +37,11 @@ class AttentionSpec(Part):
 
     @property
     def qk_norms(self) -> tuple[tuple[str, int], ...]:
-        """Names of the norms of q and k inside the block, and elements of their gains."""
-        if self.qk_norm == "none":
+        """Names of the norms of q and k inside the block, and elements of their gains, or of the factor in a tanh."""
+        if self.qk_norm in ("none", "fixed"):
             return ()
+        if self.qk_norm == "tanh":
+            return ("attention.q_norm", 1), ("attention.k_norm", 1)
         q, k = (self.heads, self.kv_heads) if self.qk_norm == "full" else (1, 1)
         return ("attention.q_norm", q * self.head_dim), ("attention.k_norm", k * self.head_dim)
 
@@ -52,7 +55,7 @@ class AttentionSpec(Part):
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         """The gains of the norms of q and k: one for all heads, or sharded over tp with the heads; and the sinks."""
-        full, init = self.qk_norm == "full", gain_init(model)
+        full, init = self.qk_norm == "full", 1.0 if self.qk_norm == "tanh" else gain_init(model)
         gains = [(f"{block}.{norm}.weight", width) for norm, width in self.qk_norms]
         sharding = {"tp": 0} if full else {}
         sinks = TensorSpec(f"{block}.attention.sinks", (self.heads,), {"tp": 0}, std=model.init_std)
@@ -162,10 +165,10 @@ class AttentionSpec(Part):
 
     def _norm_bytes(self, sizes: MicroBatchSizes) -> tuple[int, int]:
         """Size what norms of q and k save, their inputs and statistics, and what their backward allocates."""
-        if not self.qk_norms:
+        if self.qk_norm == "none":
             return 0, 0
         width = (self.heads + self.kv_heads) * self.head_dim
-        rows = (self.heads + self.kv_heads) // sizes.tp if self.qk_norm == "head" else 2
+        rows = {"full": 2, "tanh": 0}.get(self.qk_norm, (self.heads + self.kv_heads) // sizes.tp)
         wide = sizes.sharded(width) // sizes.compute * sizes.wide
         return sizes.sharded(width) + sizes.tokens * rows * sizes.wide, 3 * wide
 
@@ -176,7 +179,7 @@ class AttentionSpec(Part):
         """
         sizes = times.sizes
         total = times.passes(2 * times.tokens * self.qkv_width // sizes.tp)
-        if self.qk_norms:
+        if self.qk_norm != "none":
             passes = times.passes(2 * times.tokens * (self.heads + self.kv_heads) * self.head_dim // sizes.tp)
             total += passes + times.sums(2 * times.tokens * sizes.wide) if self.qk_norm == "full" else passes
         if self.sinks:

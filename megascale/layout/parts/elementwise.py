@@ -11,22 +11,23 @@ from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy
-from megascale.layout.tensors import Init, ParamSpec, TensorSpec
+from megascale.layout.tensors import ParamSpec, TensorSpec
 
 
 @dataclass(frozen=True)
 class NormSpec(Part):
     """A norm over the hidden size. `name`: path inside the block. `shares_input`: an earlier norm has the same input,
-    which both save for backward as a single tensor.
+    which both save for backward as a single tensor. `gain`: at the start.
     """
 
     name: str
     shares_input: bool = False
+    gain: float = 1.0
 
     normalizes: ClassVar[bool] = True
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
-        return norm_params(f"{block}.{self.name}", model)
+        return norm_params(f"{block}.{self.name}", model, self.gain)
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         after_branch = at.before is not None and at.before.ends_branch and not self.shares_input
@@ -76,24 +77,27 @@ class ActivationSpec(Part):
 
 @dataclass(frozen=True)
 class ResidualAdd(Part):
-    """The addition of a branch to the residual stream, after dropout if the model has dropout."""
+    """The addition of a branch to the residual stream, after dropout if the model has dropout; with `residual_tau` a
+    weighted sum, whose terms have gradients of their own.
+    """
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         return UnitBytes(sizes.mask, 2 * sizes.stream, 2 * sizes.branch, sizes.branch)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
-        return times.passes((7 if times.sizes.model.dropout else 3) * times.stream)
+        model = times.sizes.model
+        return times.passes(((7 if model.dropout else 3) + (2 if model.residual_tau else 0)) * times.stream)
 
 
-def norm_params(name: str, model: ModelConfig) -> list[ParamSpec]:
-    """The parameters of a norm over the hidden size."""
+def norm_params(name: str, model: ModelConfig, gain: float = 1.0) -> list[ParamSpec]:
+    """The parameters of a norm over the hidden size, with an initial `gain`."""
     shape = (model.hidden_size,)
-    tensors = [TensorSpec(f"{name}.weight", shape, init=gain_init(model))]
+    tensors = [TensorSpec(f"{name}.weight", shape, init=gain_init(model, gain))]
     if NORMS[model.norm].facts["bias"]:
-        tensors.append(TensorSpec(f"{name}.bias", shape, init="zeros"))
+        tensors.append(TensorSpec(f"{name}.bias", shape, init=0.0))
     return [ParamSpec(tensor.name, (tensor,), "norm") for tensor in tensors]
 
 
-def gain_init(model: ModelConfig) -> Init:
-    """The initial value of a norm's stored gain: with an offset of 1, zero."""
-    return "zeros" if NORMS[model.norm].facts["offset"] else "ones"
+def gain_init(model: ModelConfig, gain: float = 1.0) -> float:
+    """The initial value of a norm's stored gain: `gain` less the norm's offset."""
+    return gain - float(NORMS[model.norm].facts["offset"])

@@ -14,7 +14,7 @@ from itertools import chain
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
-from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_std, linear_params
+from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_size, linear_params
 from megascale.layout.parts.microbatch_sizes import FP32, CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
@@ -67,8 +67,8 @@ class ExpertLayer(Part):
         return self.expert_numel // self.experts * self.chosen + router + super().token_weights
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
-        ratio, up = model.width_ratio, "gate_up" if model.gated else "up"
-        first, last = (initial_std(model, residual) for residual in (False, True))
+        up = "gate_up" if model.gated else "up"
+        first, last = initial_size(model, self.hidden, False), initial_size(model, self.width, True)
         router = LinearSpec(
             "router", "router", self.hidden, (("router", self.experts),), fp8=False, bias=self.router_bias
         )
@@ -76,10 +76,10 @@ class ExpertLayer(Part):
         stacks = (up, inner, first), ("down", (self.experts, self.hidden, self.width), last)
         weights = [
             TensorSpec(f"{block}.experts.{name}.weight", shape, {"ep": 0}, std=std, width_ratio=ratio)
-            for name, shape, std in stacks
+            for name, shape, (std, ratio) in stacks
         ]
         biases = [
-            TensorSpec(f"{block}.experts.{name}.bias", shape[:-1], {"ep": 0}, init="zeros", vectors=True)
+            TensorSpec(f"{block}.experts.{name}.bias", shape[:-1], {"ep": 0}, init=0.0, vectors=True)
             for name, shape, _ in stacks if self.bias
         ]  # fmt: skip
         params = linear_params(f"{block}.router", model, router)

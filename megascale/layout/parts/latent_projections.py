@@ -57,7 +57,7 @@ class LatentProjections(Part):
         queries = self.queries.params(block, fixed if len(self.ranks) > 1 else model)
         return [
             *linear_params(f"{block}.{self.down.name}", model, self.down),
-            *(ParamSpec(gain, (TensorSpec(gain, (width,), init="ones"),), "norm") for gain, width in gains),
+            *(ParamSpec(gain, (TensorSpec(gain, (width,), init=1.0),), "norm") for gain, width in gains),
             *map(self._by_head, [*queries, *self.keys.params(block, fixed)]),
         ]
 

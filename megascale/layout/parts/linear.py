@@ -182,16 +182,20 @@ def branch_gradient(sizes: MicroBatchSizes, after: Part | None) -> int:
     return sizes.stream if after is not None and after.normalizes else sizes.branch
 
 
-def initial_std(model: ModelConfig, residual: bool) -> float:
-    """The initial standard deviation of a linear layer's weight. `residual`: it feeds the residual stream, which sums
-    2 l branches in a network of l layers, and is divided by sqrt(2 l). muP divides by the root of the width.
+def initial_size(model: ModelConfig, inputs: int, residual: bool) -> tuple[float, float]:
+    """The initial standard deviation of a linear layer's weight, and the `width_ratio` that divides its learning rate.
+    `residual`: it feeds the residual stream, which sums 2 l branches in a network of l layers, and is divided by
+    sqrt(2 l). muP divides by the root of the width. Unit scaling has weights of size 1 and multiplies the output by
+    inputs^-1/2, with which the weight here and its learning rate are multiplied already.
     """
-    return model.init_std / math.sqrt(model.width_ratio * (2 * model.num_layers if residual else 1))
+    if model.unit_scaling:
+        return inputs**-0.5, math.sqrt(inputs * model.width_ratio)
+    return model.init_std / math.sqrt(model.width_ratio * (2 * model.num_layers if residual else 1)), model.width_ratio
 
 
 def linear_params(name: str, model: ModelConfig, linear: LinearSpec, dimension: int | None = None) -> list[ParamSpec]:
     """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs, None neither."""
-    ratio, std = model.width_ratio, initial_std(model, residual=dimension == 1)
+    std, ratio = initial_size(model, linear.inputs, residual=dimension == 1)
     prefix, sharding = name.rpartition(".")[0], {} if dimension is None else {"tp": dimension}
     parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
     weights = [
@@ -203,6 +207,6 @@ def linear_params(name: str, model: ModelConfig, linear: LinearSpec, dimension: 
     params = [ParamSpec(f"{name}.weight", tuple(weights), fp8=linear.fp8)]
     if linear.bias:
         sharding = sharding if dimension == 0 else {}
-        biases = tuple(TensorSpec(f"{part}.bias", (rows,), sharding, init="zeros") for part, rows in parts)
+        biases = tuple(TensorSpec(f"{part}.bias", (rows,), sharding, init=0.0) for part, rows in parts)
         params.append(ParamSpec(f"{name}.bias", biases, "bias"))
     return params

@@ -131,13 +131,13 @@ class MicroBatchSizes:
 
     @property
     def branch(self) -> int:
-        """Bytes of the gradient of a residual branch, with dropout."""
-        return self.stream if self.model.dropout else 0
+        """Bytes of the gradient of a residual branch, if it differs from that of the stream."""
+        return self.stream if self.model.dropout or self.model.residual_tau else 0
 
     @property
     def mask(self) -> int:
         """Bytes of a dropout mask, one an element."""
-        return self.branch // self.compute
+        return self.stream // self.compute if self.model.dropout else 0
 
     @cached_property
     def norm_saved(self) -> int:

@@ -85,11 +85,8 @@ def host_list(text: str) -> list[str]:
     """Expand a host list of Slurm, such as `a[0-2,07],b`. Raises: ValueError for a bracket without numbers"""
     names = list[str]()
     for word in filter(None, re.split(r",(?![^\[]*\])", text)):
-        parts = re.split(r"\[([^\]]*)\]", word)  # names and ranges in turn
-        parts[1::2], ranges = [""] * len(parts[1::2]), [[*_numbers(part)] for part in parts[1::2]]
-        for numbers in itertools.product(*ranges):
-            parts[1::2] = numbers
-            names.append("".join(parts))
+        parts = enumerate(re.split(r"\[([^\]]*)\]", word))  # names and ranges in turn
+        names += map("".join, itertools.product(*(_numbers(part) if at % 2 else [part] for at, part in parts)))
     return names
 
 

@@ -1,4 +1,5 @@
-"""Rules with moments in 8 bits (Dettmers et al. 2021, arXiv:2110.02861): AdamW and GaLore.
+"""Rules with moments in 8 bits (Dettmers et al. 2021, arXiv:2110.02861): AdamW, also in FP8
+(`optim.contrib.expanded_fp8`), and GaLore.
 
 Blocks of 256 elements have a scale, their largest magnitude. An element is the nearest of 256 values between -1 and 1,
 or 0 and 1 for second moments, times the scale. The values are dense near zero ("dynamic tree"): seven decades, the
@@ -17,6 +18,7 @@ from torch import Tensor
 from megascale.catalog.optimizers import QUANTIZED_BLOCK
 from megascale.ops.optimizer import Update, UpdateInput, UpdateRule
 from megascale.optim.adam import adam
+from megascale.optim.contrib.expanded_fp8 import contracted, expanded
 from megascale.optim.contrib.galore import galore
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the tensors of state in 8 bits: with a sign or without
@@ -35,14 +37,17 @@ def galore_8bit(given: UpdateInput) -> Update:
 
 
 def in_8_bits(rule: UpdateRule, given: UpdateInput) -> Update:
-    """Apply a rule to state in 8 bits: the codes of a tensor [...], uint8, and the scales of its blocks."""
-    state = {name: values for name, values in given.state.items() if not name.endswith("_scale")}
+    """Apply a rule to state in 8 bits: the codes of a tensor [...], uint8, and what its blocks or groups have."""
+    fp8 = given.options.get("codes") == "e4m3"
+    state = {name: values for name, values in given.state.items() if not name.endswith(("_scale", "_power"))}
     moments = {
-        name: dequantized(given.state[name], given.state[f"{name}_scale"], signed) for name, signed in SIGNED.items()
-    }
+        name: contracted(given.state, name) if fp8
+        else dequantized(given.state[name], given.state[f"{name}_scale"], signed)
+        for name, signed in SIGNED.items()
+    }  # fmt: skip
     direction, new = rule(replace(given, state=state | moments))
     for name, signed in SIGNED.items():
-        new |= quantized(name, new[name], signed)
+        new |= (expanded if fp8 else quantized)(name, new[name], signed)
     return direction, new
 
 

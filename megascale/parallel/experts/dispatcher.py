@@ -23,6 +23,8 @@ from torch import Tensor
 from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
 from megascale.ops.grouped_gemm import RowGroups
+from megascale.ops.planned_cast import keep_cast
+from megascale.ops.quantized import Quantized, RowReader
 from megascale.record.label import Label
 
 ReadCounts = Callable[[Tensor, int], list[int]]
@@ -99,19 +101,31 @@ host waits for the device once.
 """
 
 
+CastTokens = Callable[[Tensor], Quantized]
+"""Quantizes tokens [t, h], each with scales of its own."""
+
+
 @dataclass
 class Exchange:
-    """A dispatch, `to_experts`, or a combine. In backward gradients take the other way."""
+    """A dispatch, `to_experts`, or a combine. In backward gradients take the other way. `cast`: tokens travel as the
+    codes with which experts compute, and `codes` [r, h] are these, once they have arrived.
+    """
 
     dispatcher: Dispatcher
     label: Label
     width: int
     to_experts: bool
+    cast: CastTokens | None = None
+    codes: Quantized | None = None
     arriving: Packed | None = None
     work: Work = COMPLETED
+    read: RowReader | None = None
 
     def start(self, sent: Packed, *, backward: bool = False) -> None:
         """Send rows or tokens."""
+        if self.cast is not None and not backward:
+            cast = self.cast(sent.rows)
+            self.read, sent = RowReader.of(cast), sent._replace(rows=cast.bytes_of_rows)
         send = self.dispatcher.send_tokens if self.to_experts != backward else self.dispatcher.send_rows
         self.arriving, self.work = send(sent, self.label.for_backward("gradient") if backward else self.label)
 
@@ -121,7 +135,11 @@ class Exchange:
         arrived, self.arriving = self.arriving, None
         assert arrived is not None, "an exchange finishes once"
         turn = self.dispatcher.as_rows if self.to_experts != backward else self.dispatcher.as_tokens
-        return turn(arrived, self.width)
+        if self.read is None or backward:
+            return turn(arrived, self.width)
+        rows, weights = turn(arrived, self.read.width)
+        self.codes = self.read(rows)
+        return Packed(self.codes.decode(torch.bfloat16), weights)
 
 
 class InFlight(NamedTuple):
@@ -132,18 +150,24 @@ class InFlight(NamedTuple):
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Finish a dispatch: rows [r, h] and their weights [r, 1], in the order of `groups`."""
-        return _Finish.apply(self.scalar, self.exchange)
+        rows, weights = _Finish.apply(self.scalar, self.exchange)
+        if (codes := self.exchange.codes) is not None:
+            keep_cast(rows, codes)
+            self.exchange.codes = None
+        return rows, weights
 
     def tokens(self) -> Tensor:
         """Finish a combine: the sum of each token's slots [t, h], accumulated in fp32 or fp64."""
         return _Finish.apply(self.scalar, self.exchange)[0]
 
 
-def start_exchange(sent: Tensor, weights: Tensor | None, dispatcher: Dispatcher, label: Label) -> InFlight:
-    """Start to send tokens [t, h] with their slots' `weights` [t, k] to the experts; without weights, the experts'
-    results [r, h] back.
+def start_exchange(
+    sent: Tensor, weights: Tensor | None, dispatcher: Dispatcher, label: Label, cast: CastTokens | None = None
+) -> InFlight:
+    """Start to send tokens [t, h] with their slots' `weights` [t, k] to the experts, as codes with a `cast`; without
+    weights, the experts' results [r, h] back.
     """
-    exchange = Exchange(dispatcher, label, sent.shape[1], to_experts=weights is not None)
+    exchange = Exchange(dispatcher, label, sent.shape[1], to_experts=weights is not None, cast=cast)
     return InFlight(_Start.apply(sent, weights, exchange), exchange)
 
 

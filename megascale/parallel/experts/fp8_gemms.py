@@ -1,7 +1,8 @@
 """FP8 GEMMs of experts: forward and dgrad, in recipes whose scales are of a row or of a part of it, so that no layout
 changes them: other rows have no part in a row's scale, and a weight's scales are its expert's.
 
-wgrad is in the compute dtype. Its scales would be of an expert's rows together, which are of other tokens elsewhere.
+wgrad's scales are of an expert's rows together, which are of other tokens elsewhere: it is in FP8 where these change
+values of subnormal codes alone (`free_borders` in `catalog.recipes`), otherwise in the compute dtype.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.device import profiler_range
 from megascale.ops.grouped_gemm import RowGroups, scaled_grouped_gemm
+from megascale.ops.planned_cast import kept_cast
 from megascale.ops.quantized import Quantized
 from megascale.ops.recipe import Quantizer, Recipe
+from megascale.ops.wgrad import Wgrad
+from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.linear_gemms import OperandName
 from megascale.record.recorder import Recorder
+
+ALIGNMENT = 16  # of the sum of a GEMM with scales of rows
 
 
 @dataclass
@@ -33,7 +40,7 @@ class Fp8GroupedGemms(GroupedGemms):
     _weights: tuple[Quantized, ...] = ()
 
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        if not (self.state.quantizes_forward and serves_experts(self.state.recipe)):
+        if not self._quantizes_forward:
             return super().forward(x, weight, groups)
         operand = self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
         return self._gemm("input", x, operand, groups)
@@ -45,12 +52,39 @@ class Fp8GroupedGemms(GroupedGemms):
         operand = self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
         return self._gemm("gradient", grad, operand, groups)
 
+    @property
+    def cast_tokens(self) -> CastTokens | None:
+        quantizer = self.state.recipe.rows["input"]
+        return quantizer.encode if self._quantizes_forward and quantizer.spec.requantises else None
+
+    @property
+    def _quantizes_forward(self) -> bool:
+        return self.state.quantizes_forward and serves_experts(self.state.recipe)
+
+    def wgrad(self, total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
+        if not (self.state.quantizes and self.state.recipe.free_borders):
+            super().wgrad(total, grad, x, groups, wgrad, add)
+            return
+        for rows, matrix in zip(groups.slices(), total, strict=True):
+            if rows.start < rows.stop:
+                operands = self._turned("gradient", grad[rows]), self._turned("input", x[rows])
+                self.state.recipe.wgrad(matrix, *operands, add)
+            elif not add:
+                matrix.zero_()
+
+    def _turned(self, operand: OperandName, rows: Tensor) -> Quantized:
+        """Quantize the transpose of an expert's rows, with zeros up to whole blocks, from their codes."""
+        recipe, quantizer = self.state.recipe, self.state.recipe.columns[operand]
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % (quantizer.spec.block.k or ALIGNMENT)))
+        with profiler_range("quantize"):
+            return quantizer.encode(quantizer.turned(quantizer.decode(recipe.rows[operand].encode(padded))))
+
     def _gemm(self, operand: OperandName, x: Tensor, weight: Quantized, groups: RowGroups) -> Tensor:
         if not len(x):
             return x.new_empty(0, weight.shape[0] // len(groups.counts))
         recipe = self.state.recipe
         with profiler_range("quantize"):
-            rows = recipe.rows[operand].encode(x)
+            rows = kept_cast(x) or recipe.rows[operand].encode(x)
         return scaled_grouped_gemm(rows, weight, groups, x.dtype, recipe.gemm)
 
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, grouped_gemm, grouped_wgrad
+from megascale.ops.wgrad import Wgrad
+from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, leaves
 
 
@@ -23,6 +25,15 @@ class GroupedGemms:
     def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         """Compute grad W_e [r, k]."""
         return grouped_gemm(grad, weight.flatten(1, -2).transpose(-2, -1), groups)
+
+    def wgrad(self, total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
+        """Write each expert's grad^T x into `total` [experts, n, k], or add it with `add`."""
+        grouped_wgrad(total, grad, x, groups, wgrad, add)
+
+    @property
+    def cast_tokens(self) -> CastTokens | None:
+        """The cast of tokens before they are sent to experts; None if their rows travel in their own dtype."""
+        return None
 
 
 HIGH_PRECISION_GROUPS = GroupedGemms()
@@ -65,18 +76,18 @@ class _GroupedLinear(torch.autograd.Function):
         if bias is not None:
             total, grad_factors = bias_gradients(grad, bias.flatten(1), factors, ctx.groups)
             grad_bias = accumulate_grad(bias, total.view_as(bias))
-        return grad_x, _accumulate(weight, grad, x, ctx.groups), None, grad_bias, grad_factors, None
+        return grad_x, _accumulate(weight, grad, x, ctx.groups, ctx.gemms), None, grad_bias, grad_factors, None
 
 
-def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor | None:
+def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, gemms: GroupedGemms) -> Tensor | None:
     """Add each expert's grad^T x to the main gradient of `weight`; without one, return the gradient."""
-    if leaves(_accumulate, weight, grad, x, groups):
+    if leaves(_accumulate, weight, grad, x, groups, gemms):
         return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     accumulation: Accumulation = getattr(weight, "accumulation", ALWAYS_ADDED)
     total = torch.empty_like(weight) if main is None else main
     matrices = total.view(len(weight), grad.shape[1], x.shape[1])
-    grouped_wgrad(matrices, grad, x, groups, accumulation.wgrad, main is not None and accumulation.mark_begun())
+    gemms.wgrad(matrices, grad, x, groups, accumulation.wgrad, main is not None and accumulation.mark_begun())
     return total if main is None else None
 
 

@@ -4,6 +4,7 @@ For N elements in buckets, a bytes in the accumulation dtype and c in the comput
 a N (zero = 0), or reduce-scatters a N (zero = 2 or 3: every micro-batch) and all-gathers c N (zero = 3: as often as
 `parallel.reshard` says, with "forward" up to twice every micro-batch; N of FP8 codes). Copies of a shard of n inner
 ranks all-reduce a N / n besides, once; or if they shard the state, reduce-scatter that and all-gather c N / n.
+With `parallel.grad_reduce` = "fp8" an exchange of N (n - 1) / n bytes is in the place of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class BucketTraffic:
             if sharded.gradient and not bucket.shares_vocabulary:  # whose gradients are reduced at the step's end
                 times = placement.visits(self.coord.pp, chunk, m)
             low, high = bucket.state_range(topology.index_in_group(self.coord, *sharded.state))
-            if ranks > 1:
+            if ranks > 1 and p.grad_reduce == "fp8":
+                yield CommOp(group, "all_reduce", FP32, "gradient amax", times=times)
+                yield CommOp(group, "all_to_all", bucket.numel // ranks * (ranks - 1), "gradients", times=times)
+            elif ranks > 1:
                 yield CommOp(group, operation, wide * bucket.numel, "gradients", times=times)
             if ranks > 1 and sharded.state:
                 yield from (op._replace(times=self._gathers(bucket)) for op in self._weights(bucket, group))

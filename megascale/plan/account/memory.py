@@ -41,6 +41,7 @@ from megascale.schedule.ir import RankSchedule, most_live, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
+CODED = 4  # bytes for an element of a bucket: of two in reduction the codes, sent and received
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class JobMemory:
         """Micro-batches per rank and step; of planned ones, which may be more than the least, enough for all stages."""
         m, p = self.config.num_microbatches, self.config.parallel
         return max(m, p.pp) if p.hybrid_dp else m
+
+    @property
+    def _coded(self) -> bool:
+        """True if gradients are reduced as FP8 codes: full ones are freed as the reduction begins."""
+        return self.config.parallel.grad_reduce == "fp8" and self.config.dp * self.config.parallel.cp > 1
 
     @property
     def _head_is_embedding(self) -> bool:
@@ -144,7 +150,8 @@ class JobMemory:
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
-        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if p.zero == 3 else []
+        sharded = p.zero == 3 or self._coded
+        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if sharded else []
         chunks = [*map(self._sharded_chunk, units, held)] if p.zero == 3 else [*map(self._chunk, units)]
         if p.zero >= 2:
             pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
@@ -166,7 +173,11 @@ class JobMemory:
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
         state = state_bytes(config, stage, self.storage)
         transient = max(transient, StageOptimizer(config, stage).update_bytes() - saved)
-        transient += self._gathered(held)
+        transient += self._gathered(held) if p.zero == 3 else 0
+        if self._coded:
+            largest = max(chain(*held), key=lambda bucket: bucket.numel)
+            transient += CODED * largest.numel
+            transient += 2 * sizes.wide * largest.shard(topology_of(p)) if p.zero >= 2 else 0
         return RankMemory(state.parameters, state.gradients, state.optimizer, saved, transient)
 
     def host_bytes(self, stage: int) -> int:
@@ -253,7 +264,8 @@ class JobMemory:
         for module in _by_module(buckets):
             full, shard = whole * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module)
             in_flight = shard + (full if shard < full else 0)  # a single rank frees the full one at once
-            gradients.append(activations.UnitGradients(full, shard, in_flight if self.config.overlap.dp else 0))
+            waits = self.config.overlap.dp and not self._coded
+            gradients.append(activations.UnitGradients(full, shard, in_flight if waits else 0))
         gradients = [activations.UnitGradients(0, 0, 0)] * (len(units) - len(gradients)) + gradients  # angles are first
         tied = gradients[0].full if self._ties_chunk else 0
         left = [sum(unit.left for unit in units[at + 1 :]) for at in range(len(units))]
@@ -275,7 +287,7 @@ class JobMemory:
         """Account for a chunk. In ZeRO-2 a backward writes unsharded gradients, then reduced to shards: unit by unit,
         or with overlap in the background until the next backward.
         """
-        chunk, overlap = activations.chunk_bytes(units), self.config.overlap.dp
+        chunk, overlap = activations.chunk_bytes(units), self.config.overlap.dp and not self._coded
         if self.config.parallel.zero != 2:
             return ChunkBytes(chunk, chunk.backward)
         size, topology = self.sizes.wide, topology_of(self.config.parallel)

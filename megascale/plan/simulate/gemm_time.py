@@ -15,6 +15,11 @@ RAMP = 192  # elements of the inner dimension lost to a tile's prologue and epil
 
 GROUP_TILE = 128  # rows of a tile in a grouped GEMM
 
+BLOCK_SCALED = {"mx": "fp8", "nvfp4": "nvfp4"}
+"""The peak by which a GEMM runs with scales of blocks of a row, on tensor cores that take them (`Accelerator`)."""
+
+ELEMENT = {"mx": 33 / 32, "nvfp4": 9 / 16}  # bytes of an element with its part of a scale
+
 HOST_WAIT_S = 2e-5
 """Seconds that a device waits while the host reads numbers and launches the next operation: two trips over PCI Express
 and a launch, of 5 to 10 us each.
@@ -49,16 +54,21 @@ class KernelTimes:
         return self.hardware.device.bandwidth * self.hardware.attained.memory
 
     def gemm(self, m: int, n: int, k: int, *, count: int = 1, grain: str | None = None) -> float:
-        """Time `count` batched GEMMs [m, k] x [k, n]. `grain`: granularity of FP8 scales, None outside FP8."""
+        """Time `count` batched GEMMs [m, k] x [k, n]. `grain`: granularity of FP8 scales, None outside FP8. Operands
+        that the tensor cores do not take are decoded.
+        """
         if not m * n * k:
             return 0.0
         device, attained = self.hardware.device, self.hardware.attained
         flops, operands, result = 2 * count * m * n * k, count * (m * k + k * n), count * m * n
         if core := self.measured:
             return core.gemm_s + flops / core.rate + self.bytes * (operands + result) / core.bandwidth
-        rate = device.peak_of("fp8" if grain else self.dtype) * attained.gemm_share(self.stack.generation)
-        rate *= attained.fp8.get(grain or "", 1.0) * shape_share(count * m, n, k, device.units)
-        moved = operands * (1 if grain else self.bytes) + result * self.bytes
+        if grain in BLOCK_SCALED and not device.multiplies("nvfp4"):
+            return self.gemm(m, n, k, count=count) + self.stream(operands * (ELEMENT[grain] + self.bytes))
+        rate = device.peak_of(BLOCK_SCALED.get(grain, "fp8") if grain else self.dtype)
+        rate *= attained.gemm_share(self.stack.generation) * attained.fp8.get(grain or "", 1.0)
+        rate *= shape_share(count * m, n, k, device.units)
+        moved = operands * (ELEMENT.get(grain, 1) if grain else self.bytes) + result * self.bytes
         return max(flops / rate, moved / self.bandwidth) * self.stack.attained.slowdown
 
     def grouped_gemm(

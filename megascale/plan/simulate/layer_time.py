@@ -172,12 +172,14 @@ class LayerTimes:
     def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float, fp8: bool) -> PassTimes:
         facts, total = self.config.fp8.facts, PassTimes()
         grain = facts["granularity"] if fp8 and facts["serves_experts"] else None
-        cast = CAST_ONCE * experts * rows if grain else 0
+        cast, of_wgrad = CAST_ONCE * experts * rows if grain else 0, grain if facts["free_borders"] else None
         for outputs, inputs in shapes:
-            forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain)
+            forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain, of_wgrad)
             dgrad, _ = self.kernels.grouped_gemm(experts, rows, inputs, outputs, grain)
             before, after = (self.kernels.elementwise(cast * width) for width in (inputs, outputs))
-            weights = Seconds(wgrad, elementwise=self._added(experts * outputs * inputs))
+            turned = cast_bytes(facts["input"]) * experts * rows * (inputs + outputs) if of_wgrad else 0
+            added = self._added(experts * outputs * inputs)
+            weights = Seconds(wgrad, elementwise=added + self.kernels.elementwise(turned))
             total += PassTimes(
                 Seconds(forward, elementwise=before), Seconds(dgrad, elementwise=after) + weights, weights
             )

@@ -149,13 +149,15 @@ Buckets = tuple[tuple[tuple[str, ...], int, int], ...]
 @dataclass(frozen=True)
 class DataParallel:
     """Data-parallel collectives. `groups`: link and ranks by the axes of a reduction, of those that shard; `copies`: of
-    those with the same shards; `sharded`: ZeRO stage 1 or higher; `gradient`: bytes of an element.
+    those with the same shards; `sharded`: ZeRO stage 1 or higher; `gradient`: bytes of an element, `code`: on its way
+    to the ranks that shard.
     """
 
     groups: Mapping[tuple[str, ...], tuple[Route, int]]
     copies: tuple[Route, int]
     sharded: bool
     gradient: int
+    code: int
 
     @classmethod
     def of_layout(cls, hardware: Hardware, p: ParallelConfig, sharded: bool, gradient: int) -> DataParallel:
@@ -168,7 +170,8 @@ class DataParallel:
 
         groups = {axes: group(topology.size(*inner_axes(axes)), stride) for axes, stride in strides.items()}
         inner = topology.tp * topology.size(*inner_axes(DATA_AXES))
-        return cls(groups, group(topology.dp_replicate, inner), sharded, gradient)
+        code = 1 if p.grad_reduce == "fp8" else gradient
+        return cls(groups, group(topology.dp_replicate, inner), sharded, gradient, code)
 
     @property
     def network(self) -> bool:
@@ -181,7 +184,7 @@ class DataParallel:
 
     def reduce(self, buckets: Buckets) -> float:
         """Time the gradient reduction of buckets."""
-        sent = ((axes, self.gradient * numel) for axes, numel, _ in buckets)
+        sent = ((axes, self.code * numel) for axes, numel, _ in buckets)
         return self._seconds("reduce_scatter" if self.sharded else "all_reduce", sent)
 
     def sum_copies(self, buckets: Buckets) -> float:

@@ -76,6 +76,16 @@ def test_partial_pipelines(parallel: dict[str, Any], tmp_path: Path) -> None:
     assert executed / all_layers == pytest.approx(counted.full / all_counted.full, rel=2e-3)
 
 
+@pytest.mark.parametrize("zero", only_quick([1, 2, 3], 2))
+def test_gradients_that_travel_as_codes(zero: int, tmp_path: Path) -> None:
+    """Codes of two buckets are in flight, in the plan those of the two largest: here of the vocabulary."""
+    keys = {"parallel__dp": 8, "parallel__zero": zero, "parallel__grad_reduce": "fp8", "train__precision": "bf16"}
+    model = LLAMA | {"hidden_size": 1024, "ffn_size": 2752, "seq_length": 512, "vocab_size": 16_000}
+    config = config_of(settings_of(model, tmp_path, batch__global=16, **keys), tmp_path)
+    _, error = compare(config, 0)
+    assert LOW < error < 0.15
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", only_quick([2, 500], 2))
 def test_communication_flops_and_state_of_ranks(count: int) -> None:
@@ -173,14 +183,16 @@ FP8_LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("recipe", only_quick(IN_FP8, ("rowwise", "pow2")), ids=" ".join)
 @pytest.mark.parametrize("layout", only_quick(FP8_LAYOUTS, "sp"))
 def test_memory_of_saved_codes(layout: str, recipe: tuple[str, str], tmp_path: Path) -> None:
-    """One copy of an input, in codes and scales, or the input in 16 bits; and what the casts of wgrad allocate."""
+    """One copy of an input, in codes and scales, or the input in 16 bits; and what the casts of wgrad allocate. With
+    scales of blocks a CPU's GEMMs have partial results in fp32, which those of a GPU have not.
+    """
     name, scale = recipe
     model = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 2816, "vocab_size": 4096}
     keys = {"train__precision": "fp8", "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0, "batch__micro": 2}
     more = keys | {"fp8__recipe": name, "model__seq_length": 2048} | ({"fp8__scale": scale} if scale != "fp32" else {})
     config = config_of(settings_of(LLAMA | model, tmp_path, batch__global=8, **more | FP8_LAYOUTS[layout]), tmp_path)
     _, error = compare(config, config.world_size - 1)
-    assert abs(error) <= 0.02, f"{error:+.2%}"
+    assert (LOW if name == "blockwise" else -0.02) <= error <= 0.02, f"{error:+.2%}"
 
 
 @pytest.mark.timeout(3600)

@@ -46,7 +46,7 @@ def test_model_flops_equal_torchs_counter(family, tmp_path) -> None:
     assert flops == pytest.approx(token_flops(config.model).full * tokens, rel=1e-3)
 
 
-BLOCKS = ["serial", "parallel", "parallel_two_norms", "sandwich", "post_norm"]
+BLOCKS = ["serial", "parallel", "parallel_two_norms", "sandwich", "post_norm", "fog"]
 
 
 @pytest.mark.parametrize("block", only_quick(BLOCKS, "parallel"))

@@ -24,7 +24,7 @@ from tests.worlds import run_world
 
 WIDE = {"num_layers": 1, "hidden_size": 1024, "ffn_size": 2048, "seq_length": 1024, "num_kv_heads": 4}
 ALL_FP8 = {"train__precision": "fp8", "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
-NORMED_BLOCKS = ("sandwich", "post_norm", "parallel_two_norms")
+NORMED_BLOCKS = ("sandwich", "post_norm", "fog", "parallel_two_norms")
 CASES: dict[str, dict[str, Any]] = {
     "tp": {},
     "sp": {"parallel__sp": True},

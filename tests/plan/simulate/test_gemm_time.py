@@ -93,3 +93,18 @@ def test_an_unlisted_kernel_takes_the_shares_of_the_next() -> None:
         fast,
     ]
     assert device.model_copy(update={"attention": {}}).attention_shares("flash2") is None
+
+
+def test_operands_with_scales_of_blocks() -> None:
+    """Blackwell's tensor cores take them; an H100 decodes them to bf16, in another pass over memory."""
+
+    def times(name: str, m: int = 8192) -> dict[str | None, float]:
+        kernels = KernelTimes(profiles.hardware(name), profiles.stack("megascale"), "bf16", 2)
+        return {grain: kernels.gemm(m, 8192, 8192, grain=grain) for grain in (None, "tensor", "mx", "nvfp4")}
+
+    gb200, gb300, h100 = times("gb200"), times("gb300"), times("h100")
+    assert gb200["nvfp4"] < gb200["tensor"] < gb200["mx"] < gb200[None]
+    assert gb200[None] / gb200["nvfp4"] == pytest.approx(4 * 0.74) and gb300[None] / gb300["nvfp4"] > 4
+    for grain, stored in (("mx", 33 / 32), ("nvfp4", 9 / 16)):
+        kernels = KernelTimes(profiles.hardware("h100"), profiles.stack("megascale"), "bf16", 2)
+        assert h100[grain] == pytest.approx(h100[None] + kernels.stream(2 * 8192**2 * (stored + 2)))

@@ -1,0 +1,1 @@
+"""Rare recipes of quantized GEMMs, which use what a plug-in may."""
