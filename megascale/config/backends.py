@@ -66,7 +66,7 @@ class Fp8Config(Section):
 
 
 def bf16_layers(fp8: Fp8Config, layers: int) -> tuple[int, int]:
-    """Return the numbers of the first and of the last of a model's layers that stay in bf16."""
+    """Return the numbers of a model's first and last layers without FP8 GEMMs."""
     given = fp8.first_layers_bf16, fp8.last_layers_bf16
     shares = RECIPES[fp8.recipe].facts["bf16_layers"]
     first, last = (
