@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megascale.train.reporter import Reporter
 
 RADIUS = 5e-4  # of the box around the logits
-RISE_FACTOR, WINDOW = 2.0, 20  # ratio to the median of so many measurements above which there is an alert
+RISE_FACTOR, WINDOW = 2.0, 20  # an alert: a value this many times the median of the last measurements
 
 
 def logit_sharpness(run: Run) -> float:

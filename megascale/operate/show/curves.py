@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,10 @@ METRICS = ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "mfu_full",
 """Metrics of logged steps that have a curve. A curve lacks what a record lacks, such as MFU without a peak: NaN."""
 
 MOST_POINTS = 2000  # most points of a drawn curve
+MOST_CASTS = 100  # newest records whose statistics of FP8 casts are kept
+
+CastRecords = tuple[tuple[int, Mapping[str, Mapping[str, float]]], ...]
+"""(step, statistics by operand and name) of logged steps."""
 
 
 class CurveKind(NamedTuple):
@@ -62,12 +67,16 @@ CURVES = {
 
 @dataclass(frozen=True)
 class Curves:
-    """`steps`: of the records, ascending. `values`: an array by metric. `valid`: (step, validation loss)."""
+    """`steps`: of the records, ascending. `values`: an array by metric. `valid`: (step, validation loss). `sharpness`:
+    (step, sharpness of logits). `casts`: the newest.
+    """
 
     steps: np.ndarray
     values: Mapping[str, np.ndarray]
     valid: tuple[tuple[int, float], ...] = ()
     alerts: tuple[Alert, ...] = ()
+    sharpness: tuple[tuple[int, float], ...] = ()
+    casts: CastRecords = ()
 
     @cached_property
     def last(self) -> dict[str, float]:
@@ -110,6 +119,8 @@ class MetricsFile:
         self._logged: list[tuple[int, list[float]]] = []
         self._valid: list[tuple[int, float]] = []
         self._alerts: list[Alert] = []
+        self._sharpness: list[tuple[int, float]] = []
+        self._casts: deque[tuple[int, dict[str, dict[str, float]]]] = deque(maxlen=MOST_CASTS)
         self._curves: Curves | None = None
 
     def read(self) -> Curves:
@@ -123,7 +134,8 @@ class MetricsFile:
             steps = np.array([step for step, _ in self._logged], dtype=np.int64)
             columns = np.array([values for _, values in self._logged], dtype=float).reshape(-1, len(METRICS)).T
             values = dict(zip(METRICS, columns, strict=True))
-            self._curves = Curves(steps, values, tuple(self._valid), tuple(self._alerts))
+            sharpness, casts = tuple(self._sharpness), tuple(self._casts)
+            self._curves = Curves(steps, values, tuple(self._valid), tuple(self._alerts), sharpness, casts)
         return self._curves
 
     def _new_text(self) -> bytes:
@@ -147,13 +159,17 @@ class MetricsFile:
         step = int(record["step"])
         if "loss" in record:
             _append(self._logged, (step, [float(record.get(name, math.nan)) for name in METRICS]))
+            if "fp8" in record:
+                _append(self._casts, (step, record["fp8"]))
         elif "valid_loss" in record:
             _append(self._valid, (step, float(record["valid_loss"])))
+        elif "logit_sharpness" in record:
+            _append(self._sharpness, (step, float(record["logit_sharpness"])))
         elif "alert" in record:
             self._alerts.append(Alert(step, str(record["alert"]), float(record["value"]), float(record["recent"])))
 
 
-def _append(entries: list, entry: tuple[int, Any]) -> None:
+def _append(entries: list | deque, entry: tuple[int, Any]) -> None:
     """Append an entry, and drop those of its step and later ones."""
     while entries and entries[-1][0] >= entry[0]:
         entries.pop()

@@ -35,6 +35,16 @@ def test_what_is_appended_is_added(tmp_path: Path) -> None:
     assert math.isnan(curves.last["mfu_full"])
 
 
+def test_casts_and_sharpness_follow_a_resume(tmp_path: Path) -> None:
+    lines = [metrics_record(step) | {"fp8": {"layers.0.mlp.up.input": {"rms": float(step)}}} for step in (1, 2, 3)]
+    lines += [{"step": step, "logit_sharpness": 0.1 * step} for step in (2, 3, 2)]
+    lines.append(metrics_record(3) | {"fp8": {"layers.0.mlp.up.input": {"rms": 9.0}}})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = MetricsFile(tmp_path / "metrics.jsonl").read()
+    assert [(step, stats["layers.0.mlp.up.input"]["rms"]) for step, stats in curves.casts] == [(1, 1), (2, 2), (3, 9)]
+    assert curves.sharpness == ((2, 0.2),)
+
+
 def test_a_later_record_of_a_step_overrides_it_and_all_after_it(tmp_path: Path) -> None:
     write_metrics(tmp_path, range(1, 9))
     write_metrics(tmp_path, [5, 6], loss=0.5)

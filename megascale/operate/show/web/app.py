@@ -10,6 +10,7 @@ from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Flask
 
 from megascale.operate.show.web import (
+    cast_page,
     heat_map_pages,
     incident_page,
     mfu_page,
@@ -28,7 +29,7 @@ TICK_S = 2.0  # seconds between two looks at the runs
 
 PAGES: tuple[Page, ...] = (
     overview_page.PAGE, heat_map_pages.HEAT_PAGE, rank_page.PAGE, timeline_page.PAGE, mfu_page.PAGE,
-    heat_map_pages.MEMORY_PAGE, heat_map_pages.EXPERT_PAGE, incident_page.PAGE,
+    heat_map_pages.MEMORY_PAGE, heat_map_pages.EXPERT_PAGE, cast_page.PAGE, incident_page.PAGE,
 )  # fmt: skip
 
 

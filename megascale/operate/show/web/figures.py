@@ -13,7 +13,7 @@ from megascale.core.units import format_bytes
 from megascale.operate.diagnose.slow.expert_loads import MOST_LOAD, ExpertLoads
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.charts.shapes import RED
-from megascale.operate.show.curves import CURVES
+from megascale.operate.show.curves import CURVES, CastRecords
 from megascale.operate.show.rank_grid import RankMatrix
 from megascale.operate.show.run_view import RunView
 
@@ -116,6 +116,36 @@ def expert_figure(found: ExpertLoads) -> go.Figure:
     figure.update_yaxes(title="layer", autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(title="expert", showgrid=False, title_standoff=4, tickformat="d")
     figure.update_layout(plot_bgcolor=GREY)
+    return figure
+
+
+def cast_figure(casts: CastRecords, statistic: str) -> go.Figure:
+    """Return the heat map of a statistic of FP8 casts, by operand and logged step."""
+    names = sorted({name for _, stats in casts for name in stats}, key=natural_order)
+    values = [[stats.get(name, {}).get(statistic, math.nan) for _, stats in casts] for name in names]
+    title = f"{statistic} of FP8 operands, steps {casts[0][0]} to {casts[-1][0]}"
+    figure = blank_figure(title, height=90 + max(130, 14 * len(names)))
+    figure.add_heatmap(z=values, y=names, x=[f"{step}" for step, _ in casts], colorscale=MEMORY_SCALE)
+    figure.update_traces(hovertemplate="%{y}, step %{x}: %{z:.3g}<extra></extra>")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(title="step", type="category", showgrid=False, title_standoff=4)
+    figure.update_layout(plot_bgcolor=GREY)
+    return figure
+
+
+def natural_order(operand: str) -> tuple[int, str]:
+    """Return a key that sorts operands, such as layers.10.mlp.up.input, by layer and then by name."""
+    _, layer, rest = operand.split(".", 2)
+    return int(layer), rest
+
+
+def sharpness_figure(sharpness: Sequence[tuple[int, float]]) -> go.Figure:
+    """Return the curve of the sharpness of logits, in percent."""
+    steps, values = zip(*sharpness, strict=True)
+    figure = blank_figure("sharpness of logits", CURVE_HEIGHT)
+    figure.add_scatter(x=steps, y=values, mode="lines+markers", line={"color": COLOURS[0], "width": 1.5})
+    figure.update_yaxes(ticksuffix="%")
+    figure.update_xaxes(title="step", title_standoff=4, tickformat=",d")
     return figure
 
 

@@ -27,7 +27,7 @@ def _show(runs: Runs, name: str) -> list:
         f"step {each.step}: {each.alert} {each.value:.4g}, recently {each.recent:.4g}" for each in view.curves.alerts
     ]
     found = table(HEAD, rows, "incident-table") if rows else note("No incident is recorded.")
-    more = [html.H2("Spikes"), html.Ul([html.Li(alert) for alert in alerts[-MOST:]])] if alerts else []
+    more = [html.H2("Alerts"), html.Ul([html.Li(alert) for alert in alerts[-MOST:]])] if alerts else []
     return [[found, *more]]
 
 

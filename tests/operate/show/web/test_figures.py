@@ -16,11 +16,14 @@ from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.show.web import timeline_figure as timeline
+from megascale.operate.show.web.cast_page import rows
 from megascale.operate.show.web.figures import (
+    cast_figure,
     curve_figure,
     excess_figure,
     expert_figure,
     memory_figure,
+    sharpness_figure,
     waterfall_figure,
 )
 from megascale.operate.show.web.heat_map_pages import long_parts, part_excess
@@ -146,6 +149,31 @@ def test_the_heat_map_of_experts_has_their_mean_loads() -> None:
     loads[:, 1] = [[3.0, 0.0, 0.0], [2.0, 1.0, 0.0]]
     (heat,) = expert_figure(ExpertLoads(np.array([5, 10]), np.array([1, 2]), loads)).data
     assert (heat.z.tolist(), heat.y.tolist()) == ([[1, 1, 1], [2.5, 0.5, 0]], [1, 2])
+
+
+CASTS = tuple(
+    (
+        step,
+        {
+            f"layers.{n}.mlp.down.{of}": {"kurtosis": n * step, "rms": 1.0}
+            for n in (2, 10)
+            for of in ("input", "weight")
+        },
+    )
+    for step in (5, 10)
+)
+
+
+def test_the_heat_map_of_casts_has_a_row_for_each_operand() -> None:
+    (heat,) = cast_figure(CASTS, "kurtosis").data
+    assert list(heat.y) == [f"layers.{n}.mlp.down.{of}" for n in (2, 10) for of in ("input", "weight")]
+    assert [list(row) for row in heat.z] == [[10, 20], [10, 20], [50, 100], [50, 100]] and list(heat.x) == ["5", "10"]
+    assert rows(CASTS, "kurtosis")[0] == ("layers.10.mlp.down.input", "100", "nan", "nan", "1", "nan")
+
+
+def test_the_sharpness_is_a_curve() -> None:
+    (curve,) = sharpness_figure(((5, 0.1), (10, 0.2))).data
+    assert (list(curve.x), list(curve.y)) == ([5, 10], [0.1, 0.2])
 
 
 def test_memory_that_hardly_differs_looks_alike() -> None:

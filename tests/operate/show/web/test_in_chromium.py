@@ -27,7 +27,7 @@ from tests.runs import GPT
 pytestmark = [pytest.mark.slow, needs_chromium]
 
 LAYOUT = {"parallel__tp": 2, "parallel__pp": 2, "train__precision": "fp32", "observe__event_store": True}
-TITLES = ("Overview", "Heat map", "Ranks", "Timeline", "MFU", "Memory", "Experts", "Incidents")
+TITLES = ("Overview", "Heat map", "Ranks", "Timeline", "MFU", "Memory", "Experts", "Casts", "Incidents")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_all_pages_open_without_an_error_and_load_nothing_from_elsewhere(page: B
     contents = {
         "Overview": "#curve-loss .main-svg", "Heat map": "#heat-map .main-svg", "Ranks": "#place .main-svg",
         "Timeline": "#timeline .barlayer .trace", "MFU": "#waterfall .main-svg", "Memory": "#stage-table",
-        "Experts": "#expert-table", "Incidents": "#incident-list p",
+        "Experts": "#expert-table", "Casts": "#cast-operands p", "Incidents": "#incident-list p",
     }  # fmt: skip
     for title in TITLES:
         page.open_tab(title)
