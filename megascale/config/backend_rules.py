@@ -19,7 +19,7 @@ from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
 def fp8_shapes(
     model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, train: TrainConfig, fp8: Fp8Config
 ) -> Iterator[Finding]:
-    """Check that FP8 GEMM sizes are multiples of the recipe's alignment, and that some layer runs in FP8."""
+    """Check the sizes of FP8 GEMMs against the recipe's alignment, and that some layer runs in FP8."""
     if not train.quantizes:
         return
     (first, last), layers = bf16_layers(fp8, model.num_layers), model.num_layers
