@@ -19,7 +19,7 @@ from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
 def fp8_shapes(
     model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, train: TrainConfig, fp8: Fp8Config
 ) -> Iterator[Finding]:
-    """Check that FP8 GEMM sizes are multiples of the recipe's alignment, and that some layer runs in FP8."""
+    """Check the sizes of FP8 GEMMs against the recipe's alignment, and that some layer runs in FP8."""
     if not train.quantizes:
         return
     (first, last), layers = bf16_layers(fp8, model.num_layers), model.num_layers
@@ -65,6 +65,19 @@ def fp8_shapes(
             yield Finding(to_change, f"{size // ranks} {noun}: {needs}", f"{hint}, or another fp8.recipe")
 
 
+def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
+    """Check the order of the recipe's changes."""
+    key, end, last = "fp8.schedule", -1.0, fp8.recipe
+    if fp8.schedule and not train.quantizes:
+        yield Finding(key, f"has no effect with train.precision = {train.precision}", "fp8, or remove the key")
+    for start, change in fp8.schedule:
+        if start <= end:
+            yield Finding(key, f"{change} at {start} does not come after {end}", "ascending shares of the run")
+        if change == last:
+            yield Finding(key, f"{change} at {start} follows itself", "another recipe, bf16 or bf16_forward")
+        end, last = start, change
+
+
 def fp8_scale(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
     """Check that a format of scales is for amaxes of the operands themselves, and has an effect."""
     facts, key = RECIPES[fp8.recipe].facts, "fp8.scale"
@@ -76,19 +89,6 @@ def fp8_scale(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
     elif fp8.facts is facts:
         message = f"has no effect: the fp8 recipe {fp8.recipe} has scales in {facts['input'].scale}"
         yield Finding(key, message, "remove the key")
-
-
-def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
-    """Check that the changes of the recipe ascend, and that each changes something."""
-    key, end, last = "fp8.schedule", 0.0, fp8.recipe
-    if fp8.schedule and not train.quantizes:
-        yield Finding(key, f"has no effect with train.precision = {train.precision}", "fp8, or remove the key")
-    for start, change in fp8.schedule:
-        if start < end or (start == end and end):
-            yield Finding(key, f"{change} at {start} does not come after {end}", "ascending shares of the run")
-        if change == last:
-            yield Finding(key, f"{change} at {start} follows itself", "another recipe, bf16 or bf16_forward")
-        end, last = start, change
 
 
 def tile_tokens(

@@ -46,8 +46,8 @@ class Fp8Config(Section):
 
     @property
     def phases(self) -> list[tuple[str, Fp8Config]]:
-        """What follows each other in the run: a recipe, bf16 or bf16_forward, and a section of its recipe alone. A
-        section whose only change is at 0 is of that phase.
+        """The phases of the run: a recipe's name, bf16 or bf16_forward, and the section of this phase alone. The phase
+        of bf16_forward has a schedule with a change at 0.
         """
         found, section = list[tuple[str, Fp8Config]](), self.model_copy(update={"schedule": []})
         for start, change in [(0.0, self.recipe), *self.schedule]:
@@ -66,7 +66,7 @@ class Fp8Config(Section):
 
 
 def bf16_layers(fp8: Fp8Config, layers: int) -> tuple[int, int]:
-    """Return the numbers of the first and of the last of a model's layers that stay in bf16."""
+    """Return the numbers of a model's first and last layers without FP8 GEMMs."""
     given = fp8.first_layers_bf16, fp8.last_layers_bf16
     shares = RECIPES[fp8.recipe].facts["bf16_layers"]
     first, last = (

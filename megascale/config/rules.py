@@ -97,7 +97,7 @@ def sections_of(rule: Rule) -> frozenset[str]:
 
 
 def run_rules(rules: Iterable[Rule], sections: Mapping[str, Any]) -> Iterator[Finding]:
-    """Run the rules whose sections are all there; functions that read `[fp8]`, for all recipes of the run."""
+    """Run the rules whose sections are all there; functions of `[fp8]` for all recipes of the run."""
     fp8 = sections.get("fp8")
     later = [{**sections, "fp8": section} for _, section in fp8.phases[1:]] if isinstance(fp8, Fp8Config) else []
     for rule in rules:

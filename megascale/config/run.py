@@ -97,7 +97,7 @@ class RunConfig(RunKeys):
 
     @property
     def phases(self) -> list[RunConfig]:
-        """Configurations of one recipe each: of those that follow each other (`fp8.schedule`)."""
+        """The configurations of the phases of `fp8.schedule`, each with a single recipe."""
         in_bf16 = self.train.model_copy(update={"precision": "bf16"})
         return [
             self.model_copy(update={"fp8": fp8, "train": in_bf16 if change == BF16 else self.train})

@@ -14,7 +14,7 @@ from megascale.ops.fp8 import Fp8Kernels
 from megascale.ops.recipe import Recipe, build_recipe
 
 
-class Phase(NamedTuple):
+class RecipePhase(NamedTuple):
     """From the share `start` of the run on, `recipe` quantizes operands of backward, and of `forward` too; none: of
     neither.
     """
@@ -24,11 +24,11 @@ class Phase(NamedTuple):
     forward: bool = True
 
 
-def later_phases(fp8: Fp8Config, kernels_of: Callable[[str], Fp8Kernels]) -> list[Phase]:
+def later_phases(fp8: Fp8Config, kernels_of: Callable[[str], Fp8Kernels]) -> list[RecipePhase]:
     """List the phases of `fp8.schedule`. `kernels_of`: the kernels for a recipe."""
-    phases, name = list[Phase](), fp8.recipe
+    phases, name = list[RecipePhase](), fp8.recipe
     for start, change in fp8.schedule:
         name = name if change in (BF16, BF16_FORWARD) else change
         recipe = None if change == BF16 else build_recipe(name, kernels_of(name), fp8.scale)
-        phases.append(Phase(start, recipe, change != BF16_FORWARD))
+        phases.append(RecipePhase(start, recipe, change != BF16_FORWARD))
     return phases

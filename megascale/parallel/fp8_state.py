@@ -21,7 +21,7 @@ from megascale.layout.tensors import ParamSpec
 from megascale.ops.fp8 import TORCH_KERNELS, CastRecord, Fp8Kernels
 from megascale.ops.recipe import build_recipe
 from megascale.parallel.dither import LayerDither, number_tokens
-from megascale.parallel.fp8_phases import Phase
+from megascale.parallel.fp8_phases import RecipePhase
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.record.label import Label
@@ -69,9 +69,9 @@ class Fp8State:
         device: torch.device,
         kernels: Fp8Kernels = TORCH_KERNELS,
         seed: int = 0,
-        later: Sequence[Phase] = (),
+        later: Sequence[RecipePhase] = (),
     ) -> None:
-        self._phases = [Phase(0.0, build_recipe(fp8.recipe, kernels, fp8.scale)), *later]
+        self._phases = [RecipePhase(0.0, build_recipe(fp8.recipe, kernels, fp8.scale)), *later]
         self.fast_dgrad = fp8.fast_dgrad
         self.recipes = [phase.recipe for phase in self._phases if phase.recipe is not None]
         self.enter(0.0)

@@ -560,6 +560,17 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("fp8_shapes", {"train__precision": "fp8", "model__seq_length": 8}, {"model.seq_length": "8 tokens in a micro"}),
     (
+        "fp8_schedule",
+        {"train__precision": "fp8", "fp8__schedule": [[0.5, "bf16"], [0.4, "rowwise"]]},
+        {"fp8.schedule": "rowwise at 0.4 does not come after 0.5"},
+    ),
+    (
+        "fp8_schedule",
+        {"train__precision": "fp8", "fp8__schedule": [[0.5, "tensorwise"]]},
+        {"fp8.schedule": "tensorwise at 0.5 follows itself"},
+    ),
+    ("fp8_schedule", {"fp8__schedule": [[0.5, "bf16"]]}, {"fp8.schedule": "has no effect with train.precision = fp64"}),
+    (
         "fp8_shapes",
         {"train__precision": "fp8", "parallel__tp": 4},
         {"parallel.tp": "24 columns of q, k and v on a rank"},
