@@ -111,7 +111,7 @@ def build_rank_run(
 
     `init_weights`: draw the initial weights; otherwise they are zero.
     """
-    p, layout = config.parallel, stages_of(config.model, config.parallel)
+    p, sites, layout = config.parallel, config.sites, stages_of(config.model, config.parallel)
     device.leave_sms(config.nccl.pp_carveout)
     dtypes, on = run_dtypes(config.train.precision), device.torch_device
     shape, context = (config.row_tokens, config.batch.micro, config.model.hidden_size), op_context(config, device)
@@ -136,8 +136,7 @@ def build_rank_run(
     mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config.train, mesh, buffers, on, sequence=p.sp)
     average = build_average(config.train, optimizer, mesh)
-    shards, several = optimizer.shards, config.sites.count > 1
-    outer = OuterOptimizer(config.sites, shards, config.model.total_layers, mesh) if several else None
+    outer = OuterOptimizer(sites, optimizer.shards, config.model.total_layers, mesh) if sites.count > 1 else None
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), config.overlap.pp
     pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)

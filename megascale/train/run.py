@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from megascale.record.metrics import EvaluationMetrics
     from megascale.schedule.ir import RankSchedule
     from megascale.train.noise_scale import NoiseScale
-    from megascale.train.outer_steps import Sites
     from megascale.train.policy_state import PolicyState
     from megascale.train.step_totals import StepTotals
     from megascale.train.stop import StopRequest
@@ -202,7 +201,7 @@ class Run:
     progress: Progress
     stop: StopRequest
     outer: OuterOptimizer | None = None
-    sites: Sites | None = None
+    sites: Hook | None = None
     origin: InitialState = InitialState()
     step_hooks: Hooks = field(default_factory=Hooks)
     hooks: Hooks = field(default_factory=Hooks)

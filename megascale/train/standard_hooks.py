@@ -30,6 +30,9 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
         hooks.append(PolicyUpdates(run.policy, reporter))
     hooks += [StepRecords(reporter), SpikeAlert(run.config.fault, reporter), SkippedSteps(reporter)]
     if run.sites is not None:
+        from megascale.train.outer_steps import Sites
+
+        assert isinstance(run.sites, Sites), "sites meet in outer steps"
         run.sites.say = reporter.write_message
         hooks.append(run.sites)
     if run.average is not None:
