@@ -46,7 +46,7 @@ MOST_WORDS = {
     "docs/memory.md": 1200,
     "docs/planning.md": 1300,
     "docs/optimizers.md": 1800,
-    "docs/fp8.md": 1200,
+    "docs/low-precision.md": 1200,
     "docs/backends.md": 600,
     "docs/performance.md": 900,
     "docs/status.md": 400,

@@ -66,7 +66,7 @@ COMMANDS = {
     "plan precision": Command(
         "compare formats of GEMMs by a law of the loss: what they add, and from how many tokens on more tokens harm",
         f"plan precision {LLAMA} --tokens 300e9",
-        "docs/fp8.md",
+        "docs/low-precision.md",
     ),
     "doctor": Command(
         "describe this machine and the backend of each operation, and test the backends",
