@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megascale.catalog.backends import AUTO, BACKENDS, Requirement, unmet_requirement
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
-from megascale.catalog.recipes import RECIPES
 from megascale.config.backends import BackendsConfig, Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.finding import Finding
@@ -30,10 +29,10 @@ def fp8_shapes(
             message,
             "first_layers_bf16 = 0 and last_layers_bf16 = 0, or train.precision = bf16",
         )
-    facts, head, tp = RECIPES[fp8.recipe].facts, model.head_dim, parallel.tp
+    facts, head, tp = fp8.facts, model.head_dim, parallel.tp
     fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
-    expert_gemms = model.experts > 0 and facts["granularity"] != "tensor"
-    if facts["granularity"] == "block" or model.kv_lora_rank:  # a block must not span k and v
+    expert_gemms = model.experts > 0 and facts["serves_experts"]
+    if facts["weight"].block.spans_rows or model.kv_lora_rank:  # a block must not span k and v
         fused_columns, columns = model.num_kv_heads * head, "columns of k on a rank"
     latent = (
         ("model.kv_lora_rank", model.kv_lora_rank, 1, "kv_lora_rank"),
@@ -78,7 +77,7 @@ def tile_tokens(
         message = f"a rank has {rows} tokens of a sequence for {tiles} tiles"
         yield Finding("train.mlp_tiles", message, f"at most {rows}")
     elif train.quantizes:
-        alignment, tokens = RECIPES[fp8.recipe].facts["alignment"], rows * batch.micro
+        alignment, tokens = fp8.facts["alignment"], rows * batch.micro
         if rows % tiles or tokens // tiles % alignment:
             message = f"{tokens} tokens on a rank in {tiles} tiles: the fp8 recipe {fp8.recipe} needs multiples"
             yield Finding("train.mlp_tiles", f"{message} of {alignment} in a tile", "fewer tiles")
@@ -86,10 +85,10 @@ def tile_tokens(
 
 def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
     """Check that FP8 scales of a tile are those of all tokens."""
-    facts = RECIPES[fp8.recipe].facts
+    facts = fp8.facts
     if train.mlp_tiles == 1 or not train.quantizes:
         return
-    if facts["scaling"] != "static" and facts["granularity"] != "block":
+    if facts["covers_tokens"]:
         message = f"with the fp8 recipe {fp8.recipe} a scale covers all tokens, and a tile would have its own"
         yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise or static")
     elif BLOCKS[model.block].facts.get("shares_casts"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megascale.catalog.backends import AUTO, BACKENDS
-from megascale.catalog.recipes import RECIPES
+from megascale.catalog.recipes import RECIPES, with_scale
 from megascale.config.section import Section, choice
 
 Layers = Annotated[int, Field(ge=0, le=10_000)]
@@ -18,6 +19,9 @@ class Fp8Config(Section):
     """`[fp8]`: with train.precision = "fp8", the linear layers of transformer blocks run FP8 GEMMs."""
 
     recipe: Annotated[str, choice(RECIPES)] = Field("tensorwise", description="source and granularity of scales")
+    scale: Literal["fp32", "pow2"] = Field(
+        "fp32", description="scales, or their powers of two: one FP8 copy of an operand then serves both directions"
+    )
     history: Steps = Field(16, description="for delayed: length of the amax history, in steps")
     first_layers_bf16: Layers = Field(1, description="number of first layers that stay in bf16")
     last_layers_bf16: Layers = Field(
@@ -27,6 +31,11 @@ class Fp8Config(Section):
         False, description="dgrad accumulates in fewer bits than fp32, as forward does, which is faster"
     )
     monitor: bool = Field(True, description="record amax, saturation and underflow of every FP8 cast in logged steps")
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts of the recipe's card, with scales in the chosen format."""
+        return with_scale(RECIPES[self.recipe].facts, self.scale)
 
 
 class BackendsConfig(Section):

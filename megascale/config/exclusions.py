@@ -338,7 +338,7 @@ NO_HISTORY = _off(
 )  # fmt: skip
 
 BLOCK_SCALES = _off(
-    "fp8.recipe", lambda recipe: recipe in RECIPES.cards and RECIPES[str(recipe)].facts.get("granularity") == "block",
+    "fp8.recipe", lambda recipe: recipe in RECIPES.cards and RECIPES[str(recipe)].facts["token_run"] > 0,
     Fp8Config, "fast_dgrad", hint="another fp8.recipe, or remove the key",
 )  # fmt: skip
 

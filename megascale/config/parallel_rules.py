@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from megascale.catalog.layers import BLOCKS
-from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
@@ -42,7 +41,7 @@ def domino(
     """Check that a micro-batch has two halves, of whole sequences, and that layers and scales compute each alone."""
     if overlap.tp != "domino":
         return
-    of_tokens = train.quantizes and RECIPES[fp8.recipe].facts["scaling"] != "static"  # delayed ones in the first step
+    of_tokens = train.quantizes and fp8.facts["scaling"] != "static"  # delayed ones in the first step
     for key, fails, message, hint in (
         ("parallel.tp", parallel.tp == 1, "one rank has no tp collectives", "tp above 1"),
         ("batch.micro", batch.micro % 2, f"{batch.micro} sequences have no two equal halves", "an even number"),
@@ -227,10 +226,10 @@ def cp_fp8(
     """Check that the tokens of a rank, and with scales of blocks its consecutive ones, are multiples of what the FP8
     recipe needs.
     """
-    facts, cp, keys = RECIPES[fp8.recipe].facts, parallel.cp, parallel.cp_keys
+    facts, cp, keys = fp8.facts, parallel.cp, parallel.cp_keys
     if not train.quantizes or cp == 1 or cp % parallel.cp_heads:
         return
-    blocks, runs = facts["granularity"] == "block", keys * math.lcm(2, parallel.cp_heads) if keys > 1 else cp
+    blocks, runs = facts["token_run"] > 0, keys * math.lcm(2, parallel.cp_heads) if keys > 1 else cp
     tokens, alignment = model.seq_length * batch.micro // (runs if blocks else cp), facts["alignment"]
     if tokens % alignment:
         message = f"{tokens} {'consecutive ' if blocks else ''}tokens of a micro-batch on a rank along cp"
@@ -263,7 +262,7 @@ def cp_sharding(
         message, hint = f"has no effect with {given}", "cp_mode = ring, allgather or usp"
     elif batch.micro > 1:
         message, hint = f"the {batch.micro} rows of a micro-batch have different documents", "batch.micro = 1"
-    elif train.quantizes and RECIPES[fp8.recipe].facts["granularity"] == "block":
+    elif train.quantizes and fp8.facts["token_run"]:
         message, hint = f"the fp8 recipe {fp8.recipe} has scales of consecutive tokens", "another fp8.recipe"
     else:
         return

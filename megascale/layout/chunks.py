@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from megascale.catalog.recipes import ScaleBlock
+from megascale.catalog.recipes import QuantizerSpec
 from megascale.config.backends import Fp8Config
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
@@ -168,13 +168,13 @@ class BucketSize(NamedTuple):
         tables = frozenset(name for name, kind in kinds.items() if kind in ("embedding", "head"))
         return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel, tables)
 
-    def coded(self, layers: range, weight: ScaleBlock) -> int:
+    def coded(self, layers: range, weight: QuantizerSpec) -> int:
         """Count the first elements that are gathered as FP8 codes if weights are sharded: weights of FP8 `layers`,
         where the codes of a `weight` serve forward and dgrad, of experts in parts of rows.
         """
         kind, _, number = self.first_module.partition(".")
         experts = self.reduce_axes != DATA_AXES
-        serves = weight.serves_transpose and not (experts and weight.rows is None)
+        serves = weight.block.serves_transpose and not (experts and weight.block.rows is None)
         return self.fp8_numel if serves and kind == "layers" and int(number) in layers else 0
 
     def shard(self, topology: Topology) -> int:

@@ -74,7 +74,7 @@ def row_sharding(
     row = sequence_shard(parallel, model.seq_length, cp_rank)
     if row is None:
         return None
-    blocks = fp8_recipe is not None and RECIPES[fp8_recipe].facts["granularity"] == "block"
+    blocks = fp8_recipe is not None and RECIPES[fp8_recipe].facts["token_run"] > 0
     by = "sequence" if parallel.cp_keys == 1 or blocks else parallel.cp_sharding  # a block has consecutive tokens
     return RowSharding(row, parallel.cp_heads, Counter(model.windows), by)
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Literal
 
-from megascale.catalog.recipes import RECIPES, ROW, TENSOR, ScaleBlock
+from megascale.catalog.recipes import ROW, TENSOR, ScaleBlock
 from megascale.config.finding import Finding, divisors
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks
@@ -70,7 +70,7 @@ def overlaps_on_gpus(
     """Return True if a tp collective overlaps with GEMMs of `rows` tokens per rank: on `inputs` inputs, or on an output
     gradient, which is gathered without scales if these do not serve its transpose.
     """
-    p, facts = config.parallel, RECIPES[config.fp8.recipe].facts
+    p, facts = config.parallel, config.fp8.facts
     block = facts[operand].block
     first = block if operand == "input" or block.serves_transpose else None
     blocks = {first, facts["weight"].block} if fp8 else {None}

@@ -22,13 +22,13 @@ from torch import Tensor
 from megascale.catalog.recipes import ROW, ScaleBlock
 from megascale.ops.fp8 import MIN_SCALE, SATURATED, CastRecord
 from megascale.ops.known_amax import keep_amax
-from megascale.ops.quantized import Fp8Format, Quantized
+from megascale.ops.quantized import ElementFormat, Quantized
 
 SIDE = 128  # of a tile, whose FP8 rows and columns are 128 contiguous bytes; blocks of a part of a matrix are no larger
 BAND, SPAN = 4, 2048  # rows read twice, the second time from cache, and their columns at a time
 WARPS, CAST_WARPS = 8, 16
 
-FORMATS = {Fp8Format.E4M3: tl.float8e4nv, Fp8Format.E5M2: tl.float8e5}
+FORMATS = {ElementFormat.E4M3: tl.float8e4nv, ElementFormat.E5M2: tl.float8e5}
 ELEMENTS = ["amax", "record", "counts"]
 """Arguments that may be elements of tensors: kernels are not compiled anew for their addresses."""
 
@@ -88,8 +88,8 @@ def _amax_of(matrix: _Matrix) -> Tensor:
 
 
 def cast(
-    x: Tensor, expected: Tensor | None, block: ScaleBlock, element: Fp8Format, with_transpose: bool,
-    record: CastRecord | None,
+    x: Tensor, expected: Tensor | None, block: ScaleBlock, element: ElementFormat, with_transpose: bool,
+    record: CastRecord | None, pow2: bool = False,
 ) -> Quantized:  # fmt: skip
     """Implement `fp8.Cast`."""
     matrix = _Matrix.of(x, block)
@@ -104,7 +104,7 @@ def cast(
         by_column = torch.zeros(k, 1, dtype=torch.float32, device=x.device)
         keep_amax(x, columns=by_column)
     columns_bits = None if by_column is None else by_column.view(torch.int32)
-    last = largest, counts, columns_bits, m, k, element.max_value, FORMATS[element]
+    last = largest, counts, columns_bits, m, k, element.max_value, FORMATS[element], pow2
     if expected is None and block == ROW and with_rows:
         _fp8_cast_rows[triton.cdiv(m, BAND),](matrix.data, scale, rows, *last, BAND, SPAN, num_warps=WARPS)
     else:
@@ -128,11 +128,14 @@ def _bits(tile):  # type: ignore[no-untyped-def]
     return tl.abs(tile).to(tl.int32, bitcast=True)
 
 
-@triton.jit
-def _scale(bits, largest):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(bits, largest, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scales of blocks by the bits of their amax."""
     amax = bits.to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, largest, tl.float32)), SMALLEST, tl.PropagateNan.ALL)
+    if POW2:
+        rounded = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale < float("inf"), rounded, scale)
     return tl.where(amax == 0, 1.0, scale)
 
 
@@ -211,7 +214,7 @@ def _fp8_amax(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tile, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
+    POW2: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of a matrix [m, k] from column `first`, up to column `end`, with the arguments of `_fp8_cast`."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
@@ -221,7 +224,7 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
         bits = _block_bits(tile, HIGH, WIDE, SIDE)
     else:
         bits = tl.load(amax + place, mask=exists, other=0.0).to(tl.int32, bitcast=True)
-    by_block = _scale(bits, largest)
+    by_block = _scale(bits, largest, POW2)
     tl.store(scale + place, by_block, mask=exists)
     codes = _codes(tile, _spread(_inverse(by_block), HIGH, WIDE, SIDE), largest, FP8)
     if data is not None:
@@ -240,7 +243,7 @@ def cast_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     x, amax, scale, data, transposed, record, counts, by_column, m, k, largest, FP8: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
+    POW2: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of x [m, k] with scales by `amax`, or without by the tile itself. Outputs may be None."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
@@ -249,7 +252,7 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tile = tl.load(x + row * k + column, mask=inside, other=0.0).to(tl.float32)
     cast_tile(
         tile, inside, tl.program_id(1) * SIDE, k, amax, scale, data, transposed, record, counts, m, k, largest, FP8,
-        HIGH, WIDE, SIDE,
+        POW2, HIGH, WIDE, SIDE,
     )  # fmt: skip
     if by_column is not None:
         _raise_columns(by_column, tile, tl.program_id(1) * SIDE + tl.arange(0, SIDE), k)
@@ -257,8 +260,8 @@ def _fp8_cast(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit(do_not_specialize_on_alignment=ELEMENTS)  # type: ignore[untyped-decorator]
 def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    x, scale, data, record, counts, by_column, m, k, largest, FP8: tl.constexpr, BAND: tl.constexpr,
-    SPAN: tl.constexpr,
+    x, scale, data, record, counts, by_column, m, k, largest, FP8: tl.constexpr, POW2: tl.constexpr,
+    BAND: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Cast whole rows of x [m, k], each with the scale of its own amax."""
     row = tl.program_id(0).to(tl.int64) * BAND + tl.arange(0, BAND)[:, None]
@@ -267,7 +270,7 @@ def _fp8_cast_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
         column = start + tl.arange(0, SPAN)[None, :]
         tile = tl.load(x + row * k + column, mask=(row < m) & (column < k), other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.max(_bits(tile), 1)[:, None])
-    scales = _scale(most, largest)
+    scales = _scale(most, largest, POW2)
     factors = _inverse(scales)
     tl.store(scale + row, scales, mask=row < m)
     if record is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megascale.catalog.recipes import RECIPES, ROW, TENSOR, ScaleBlock
 from megascale.ops import compiled
 from megascale.ops.known_amax import keep_amax
-from megascale.ops.quantized import Fp8Format, Quantized, in_blocks, over_blocks
+from megascale.ops.quantized import ElementFormat, Quantized, in_blocks, over_blocks
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import add_
 
@@ -46,22 +46,30 @@ def amax(x: Tensor, block: ScaleBlock) -> Tensor:
     return magnitude.amax(-1 if block.rows == 1 else (1, 3)).float()
 
 
-def scales_of(amaxes: Tensor, element: Fp8Format) -> Tensor:
+def scales_of(amaxes: Tensor, element: ElementFormat, pow2: bool = False) -> Tensor:
     """Return the scales, f32, by the amaxes of their blocks: at least MIN_SCALE, to keep the inverse finite; not a
-    number if the amax is not.
+    number if the amax is not. `pow2`: rounded up to a power of two.
     """
-    return torch.where(amaxes == 0, 1.0, (amaxes / element.max_value).clamp(min=MIN_SCALE))
+    scales = torch.where(amaxes == 0, 1.0, (amaxes / element.max_value).clamp(min=MIN_SCALE))
+    return round_up_to_pow2(scales) if pow2 else scales
+
+
+def round_up_to_pow2(scales: Tensor) -> Tensor:
+    """Round positive normal numbers, f32, up to powers of two; infinity and what is not a number stay."""
+    bits = scales.view(torch.int32)
+    rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(scales.isfinite(), rounded, scales)
 
 
 def cast(
-    x: Tensor, expected: Tensor | None, block: ScaleBlock, element: Fp8Format, with_transpose: bool,
-    record: CastRecord | None,
+    x: Tensor, expected: Tensor | None, block: ScaleBlock, element: ElementFormat, with_transpose: bool,
+    record: CastRecord | None, pow2: bool = False,
 ) -> Quantized:  # fmt: skip
     """Implement `Cast` with torch's operators. The transpose is left to `Quantized.t`."""
     if with_transpose and block == ROW:
         keep_amax(x, columns=amax(x.reshape(-1, x.shape[-1]).t(), ROW))
     largest = amax(x, block) if expected is None else expected
-    scale = scales_of(largest, element)
+    scale = scales_of(largest, element, pow2)
     wide = in_blocks(x, block).to(torch.float32, copy=True)
     if expected is not None:  # else an infinity has the factor zero
         wide.nan_to_num_(torch.nan, torch.nan, torch.nan)
@@ -75,7 +83,7 @@ def cast(
     return quantized
 
 
-def _counts(x: Tensor, quantized: Quantized, element: Fp8Format) -> Tensor:
+def _counts(x: Tensor, quantized: Quantized, element: ElementFormat) -> Tensor:
     """Return what a cast adds to `CastRecord.counts`."""
     bound = over_blocks(quantized.scale, quantized.block) * (element.max_value * SATURATED)
     saturated = (in_blocks(x.abs(), quantized.block).float() > bound).sum()
@@ -149,14 +157,14 @@ class Cast(Protocol):
     """The cast of a matrix to FP8. Values beyond the format saturate, but infinity becomes NaN."""
 
     def __call__(
-        self, x: Tensor, expected: Tensor | None, block: ScaleBlock, element: Fp8Format, with_transpose: bool,
-        record: CastRecord | None, /,
+        self, x: Tensor, expected: Tensor | None, block: ScaleBlock, element: ElementFormat, with_transpose: bool,
+        record: CastRecord | None, pow2: bool = False, /,
     ) -> Quantized:  # fmt: skip
         """Quantize x [..., k], also a view of a transpose if the kernels read `strided` matrices.
 
         `expected`: the amax from which each scale comes, in the shape of `Quantized.scale`; None: x's own.
         `with_transpose`: write the transpose too, if the kernels do so in the same pass. Scales of rows do not serve
-        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`).
+        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`). `pow2`: scales are powers of two.
         """
 
 

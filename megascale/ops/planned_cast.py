@@ -12,14 +12,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megascale.ops.fp8 import CastRecord
-from megascale.ops.quantized import Fp8Format, Quantized
+from megascale.ops.quantized import ElementFormat, Quantized
 
 
 class PlannedCast(NamedTuple):
     """Arguments of `fp8.Cast` with a scale for the tensor, by the amax `expected`, f32 []."""
 
     expected: Tensor
-    element: Fp8Format
+    element: ElementFormat
     record: CastRecord | None
 
 

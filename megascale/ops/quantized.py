@@ -1,12 +1,13 @@
 """Quantized matrices: codes of a narrow format, and the scales that turn them back into numbers.
 
-    x ~ data * scale        a scale holds for a `ScaleBlock` of elements, and is fp32
+    x ~ data * scale * tensor_scale        a scale holds for a `ScaleBlock` of elements
 
-E4M3 has 3 mantissa bits and reaches 448; E5M2 has 2 and reaches 57,344 (Micikevicius et al. 2022). Tensor cores require
+E4M3 has 3 mantissa bits and reaches 448; E5M2 has 2 and reaches 57,344 (Micikevicius et al. 2022); E2M1 has 1, reaches
+6, and is packed in pairs, the element of even index in the low half of a byte. Tensor cores require
 k, the dimension of a GEMM's sum, to be contiguous in both operands; blocks therefore count their elements along k.
 
-`Fp8Format`: the formats of elements. `Quantized`: a matrix, its slices and its transpose. `in_blocks`, `over_blocks`:
-elements and scales in shapes that broadcast.
+`ElementFormat`: the formats of elements. `Quantized`: a matrix, its slices and its transpose. `pack`, `unpack`: pairs
+of codes. `in_blocks`, `over_blocks`: elements and scales in shapes that broadcast.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from torch import Tensor
 from megascale.catalog.recipes import ScaleBlock
 
 
-class Fp8Format(Enum):
-    """An FP8 dtype and its largest finite number."""
+class ElementFormat(Enum):
+    """A narrow dtype and its largest finite number."""
 
     E4M3 = (torch.float8_e4m3fn, 448.0)
     E5M2 = (torch.float8_e5m2, 57_344.0)
+    E2M1 = (torch.float4_e2m1fn_x2, 6.0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,10 +40,12 @@ class Fp8Format(Enum):
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized matrix [..., k]: `data`, its codes, times `scale` approximates the original.
+    """A quantized matrix [..., k]: `data`, its codes, times `scale`, and times `tensor_scale` if there is one,
+    approximates the original.
 
-    `scale`, fp32, has an element for each `block`: [] for all elements, [..., k / block.k] for rows or parts of them,
-    [m / block.rows, k / block.k] for parts of a matrix [m, k].
+    `scale`, fp32, E8M0 or E4M3, has an element for each `block`: [] for all elements, [..., k / block.k] for rows or
+    parts of them, [m / block.rows, k / block.k] for parts of a matrix [m, k]. `tensor_scale`: f32 [].
+    `requantises`: the transpose is quantized from the codes (`QuantizerSpec.requantises`).
     `columnwise`: the codes are those of the transpose alone, [k, rows]; `t` is then the only way to use the matrix.
     `transposed`: codes of the transpose beside `data`, if the cast wrote both.
     `use_fast_accum`: as a GEMM's second operand, let tensor cores accumulate in fewer bits than fp32, the fastest mode.
@@ -53,11 +57,25 @@ class Quantized:
     use_fast_accum: bool = False
     columnwise: bool = False
     transposed: Tensor | None = None
+    tensor_scale: Tensor | None = None
+    requantises: bool = False
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the matrix, whatever the layout of its codes."""
-        return self.data.t().shape if self.columnwise else self.data.shape
+        *rows, k = self.data.shape
+        k *= self.packed
+        return torch.Size([k, *rows] if self.columnwise else [*rows, k])
+
+    @property
+    def packed(self) -> int:
+        """Elements of a code in `data`."""
+        return 2 if self.data.dtype == ElementFormat.E2M1.dtype else 1
+
+    @property
+    def serves_transpose(self) -> bool:
+        """True if the transpose comes from these codes."""
+        return self.block.serves_transpose or self.requantises
 
     @property
     def nbytes(self) -> int:
@@ -80,15 +98,17 @@ class Quantized:
 
     def constructor(self) -> Callable[..., Quantized]:
         """Return a function from `tensors` to the matrix, which keeps none of them alive."""
-        block, columnwise = self.block, self.columnwise
-        return lambda data, scale: Quantized(data, scale, block, columnwise=columnwise)
+        assert self.tensor_scale is None, "a matrix with two scales is neither saved nor gathered"
+        block, columnwise, requantises = self.block, self.columnwise, self.requantises
+        return lambda data, scale: Quantized(data, scale, block, columnwise=columnwise, requantises=requantises)
 
     def new_empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self.data.new_empty(*shape, dtype=dtype)
 
     def gathered(self, codes: Tensor, scale: Tensor) -> Quantized:
         """Return the matrix of the rows of all ranks, by their bytes."""
-        return Quantized(codes.view(self.data.dtype), scale, self.block)
+        assert self.tensor_scale is None, "a matrix with two scales is neither saved nor gathered"
+        return Quantized(codes.view(self.data.dtype), scale, self.block, requantises=self.requantises)
 
     def __getitem__(self, rows: slice) -> Quantized:
         """Slice dimension 0, between blocks."""
@@ -100,27 +120,51 @@ class Quantized:
         """Slice the last dimension, between blocks."""
         k = self.block.k
         scale = self.scale if k is None else self.scale[..., _in_blocks(span, self.shape[-1], k)]
-        return replace(self, data=self.data[..., span], scale=scale, transposed=None)
+        start, stop, _ = span.indices(self.shape[-1])
+        data = self.data[..., start // self.packed : stop // self.packed]
+        return replace(self, data=data, scale=scale, transposed=None)
 
     def t(self) -> Quantized:
         """Transpose a matrix whose scales hold in both directions."""
         assert self.block.serves_transpose, "scales along rows do not hold along columns: quantize the transpose"
         data = self.data if self.columnwise else self.transposed
         if data is None:
-            data = self.data.reshape(-1, self.data.shape[-1]).t().contiguous()
-        return Quantized(data, self.scale.t().contiguous(), self.block)
+            rows = self.data.reshape(-1, self.data.shape[-1])
+            data = rows.t().contiguous() if self.packed == 1 else pack(unpack(rows).t())
+        return replace(self, data=data, scale=self.scale.t().contiguous(), columnwise=False, transposed=None)
 
     def without_rows(self) -> Quantized:
         """Keep the codes of the transpose alone, if there are any."""
         if self.transposed is None:
             return self
-        return Quantized(self.transposed, self.scale, self.block, columnwise=True)
+        return replace(self, data=self.transposed, transposed=None, columnwise=True)
 
     def dequantize(self) -> Tensor:
-        """Return data * scale, an approximation of the original, in fp32."""
+        """Return data * scale * tensor_scale, an approximation of the original, in fp32."""
         if self.columnwise:
             return self.t().dequantize().t()
-        return (in_blocks(self.data.float(), self.block) * over_blocks(self.scale, self.block)).view(self.shape)
+        values = E2M1_VALUES.to(self.data.device)[unpack(self.data).int()] if self.packed == 2 else self.data.float()
+        scaled = (in_blocks(values, self.block) * over_blocks(self.scale.float(), self.block)).view(self.shape)
+        return scaled if self.tensor_scale is None else scaled * self.tensor_scale
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return `dequantize` in another dtype: exact in bf16 if scales are powers of two."""
+        return self.dequantize().to(dtype)
+
+
+E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1_VALUES = torch.cat([E2M1_VALUES, -E2M1_VALUES])  # by code
+
+
+def unpack(data: Tensor) -> Tensor:
+    """Return the codes of packed E2M1 data [..., k / 2], u8 [..., k]."""
+    pairs = data.view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Pack codes, u8 [..., k], in pairs: E2M1 data [..., k / 2]."""
+    return (codes[..., ::2] | codes[..., 1::2] << 4).contiguous().view(ElementFormat.E2M1.dtype)
 
 
 def _in_blocks(span: slice, length: int, side: int) -> slice:

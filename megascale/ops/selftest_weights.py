@@ -32,15 +32,16 @@ def _matrices(context: OpContext) -> list[Tensor]:
 def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
     """Return the casts of a recipe's linear layers, with transposes, and under FP8 GEMMs: output and wgrad."""
     (x, weight), recipe = leaves, build_recipe(context.recipe or "tensorwise", kernels)
+    of_input, of_weight, of_gradient = recipe.rows.values()
 
     def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
         return quantizer.encode(x, with_transpose=True)
 
-    forward = quantize(x, recipe.input), quantize(weight, recipe.weight)
-    backward = quantize(x, recipe.gradient), quantize(weight, recipe.input)
-    both_ways = recipe.weight.block.serves_transpose
-    weight_t = forward[1].t() if both_ways else quantize(recipe.weight.turned(weight), recipe.weight)
-    x_t = quantize(recipe.gradient.turned(x), recipe.gradient)
+    forward = quantize(x, of_input), quantize(weight, of_weight)
+    backward = quantize(x, of_gradient), quantize(weight, of_input)
+    both_ways = of_weight.spec.block.serves_transpose
+    weight_t = forward[1].t() if both_ways else quantize(of_weight.turned(weight), of_weight)
+    x_t = quantize(of_gradient.turned(x), of_gradient)
     casts = [operand.dequantize() for operand in (*forward, *backward, weight_t, x_t)]
     if context.recipe is None:
         return casts

@@ -100,7 +100,8 @@ def _write(  # type: ignore[no-untyped-def] # noqa: PLR0913
     wide = rounded.to(tl.float32)
     if data is not None:
         cast_tile(
-            wide, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8, 0, 0, SIDE
+            wide, inside, first, end, amax, scale, data, transposed, record, counts, m, k, largest, FP8, False,
+            0, 0, SIDE,
         )  # fmt: skip
     else:
         most = tl.max(tl.ravel(tl.abs(wide).to(tl.int32, bitcast=True)))

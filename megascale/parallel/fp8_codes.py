@@ -60,28 +60,28 @@ class ShardedCodes:
     """The codes of this rank's shards of `buckets`, which decode what they gather with the scales of whole weights."""
 
     def __init__(self, buckets: Iterable[Bucket], state: Fp8State, tp: Group) -> None:
-        self._state, self._tp, self._quantizer = state, tp, state.recipe.weight
+        self._state, self._tp, self._quantizer = state, tp, state.recipe.rows["weight"]
         by_axes = dict[tuple[str, ...], list[Bucket]]()
         for bucket in buckets:
             size = BucketSize.of(bucket.first_module, bucket.layout)
-            if coded := size.coded(state.layers, self._quantizer.block):
+            if coded := size.coded(state.layers, self._quantizer.spec):
                 bucket.sharded.keep_codes(coded)
                 by_axes.setdefault(size.reduce_axes, []).append(bucket)
         self._weights = [self._shard(each) for each in by_axes.values()]
 
     def encode(self) -> None:
         """Cast this rank's shards after an update of the weights. A collective call."""
-        own = self._state.uses_own_amax(self._quantizer)
+        own = self._state.uses_own_amax(self._quantizer.spec)
         for buckets, parts, amaxes, scales in self._weights:
             for bucket in buckets:
                 bucket.storage.acquire_weights()
             if own:
                 self._find(parts, amaxes.zero_(), buckets[0].storage.inner)
-            elif self._quantizer.scaling == "delayed":
+            elif self._quantizer.spec.scaling == "delayed":
                 for part in parts:
                     part.amaxes.copy_(self._state.history_amax(part.name))
             with profiler_range("quantize"):
-                scales.copy_(scales_of(amaxes, self._quantizer.element))
+                scales.copy_(scales_of(amaxes, self._quantizer.element, self._quantizer.spec.scale == "pow2"))
                 for part in parts:
                     self._cast(part)
 
@@ -91,7 +91,7 @@ class ShardedCodes:
             for part in parts:
                 if len(part.values):
                     part.amaxes.copy_(self._quantizer.amax(part.padded))
-        for group in (shards, *([self._tp] if self._quantizer.block == TENSOR else [])):
+        for group in (shards, *([self._tp] if self._quantizer.spec.block == TENSOR else [])):
             all_reduce(group, amaxes, "max", label="fp8 amax")
 
     def _cast(self, part: _Part) -> None:
@@ -105,7 +105,7 @@ class ShardedCodes:
 
     def _shard(self, buckets: Sequence[Bucket]) -> _Weights:
         """Allocate amaxes and scales of the weights of `buckets`, which the same ranks shard."""
-        quantizer, (rows, k), device = self._quantizer, self._quantizer.block, buckets[0].weights.device
+        quantizer, (rows, k), device = self._quantizer, self._quantizer.spec.block, buckets[0].weights.device
         slots = [(b, slot) for b in buckets for slot in b.layout.slots if slot.stop <= b.sharded.coded]
         shapes = [bucket.parameters[slot.parameter.name].flatten(0, -2).shape for bucket, slot in slots]
         grids = [(shape[0] // rows, shape[1] // k) if rows and k else () for shape in shapes]
@@ -115,9 +115,9 @@ class ShardedCodes:
         for (bucket, slot), shape, grid, *flat in zip(slots, shapes, grids, *of_weights, strict=True):
             largest, scale = (each.view(grid) for each in flat)
             part = _part(bucket, slot, largest, rows, shape[1] if rows else ALIGNMENT)
-            bucket.coded[part.name] = Quantized(part.codes.view(quantizer.element.dtype), scale, quantizer.block)
+            bucket.coded[part.name] = Quantized(part.codes.view(quantizer.element.dtype), scale, quantizer.spec.block)
             parts.append(part)
-            if quantizer.scaling == "static":
+            if quantizer.spec.scaling == "static":
                 largest.fill_(self._state.static_amaxes(slot.parameter.parts[0].std)["weight"])
         return _Weights(buckets, parts, amaxes, scales)
 

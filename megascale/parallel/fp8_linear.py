@@ -7,10 +7,11 @@ All three GEMMs of a layer take operands of a `Recipe`; scales of rows or blocks
     wgrad    dW = dY^T X   contracts t       dY^T [n, t], X^T [k, t]
 
 A scale is computed from the amax of the elements that share the scale; if tp shards them, from the amax over the tp
-ranks, and if it covers all tokens of a micro-batch, over the ranks along cp that share its sequences. Where scales
-serve the transpose too, the same codes serve rowwise and columnwise: they are all-gathered and saved for backward, and
-transposed for wgrad. Otherwise the high-precision tensor is saved, and quantized a second time for wgrad: if scales are
-of rows, by the amaxes of columns that the first cast keeps with it (`ops.known_amax`). Weights are quantized once per
+ranks, and if it covers all tokens of a micro-batch, over the ranks along cp that share its sequences. Where one copy
+serves the transpose too, its codes are all-gathered and saved for backward, and for wgrad transposed, or decoded and
+quantized along the other dimension if scales are powers of two (`QuantizerSpec.requantises`). Otherwise the
+high-precision tensor is saved, and quantized a second time for wgrad: if scales are of rows, by the amaxes of columns
+that the first cast keeps with it (`ops.known_amax`). Weights are quantized once per
 step, not once per micro-batch; sharded ones, of which no rank keeps a whole, before they are gathered
 (`parallel.fp8_codes`), or with every use.
 
@@ -33,6 +34,7 @@ from megascale.device import profiler_range
 from megascale.ops.known_amax import known_amax, known_column_amax
 from megascale.ops.planned_cast import PlannedCast, kept_cast
 from megascale.ops.quantized import Quantized
+from megascale.ops.recipe import Quantizer
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.grad_accumulation import accumulate_scaled_wgrad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
@@ -65,8 +67,8 @@ class Fp8Gemms(LinearGemms):
         return self._cast_tokens("gradient", grad, k_sharded=self.shard_dim == 0)
 
     def planned_cast(self, name: OperandName) -> PlannedCast | None:
-        quantizer = self.state.recipe.quantizer(name)
-        if quantizer.block != TENSOR or self.state.uses_own_amax(quantizer):
+        quantizer = self.state.recipe.rows[name]
+        if quantizer.spec.block != TENSOR or self.state.uses_own_amax(quantizer.spec):
             return None
         record = self.state.record(f"{self.name}.{name}")
         return PlannedCast(self._expected_amax(name), quantizer.element, record)
@@ -80,7 +82,7 @@ class Fp8Gemms(LinearGemms):
         if (kept := kept_cast(x)) is not None:
             return kept
         rows_sharded = self.tp.activations_sharded and not k_sharded
-        known = known_amax(x) if self.state.recipe.quantizer(name).block == TENSOR else None
+        known = known_amax(x) if self.state.recipe.rows[name].spec.amax_block == TENSOR else None
         return self._cast(
             name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, amax=known,
             with_transpose=for_wgrad and not rows_sharded,
@@ -88,7 +90,7 @@ class Fp8Gemms(LinearGemms):
 
     def before_all_gather(self, grad: Tensor) -> Operand:
         # Where scales serve one direction, wgrad quantizes the gathered gradient a second time, along the tokens.
-        return self.grad_operand(grad) if self.state.recipe.gradient.block.serves_transpose else grad
+        return self.grad_operand(grad) if self.state.recipe.rows["gradient"].spec.serves_transpose else grad
 
     def after_all_gather(self, grad: Operand) -> Operand:
         return grad if isinstance(grad, Quantized) else self._cast("gradient", grad, with_transpose=True)
@@ -101,7 +103,7 @@ class Fp8Gemms(LinearGemms):
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         assert isinstance(operand, Quantized), "the operand comes from `input_operand` or `grad_operand`"
-        return operand.without_rows() if operand.block.serves_transpose else x
+        return operand.without_rows() if operand.serves_transpose else x
 
     def gemm(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = self._gemm(x, weight, dtype)
@@ -119,11 +121,11 @@ class Fp8Gemms(LinearGemms):
             torch.add(result, bias, out=out)
 
     def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
-        quantizer = self.state.recipe.quantizer(name)
-        if isinstance(x, Quantized):
-            return quantizer.transpose(x)
-        turned = quantizer.turned(x.reshape(-1, x.shape[-1]))  # for scales along the tokens
-        return self._cast(name, turned, amax=known_column_amax(x), skip_stats=True, contracts_tokens=True)
+        if isinstance(x, Quantized) and not x.requantises:
+            return self.state.recipe.rows[name].transpose(x)
+        rows = x.decode(torch.bfloat16) if isinstance(x, Quantized) else x
+        turned = self.state.recipe.columns[name].turned(rows.reshape(-1, x.shape[-1]))  # for scales along the tokens
+        return self._cast(name, turned, amax=known_column_amax(rows), contracts_tokens=True, transposed=True)
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both operands are FP8"
@@ -152,13 +154,18 @@ class Fp8Gemms(LinearGemms):
 
     def _dgrad_weight(self, weight: Tensor, forward: Quantized | None = None) -> Quantized:
         """Return W^T [k, n] for dgrad: the transpose of what forward used if its scales serve it, or cast."""
-        quantizer = self.state.recipe.weight
-        if quantizer.block.serves_transpose:
-            operand = quantizer.transpose(forward or self._forward_weight(weight))
+        quantizer, source, by_row = self.state.recipe.columns["weight"], weight, self.shard_dim == 0
+        if not quantizer.spec.serves_transpose:
+            forward = None
+        elif forward is None:
+            forward = self._forward_weight(weight)
+        if forward is not None and not forward.requantises:
+            operand = quantizer.transpose(forward)
         else:
-            given, known, by_row = quantizer.turned(weight), known_column_amax(weight), self.shard_dim == 0
+            source = weight if forward is None else forward.decode(weight.dtype)
+            given, known = quantizer.turned(source), known_column_amax(source)
             operand = self._cast(
-                "weight", given, rows_sharded=not by_row, k_sharded=by_row, amax=known, skip_stats=True
+                "weight", given, rows_sharded=not by_row, k_sharded=by_row, amax=known, transposed=True
             )
         # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
         # accumulate in fp32.
@@ -166,18 +173,19 @@ class Fp8Gemms(LinearGemms):
 
     def _cast(
         self, operand: str, x: Tensor, *, rows_sharded: bool = False, k_sharded: bool = False,
-        contracts_tokens: bool = False, amax: Tensor | None = None, skip_stats: bool = False,
+        contracts_tokens: bool = False, amax: Tensor | None = None, transposed: bool = False,
         with_transpose: bool = False,
     ) -> Quantized:  # fmt: skip
         """Quantize x [rows, k] to FP8, where k is contracted.
 
         `rows_sharded`, `k_sharded`: x is a tp shard of the operand along that dimension. `contracts_tokens`: k are the
-        tokens. `amax`: of this rank's x, if known. `skip_stats`: the operand is already in this step's statistics, from
-        the cast of its transpose. `with_transpose`: this rank needs the transpose too.
+        tokens. `amax`: of this rank's x, if known. `transposed`: x is the operand's transpose; the operand itself is in
+        this step's statistics. `with_transpose`: this rank needs the transpose too.
         """
-        state, name, quantizer = self.state, f"{self.name}.{operand}", self.state.recipe.quantizer(operand)
-        expected, block = amax, quantizer.block
-        if not state.uses_own_amax(quantizer):  # an amax history is already over all ranks
+        state, name = self.state, f"{self.name}.{operand}"
+        quantizer = (state.recipe.columns if transposed else state.recipe.rows)[operand]
+        expected, block = amax, quantizer.spec.amax_block
+        if not state.uses_own_amax(quantizer.spec):  # an amax history is already over all ranks
             expected = self._expected_amax(operand)
         else:
             # smaller blocks never span ranks: shards have multiples of their sides, the recipe's alignment
@@ -185,20 +193,22 @@ class Fp8Gemms(LinearGemms):
             spans_tokens = operand != "weight" and (block.k if contracts_tokens else block.rows) is None
             groups = [*([self.tp.group] if spans_tp else ()), *(state.token_groups if spans_tokens else ())]
             if groups:
-                expected = self._reduced_amax(operand, x, amax, groups)
-        record = None if skip_stats else state.record(name)
+                expected = self._reduced_amax(operand, quantizer, x, amax, groups)
+        record = None if transposed else state.record(name)
         with profiler_range("quantize"):
             return quantizer.encode(x, expected, with_transpose=with_transpose, record=record)
 
     def _expected_amax(self, operand: str) -> Tensor:
         """Return the amax of a scale that does not come from the operand itself."""
-        delayed = self.state.recipe.quantizer(operand).scaling == "delayed"
+        delayed = self.state.recipe.rows[operand].spec.scaling == "delayed"
         return self.state.history_amax(f"{self.name}.{operand}") if delayed else self.static_amaxes[operand]
 
-    def _reduced_amax(self, operand: str, x: Tensor, amax: Tensor | None, groups: Iterable[Group]) -> Tensor:
+    def _reduced_amax(
+        self, operand: str, quantizer: Quantizer, x: Tensor, amax: Tensor | None, groups: Iterable[Group]
+    ) -> Tensor:
         if amax is None:
             with profiler_range("quantize"):
-                amax = self.state.recipe.quantizer(operand).amax(x)
+                amax = quantizer.amax(x)
         else:
             amax = amax.clone()  # what a tensor keeps is of this rank
         operand_label = self.state.labels[f"{self.name}.{operand}"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.catalog.recipes import QuantizerSpec
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import max_over_job, sum_over_job
 from megascale.config.backends import Fp8Config
@@ -16,7 +17,7 @@ from megascale.config.model import ModelConfig
 from megascale.layout.blocks import block_spec, fp8_operands
 from megascale.layout.chunks import fp8_weights
 from megascale.ops.fp8 import TORCH_KERNELS, CastRecord, Fp8Kernels
-from megascale.ops.recipe import Quantizer, build_recipe
+from megascale.ops.recipe import build_recipe
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.record.label import Label
 
@@ -51,7 +52,7 @@ class Fp8State:
         device: torch.device,
         kernels: Fp8Kernels = TORCH_KERNELS,
     ) -> None:
-        self.recipe, self.fast_dgrad = build_recipe(fp8.recipe, kernels), fp8.fast_dgrad
+        self.recipe, self.fast_dgrad = build_recipe(fp8.recipe, kernels, fp8.scale), fp8.fast_dgrad
         self.layers, self.weights = layers, fp8_weights(model, layers)
         self.labels = {
             f"layers.{index}.{operand}": Label.for_layer(index, operand)
@@ -75,9 +76,9 @@ class Fp8State:
         self.cast_shards: Callable[[], None] | None = None
         self.collects_stats = False
 
-    def uses_own_amax(self, quantizer: Quantizer) -> bool:
+    def uses_own_amax(self, spec: QuantizerSpec) -> bool:
         """True if scales come from the tensor being quantized; with delayed scaling only until there is a history."""
-        return quantizer.scaling == "current" or (quantizer.scaling == "delayed" and not self.has_history)
+        return spec.scaling == "current" or (spec.scaling == "delayed" and not self.has_history)
 
     def static_amaxes(self, weight_std: float) -> dict[str, Tensor]:
         """Return the amaxes, f32 [], of static scales, which bring the operands of a layer to unit size.
@@ -90,7 +91,7 @@ class Fp8State:
         """
         scales = {"input": 1.0, "weight": weight_std, "gradient": self._gradient_std}
         return {
-            operand: self._amax.new_full((), scale * self.recipe.quantizer(operand).element.max_value)
+            operand: self._amax.new_full((), scale * self.recipe.rows[operand].element.max_value)
             for operand, scale in scales.items()
         }
 

@@ -71,7 +71,7 @@ def test_grouped_gemms_in_fp8_are_those_of_the_experts(name: str) -> None:
     x, weight = torch.randn(64, 256).bfloat16(), torch.randn(EXPERTS * 128, 256).bfloat16()
 
     def product(device: torch.device) -> torch.Tensor:
-        operands = recipe.input.encode(x.to(device)), recipe.weight.encode(weight.to(device))
+        operands = recipe.rows["input"].encode(x.to(device)), recipe.rows["weight"].encode(weight.to(device))
         return scaled_grouped_gemm(*operands, groups_of(counts, device), torch.bfloat16, recipe.gemm).float().cpu()
 
     torch.testing.assert_close(product(torch.device("cuda")), product(torch.device("cpu")), rtol=0.02, atol=0.1)

@@ -15,7 +15,7 @@ from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBloc
 from megascale.ops import fp8
 from megascale.ops.fp8 import CastRecord, Fp8Kernels
 from megascale.ops.known_amax import known_column_amax
-from megascale.ops.quantized import Fp8Format, Quantized
+from megascale.ops.quantized import ElementFormat, Quantized
 from megascale.ops.recipe import Quantizer
 from tests.ops.interpreter import Launches, compile_for_hopper, interpreted
 
@@ -45,7 +45,9 @@ def bits(data: Tensor) -> Tensor:
     return data.view(torch.uint8)
 
 
-def check(kernels: Any, x: Tensor, block: ScaleBlock, element: Fp8Format, expected: Tensor | None = None) -> Quantized:
+def check(
+    kernels: Any, x: Tensor, block: ScaleBlock, element: ElementFormat, expected: Tensor | None = None
+) -> Quantized:
     """Compare codes, scales, transposes, amaxes, those of columns too, and counts with torch's."""
     given = x.contiguous().clone()
     (ours, our_record), (theirs, their_record) = (
@@ -67,11 +69,11 @@ def check(kernels: Any, x: Tensor, block: ScaleBlock, element: Fp8Format, expect
     return ours  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("element", list(Fp8Format))
+@pytest.mark.parametrize("element", [ElementFormat.E4M3, ElementFormat.E5M2])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_cast_by_its_own_amax_equals_torchs(
-    kernels: Any, block: ScaleBlock, element: Fp8Format, turned: bool
+    kernels: Any, block: ScaleBlock, element: ElementFormat, turned: bool
 ) -> None:
     x = numbers(128, 256) if turned else numbers(256, 128)
     check(kernels, x.t() if turned else x, block, element)
@@ -84,14 +86,14 @@ def test_a_cast_by_an_expected_amax_equals_torchs(kernels: Any, block: ScaleBloc
     x = numbers(130, 64, dtype=torch.float32)
     x = x.t() if turned else x
     amax = fp8.amax(x.contiguous(), block) / 2
-    cast = check(kernels, x, block, Fp8Format.E4M3, amax)
+    cast = check(kernels, x, block, ElementFormat.E4M3, amax)
     assert cast.data.float().abs().amax() == 448
 
 
 @pytest.mark.parametrize("block", [TENSOR, ROW, ScaleBlock(1, 32)], ids=str)
 @pytest.mark.parametrize("shape", [(150, 96), (3, 5, 32), (1, 2080)])
 def test_sides_need_not_be_multiples_of_a_tile(kernels: Any, block: ScaleBlock, shape: tuple[int, ...]) -> None:
-    check(kernels, numbers(*shape), block, Fp8Format.E5M2)
+    check(kernels, numbers(*shape), block, ElementFormat.E5M2)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -103,10 +105,10 @@ def test_what_is_not_finite_becomes_nan(kernels: Any, block: ScaleBlock, value: 
     amax = fp8.amax(x, block)
     given = None if expected is None else torch.full_like(amax, expected)
     noted = record()
-    ours = kernels.cast(x, given, block, Fp8Format.E4M3, True, noted)
+    ours = kernels.cast(x, given, block, ElementFormat.E4M3, True, noted)
     columns = known_column_amax(x)
     assert columns is None or (not columns[5].isfinite() and columns.isfinite().sum() == 127)
-    theirs = fp8.cast(x, given, block, Fp8Format.E4M3, False, None)
+    theirs = fp8.cast(x, given, block, ElementFormat.E4M3, False, None)
     torch.testing.assert_close(ours.data.float(), theirs.data.float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(ours.scale, theirs.scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(kernels.amax(x, block), amax, rtol=0, atol=0, equal_nan=True)
@@ -115,7 +117,7 @@ def test_what_is_not_finite_becomes_nan(kernels: Any, block: ScaleBlock, value: 
 
 def test_amaxes_of_columns_hold_until_their_tensor_is_changed(kernels: Any) -> None:
     x = numbers(8, 128)
-    kernels.cast(x, None, ROW, Fp8Format.E4M3, True, None)
+    kernels.cast(x, None, ROW, ElementFormat.E4M3, True, None)
     assert known_column_amax(x) is not None and known_column_amax(x.view(8, 128)) is None
     x.mul_(2)
     assert known_column_amax(x) is None
@@ -123,11 +125,11 @@ def test_amaxes_of_columns_hold_until_their_tensor_is_changed(kernels: Any) -> N
 
 def test_zeros_and_tiny_numbers(kernels: Any) -> None:
     for size in (0.0, 1e-36, 1e-45):
-        check(kernels, torch.full((2, 128), size), ROW, Fp8Format.E4M3)
+        check(kernels, torch.full((2, 128), size), ROW, ElementFormat.E4M3)
 
 
-@pytest.mark.parametrize("element", list(Fp8Format))
-def test_fp8_data_is_transposed_unchanged(kernels: Any, element: Fp8Format) -> None:
+@pytest.mark.parametrize("element", [ElementFormat.E4M3, ElementFormat.E5M2])
+def test_fp8_data_is_transposed_unchanged(kernels: Any, element: ElementFormat) -> None:
     x = numbers(130, 64, dtype=torch.float32).to(element.dtype)
     quantizer = Quantizer(element, TENSOR, kernels=Fp8Kernels(kernels.amax, kernels.cast, strided=True))
     transposed = quantizer.transpose(Quantized(x, torch.tensor(3.0), TENSOR))
@@ -180,7 +182,7 @@ def test_kernels_are_not_compiled_for_shapes(launches: list[Launches], block: Sc
     from megascale.ops.cast_transpose import cast
 
     for m, k in ((256, 128), (384, 1152), (128, 640)):
-        cast(torch.zeros(k, m).t() if turned else torch.zeros(m, k), None, block, Fp8Format.E4M3, True, None)
+        cast(torch.zeros(k, m).t() if turned else torch.zeros(m, k), None, block, ElementFormat.E4M3, True, None)
     assert [len(set(each.found)) for each in launches] == [min(1, len(each.found)) for each in launches]
     assert any(each.found for each in launches)
 
@@ -193,5 +195,5 @@ def test_kernels_are_not_compiled_for_places_of_statistics(launches: list[Launch
     x, amaxes, counts = torch.zeros(128, 64), torch.zeros(4), torch.zeros(4, 3, dtype=torch.int64)
     for place in range(4):
         expected = amaxes[place] if block == TENSOR else None
-        cast(x, expected, block, Fp8Format.E4M3, True, CastRecord(amaxes[place], counts[place]))
+        cast(x, expected, block, ElementFormat.E4M3, True, CastRecord(amaxes[place], counts[place]))
     assert sorted((len(each.found), len(set(each.found))) for each in launches) == [(0, 0), (0, 0), (4, 1)]

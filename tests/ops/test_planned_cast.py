@@ -22,7 +22,7 @@ from tests.worlds import run_world
 
 def test_a_cast_holds_for_a_tensor_until_it_is_changed() -> None:
     x = torch.ones(2, 4)
-    cast = fp8.cast(x, None, TENSOR, fp8.Fp8Format.E4M3, False, None)
+    cast = fp8.cast(x, None, TENSOR, fp8.ElementFormat.E4M3, False, None)
     assert kept_cast(x) is None and planned_casts(x) == (None, None)
     keep_cast(x, cast)
     assert kept_cast(x) is cast and kept_cast(x.view(-1)) is None

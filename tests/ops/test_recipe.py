@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, RECIPES, ROW, TENSOR, QuantizerSpec, ScaleBlock
+from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, RECIPES, ROW, TENSOR, QuantizerSpec, ScaleBlock, facts_of
 from megascale.core.registry import Card
 from megascale.ops.fp8 import Fp8Kernels
-from megascale.ops.quantized import Fp8Format, Quantized
-from megascale.ops.recipe import Quantizer, Recipe, build_recipe
+from megascale.ops.quantized import ElementFormat, Quantized
+from megascale.ops.recipe import Quantizer, Recipe, build_recipe, quantizers
 from tests.parallel.test_fp8_linear import configured, first_gradients
 from tests.worlds import run_world
 
@@ -26,9 +26,10 @@ OPERANDS = ("input", "weight", "gradient")
 def test_a_recipe_has_the_quantizers_of_its_card(name: str) -> None:
     recipe, facts = build_recipe(name), RECIPES[name].facts
     for operand in OPERANDS:
-        quantizer, spec = recipe.quantizer(operand), facts[operand]
-        assert (quantizer.block, quantizer.scaling) == (spec.block, spec.scaling)
-        assert quantizer.element == Fp8Format[spec.element.upper()]
+        assert (
+            recipe.rows[operand].spec == facts[operand] and recipe.columns[operand].spec == facts[f"{operand}_column"]
+        )
+        assert recipe.rows[operand].element == ElementFormat[facts[operand].element.upper()]
     assert recipe.uses_history == (name == "delayed")
     assert facts["granularity"] in ("tensor", "row", "block") and facts["scaling"] == facts["input"].scaling
 
@@ -41,7 +42,7 @@ def test_weights_of_blocks_serve_both_directions() -> None:
 @pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D, BLOCK_2D, ScaleBlock(1, 32), ScaleBlock(64, 64)], ids=str)
 def test_slices_between_blocks_equal_slices_of_the_numbers(block: ScaleBlock) -> None:
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
-    quantizer = Quantizer(Fp8Format.E4M3, block)
+    quantizer = Quantizer(QuantizerSpec("e4m3", block))
     full = quantizer.encode(x)
     assert full.shape == x.shape and torch.linalg.norm(full.dequantize() - x) < 0.04 * torch.linalg.norm(x)
     assert torch.equal(full[128:].dequantize(), full.dequantize()[128:])
@@ -63,13 +64,12 @@ def emulated(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     def wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
         total.copy_(total + gemm(a, b, total.dtype) if add else gemm(a, b, total.dtype))
 
-    quantizers = [Quantizer(Fp8Format.E4M3, facts[name].block, kernels=kernels) for name in OPERANDS]
-    return Recipe(*quantizers, gemm=gemm, wgrad=wgrad)  # type: ignore[misc]
+    return Recipe(*quantizers(facts, kernels, Quantizer), gemm=gemm, wgrad=wgrad)
 
 
 def test_a_recipe_of_another_package_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = QuantizerSpec("e4m3", ScaleBlock(1, 32), "current")
-    facts = dict.fromkeys(OPERANDS, spec) | {"alignment": 32, "granularity": "block", "scaling": "current"}
+    spec = QuantizerSpec("e4m3", ScaleBlock(1, 32))
+    facts = facts_of(spec, spec, spec, alignment=32)
     card = Card("emulated", "blocks of 32", "tests.ops.test_recipe:emulated", facts)
     monkeypatch.setitem(RECIPES.cards, "emulated", card)
     config = configured(tmp_path, "emulated")

@@ -11,7 +11,7 @@ import torch
 
 from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
 from megascale.ops import fp8
-from megascale.ops.quantized import Fp8Format, Quantized
+from megascale.ops.quantized import ElementFormat, Quantized
 from megascale.ops.recipe import Quantizer
 from tests.ops.interpreter import compile_for_hopper, interpreted
 
@@ -26,7 +26,7 @@ def module() -> Iterator[Any]:
         yield kernels
 
 
-def quantized(rows: int, k: int, block: ScaleBlock, element: Fp8Format, *, turned: bool = False) -> Quantized:
+def quantized(rows: int, k: int, block: ScaleBlock, element: ElementFormat, *, turned: bool = False) -> Quantized:
     """Quantize numbers of growing rows and columns, which expose a misplaced scale. `turned`: scales as the cast of a
     view of a transpose has them, with the rows of other blocks beside each other.
     """
@@ -45,8 +45,8 @@ def test_two_micro_batches_equal_those_of_fp64(
     """The first overwrites NaN."""
     if block == BLOCK_1D and tokens % 128:
         tokens = 128
-    grad = quantized(n, tokens, block, Fp8Format.E5M2 if block == TENSOR else Fp8Format.E4M3, turned=turned)
-    x = quantized(k, tokens, block, Fp8Format.E4M3, turned=turned)
+    grad = quantized(n, tokens, block, ElementFormat.E5M2 if block == TENSOR else ElementFormat.E4M3, turned=turned)
+    x = quantized(k, tokens, block, ElementFormat.E4M3, turned=turned)
     total, theirs = (torch.full((n, k), math.nan) for _ in range(2))
     exact = grad.dequantize().double() @ x.dequantize().double().t()
     for micro_batch, add in enumerate((False, True), 1):
@@ -58,7 +58,7 @@ def test_two_micro_batches_equal_those_of_fp64(
 
 
 def test_other_scales_are_torchs(module: Any) -> None:
-    grad, x = (quantized(128, 256, BLOCK_2D, Fp8Format.E4M3), quantized(128, 256, BLOCK_1D, Fp8Format.E4M3))
+    grad, x = (quantized(128, 256, BLOCK_2D, ElementFormat.E4M3), quantized(128, 256, BLOCK_1D, ElementFormat.E4M3))
     total, theirs = torch.zeros(128, 128), torch.zeros(128, 128)
     module.scaled_wgrad(total, x, grad, True)
     fp8.scaled_wgrad(theirs, x, grad, True)

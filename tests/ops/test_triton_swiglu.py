@@ -15,7 +15,7 @@ from megascale.ops import activation, fp8
 from megascale.ops.fp8 import CastRecord
 from megascale.ops.known_amax import known_amax
 from megascale.ops.planned_cast import PlannedCast, kept_cast, plan_casts
-from megascale.ops.quantized import Fp8Format
+from megascale.ops.quantized import ElementFormat
 from tests.ops.interpreter import Launches, compile_for_hopper, interpreted
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
@@ -73,11 +73,11 @@ def computed_by(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("element", list(Fp8Format))
+@pytest.mark.parametrize("element", [ElementFormat.E4M3, ElementFormat.E5M2])
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("width", [128, 80])
 def test_planned_casts_are_those_of_the_written_tensors(
-    kernels: Any, element: Fp8Format, counts: bool, width: int
+    kernels: Any, element: ElementFormat, counts: bool, width: int
 ) -> None:
     """Codes in both layouts, scale, amax and counts equal those of `fp8.cast`; rows are no multiple of a tile, nor need
     columns be.
@@ -105,7 +105,7 @@ def test_planned_casts_are_those_of_the_written_tensors(
 
 
 def test_a_transpose_is_for_a_backward(kernels: Any) -> None:
-    plan, x = PlannedCast(torch.tensor(1.0), Fp8Format.E4M3, None), torch.randn(4, 256)
+    plan, x = PlannedCast(torch.tensor(1.0), ElementFormat.E4M3, None), torch.randn(4, 256)
     plan_casts(x, plan, plan)
     cast = kept_cast(kernels.swiglu(x))
     assert cast is not None and cast.transposed is None
@@ -127,7 +127,7 @@ def test_the_kernel_is_not_compiled_for_places_of_statistics(monkeypatch: pytest
     monkeypatch.setattr(triton_swiglu, "_swiglu", launches)
     amaxes, counts = torch.zeros(4), torch.zeros(4, 3, dtype=torch.int64)
     for place in range(4):
-        plan = PlannedCast(amaxes[place], Fp8Format.E4M3, CastRecord(amaxes[place], counts[place]))
+        plan = PlannedCast(amaxes[place], ElementFormat.E4M3, CastRecord(amaxes[place], counts[place]))
         plan_casts(x := torch.zeros(16, 96 + 32 * place, requires_grad=True), plan, plan)
         triton_swiglu.swiglu(x).sum().backward()
     assert len(launches.found) == 8 and len(set(launches.found)) == 2

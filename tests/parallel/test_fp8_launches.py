@@ -114,7 +114,7 @@ def test_an_input_without_a_backward_is_cast_for_forward_alone(configs: list[Run
                 build_gemms(config, mesh, kernels, False).input_operand(x.detach().requires_grad_(needed))
                 written.append(sum(launch.written for launch in counter.take() if "cast" in launch.name))
             more = {"tensor": x.numel(), "row": 4 * x.shape[-1], "block": 0}
-            assert written[1] - written[0] == more[RECIPES[config.fp8.recipe].facts["granularity"]], config.fp8.recipe
+            assert written[1] - written[0] == more[config.fp8.facts["granularity"]], config.fp8.recipe
 
 
 def test_torchs_operators_are_counted_too(configs: list[RunConfig]) -> None:

@@ -368,10 +368,10 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
         copies += self.transposed is None and not self.columnwise
         return transpose(self)
 
-    def kernel(x: Tensor, expected: Any, block: ScaleBlock, element: Any, both: bool, record: Any) -> Quantized:
+    def kernel(x: Tensor, expected: Any, block: ScaleBlock, element: Any, both: bool, *more: Any) -> Quantized:
         nonlocal turned
         turned += (view := x.dim() == 2 and not x.is_contiguous())
-        rows = fp8.cast(x.contiguous(), expected, block, element, False, record)
+        rows = fp8.cast(x.contiguous(), expected, block, element, False, *more)
         if not both or view or not block.serves_transpose:
             return rows
         return replace(rows, transposed=rows.data.reshape(-1, x.shape[-1]).t().contiguous())

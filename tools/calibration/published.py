@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from megascale.catalog.recipes import RECIPES
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.stages import Place
@@ -72,7 +71,7 @@ class PublishedLayers(LayerTimes):
 
     def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float, fp8: bool) -> PassTimes:
         (up, hidden), (_, width) = shapes
-        n, recipe = self.system.shards, RECIPES[self.config.fp8.recipe].facts
+        n, recipe = self.system.shards, self.config.fp8.facts
         rows, up, width = rows * n, up // n, width // n
         if not self.config.train.quantizes:
             return super().grouped_linears([(up, hidden), (hidden, width)], experts, rows, fp8)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lab.launches import Launch
-from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 
 
@@ -33,7 +32,7 @@ def savings(config: RunConfig, launches: Iterable[Launch]) -> Iterator[Saving]:
     yield Saving("the block's last addition in the next norm", 2, nbytes)
     if not config.train.quantizes:
         return
-    facts = RECIPES[config.fp8.recipe].facts
+    facts = config.fp8.facts
     # operands of GEMMs in 16 bits that a cast reads: results of the norms and of an activation that does not cast, and
     # the gradient of its input
     operands = written[norm] + written[added] // 2 + written[activation] + written[f"{activation} backward"]

@@ -43,7 +43,7 @@ class Fp8GroupedGemms(GroupedGemms):
             return x.new_empty(0, weight.shape[0] // len(groups.counts))
         recipe = self.state.recipe
         with profiler_range("quantize"):
-            rows = recipe.quantizer(operand).encode(x)
+            rows = recipe.rows[operand].encode(x)
         return scaled_grouped_gemm(rows, weight, groups, x.dtype, recipe.gemm)
 
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
@@ -70,7 +70,7 @@ class Fp8GroupedGemms(GroupedGemms):
 
     def _stack(self, matrices: Tensor) -> Quantized:
         """Quantize one matrix at a time, whose temporary memory is many times the result's."""
-        encode, (experts, n, _) = self.state.recipe.weight.encode, matrices.shape
+        encode, (experts, n, _) = self.state.recipe.rows["weight"].encode, matrices.shape
         with profiler_range("quantize"):
             first = encode(matrices[0].contiguous())
             stack = first.gathered(first.codes.repeat(experts, 1), first.scale.repeat(experts, 1))
@@ -83,6 +83,6 @@ class Fp8GroupedGemms(GroupedGemms):
 
 def build_grouped_gemms(layer: int, state: Fp8State, recorder: Recorder) -> GroupedGemms:
     """Return the GEMMs of a layer's experts: in FP8 in an FP8 layer, with a recipe whose scales allow it."""
-    if layer not in state.layers or state.recipe.input.block.rows is None:
+    if layer not in state.layers or state.recipe.rows["input"].spec.block.rows is None:
         return HIGH_PRECISION_GROUPS
     return Fp8GroupedGemms(state, recorder)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.catalog.recipes import RECIPES, TENSOR, QuantizerSpec
+from megascale.catalog.recipes import TENSOR, QuantizerSpec
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import BucketSize, chunk_buckets, module_of, shares_embedding, stages_of
@@ -95,7 +95,7 @@ class BucketTraffic:
     def _amaxes(self) -> Iterator[CommOp]:
         """List the reductions of the amaxes of weights that are gathered as codes."""
         c, topology, blocks = self.config, topology_of(self.config.parallel), Counter[tuple[str, ...]]()
-        weight: QuantizerSpec = RECIPES[c.fp8.recipe].facts["weight"]
+        weight: QuantizerSpec = c.fp8.facts["weight"]
         rows, k = weight.block
         for _, bucket in self._buckets if weight.scaling == "current" else ():
             coded = coded_elements(c, BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
@@ -22,7 +21,7 @@ def data_ranks(parallel: ParallelConfig) -> int:
 
 def coded_elements(config: RunConfig, bucket: BucketSize) -> int:
     """Count the elements of a bucket that are gathered as FP8 codes."""
-    weight = RECIPES[config.fp8.recipe].facts["weight"].block
+    weight = config.fp8.facts["weight"]
     sharded = config.parallel.zero == 3
     return bucket.coded(fp8_layers(config.model, config.train, config.fp8), weight) if sharded else 0
 
@@ -40,7 +39,7 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
     if (factor := config.moe.capacity_factor) is not None:
         even = config.model.experts_per_token * config.model.seq_length / config.model.experts  # slots of a sequence
         imbalance = min(imbalance, math.ceil(factor * even) / even)
-    p, recipe, within = config.parallel, RECIPES[config.fp8.recipe].facts, config.data.attention_mask == "document"
+    p, recipe, within = config.parallel, config.fp8.facts, config.data.attention_mask == "document"
     return MicroBatchSizes(
         config.model, config.batch.micro, config.row_tokens, p.tp, p.sp and p.tp > 1,
         MAX_PIECES if config.overlap.tp is True else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
@@ -95,7 +94,7 @@ class StageTraffic:
         """List the all-reduces of the amaxes of a block's FP8 weights: once a step; of sharded ones without codes with
         every cast in which tp shards a scale's elements, for dgrad if it shards rows, else for forwards.
         """
-        sharded, weight = self.config.parallel.zero == 3, RECIPES[self.config.fp8.recipe].facts["weight"]
+        sharded, weight = self.config.parallel.zero == 3, self.config.fp8.facts["weight"]
         for part in block if not (sharded and weight.block.serves_transpose) else ():
             forwards = 2 if recompute.full and not is_skippable(block, part) else 1
             for param in (param for param in part.params("", self.config.model) if param.fp8):

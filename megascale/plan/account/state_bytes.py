@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Literal
 
 from megascale.catalog.precisions import PRECISIONS
-from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, linears
 from megascale.layout.buckets import SHARDED
@@ -62,7 +61,7 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
     quantized = [blocks[numbers[layer]] for layer in layers if layer in fp8]
     cast = sum(layer.weight_numel for block in quantized for layer in linears(block)) // config.parallel.tp
-    if RECIPES[config.fp8.recipe].facts["granularity"] != "tensor":
+    if config.fp8.facts["granularity"] != "tensor":
         cast += sum(part.expert_numel for block in quantized for part in block) // config.parallel.ep
     beside = storage.fp8_weights == "beside"
     cast_bytes = (facts["fp8_weight_bytes"] - (0 if beside else compute)) * cast

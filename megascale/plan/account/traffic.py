@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import block_spec, fp8_operands
 from megascale.layout.chunks import fp8_layers
@@ -37,7 +36,7 @@ def mean_calls(config: RunConfig) -> float:
 
 def _totals(config: RunConfig) -> Iterator[CommOp]:
     """List the all-reduces over the whole job; a large job reduces axis by axis."""
-    model, delayed = config.model, RECIPES[config.fp8.recipe].facts["scaling"] == "delayed"
+    model, delayed = config.model, config.fp8.facts["scaling"] == "delayed"
     layers = fp8_layers(config.model, config.train, config.fp8) if delayed else ()
     amaxes = FP32 * sum(len(list(fp8_operands(block_spec(config.model, layer)))) for layer in layers)
     sums = {"totals": FP64 * len(step_totals(config.model, config.batch, config.train, config.data))}

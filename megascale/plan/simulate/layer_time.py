@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout.gpu_overlap import Operand, overlaps_on_gpus
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
@@ -122,7 +121,7 @@ class LayerTimes:
 
     def spared(self, part: Part, after: Part | None) -> PassTimes:
         """Return the time of a cast's reads that the kernels of a part spare, negative. `after`: the next part."""
-        facts = RECIPES[self.config.fp8.recipe].facts
+        facts = self.config.fp8.facts
         if not self.kernels.stack.spares_reads or facts["granularity"] != "tensor":
             return PassTimes()
         reads = part.spared_reads(self.sizes, after, facts["scaling"] == "current")
@@ -164,7 +163,7 @@ class LayerTimes:
         return self._gemms(outputs, inputs, fp8=False, tokens=self.stream // self.config.model.hidden_size)
 
     def grouped_linears(self, shapes: Iterable[tuple[int, int]], experts: int, rows: float, fp8: bool) -> PassTimes:
-        grain = RECIPES[self.config.fp8.recipe].facts["granularity"] if fp8 else None
+        grain = self.config.fp8.facts["granularity"] if fp8 else None
         grain, total = None if grain == "tensor" else grain, PassTimes()
         cast = CAST_ONCE * experts * rows if grain else 0
         for outputs, inputs in shapes:
@@ -206,7 +205,7 @@ class LayerTimes:
         """Time a linear layer Y = X W^T of this rank: Y, dgrad dX = dY W, wgrad dW = dY^T X, quantized operands.
         `tokens`: of X, by default of the whole sequence.
         """
-        facts, gemm, moved = RECIPES[self.config.fp8.recipe].facts, self.kernels.gemm, self.kernels.elementwise
+        facts, gemm, moved = self.config.fp8.facts, self.kernels.gemm, self.kernels.elementwise
         m, n, k, grain = tokens or self.tokens, outputs, inputs, facts["granularity"] if fp8 else None
         cast = CASTS[facts["scaling"] if grain == "tensor" else grain] if grain else 0
         forward = Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k))

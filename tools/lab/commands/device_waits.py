@@ -25,7 +25,7 @@ from lab.spinning import Spin
 from megascale.bench.gemm import GemmShape, gemm_fn
 from megascale.catalog.recipes import TENSOR
 from megascale.device import Device, detect_device
-from megascale.ops.quantized import Fp8Format
+from megascale.ops.quantized import ElementFormat
 from megascale.ops.wgrad import addmm_wgrad, torch_wgrad
 
 SPIN_S = 0.3
@@ -115,7 +115,7 @@ def prepared_calls(device: Device) -> Iterator[tuple[str, Callable[[], Call]]]:
         from megascale.ops import cast_transpose
 
         x = matrix(4096, 4096)
-        return lambda: cast_transpose.cast(x, None, TENSOR, Fp8Format.E4M3, True, None)
+        return lambda: cast_transpose.cast(x, None, TENSOR, ElementFormat.E4M3, True, None)
 
     def segment() -> Call:
         return lambda: kept.update(segment=torch.empty((2 << 30) // scale, dtype=torch.uint8, device=on))

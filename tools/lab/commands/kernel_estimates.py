@@ -133,7 +133,7 @@ class Step:
     def fp8_gemms(self) -> tuple[float, float]:
         """Milliseconds of the FP8 GEMMs by the planner's rates, and by those assumed."""
         planned = self.milliseconds["gemm"] - self.head
-        forward, backward = ASSUMED[RECIPES[self.config.fp8.recipe].facts["granularity"]]
+        forward, backward = ASSUMED[self.config.fp8.facts["granularity"]]
         return planned, self.tflop * 1e3 * (1 / forward + 2 / backward)
 
     @property
