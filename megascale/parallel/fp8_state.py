@@ -51,7 +51,7 @@ class CastStats:
 class Fp8State:
     """Amax of every FP8 operand of the whole model in this step, and with delayed scaling the amax history.
 
-    Every rank has entries for all operands. `facts`: of the recipe. `fast_dgrad`: dgrad accumulates as fast as forward.
+    Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward.
     `layers`: those with FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their
     event labels.
     `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.

@@ -14,7 +14,7 @@ from megascale.ops.wgrad import torch_wgrad
 from megascale.parallel.experts.dispatcher import Exchange, Packed
 from megascale.parallel.experts.fp8_gemms import Fp8GroupedGemms
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS
-from tests.marks import only_quick
+from tests.marks import only_quick, only_quick_rows
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings
 from tests.thread_world import run_threads
 from tests.worlds import run_world
@@ -24,6 +24,7 @@ MODEL = LLAMA | {
     "expert_ffn_size": 128,
 }  # fmt: skip
 RECIPES = ("rowwise", "blockwise", "mxfp8")
+SCALED = [*((recipe, "fp32") for recipe in RECIPES), ("rowwise", "pow2"), ("blockwise", "pow2")]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 ep2": {"parallel__dp": 2, "parallel__ep": 2},
     "dp2 ep1": {"parallel__dp": 2},
@@ -80,13 +81,12 @@ def weights_of_experts(run: Any) -> None:
     gemms.wgrad(added, grad, x, groups, torch_wgrad, add=True)
     HIGH_PRECISION_GROUPS.wgrad(exact, grad.to(wide), x.to(wide), groups, torch_wgrad, add=False)
     torch.testing.assert_close(added, found + before)
-    error, in_fp8 = float((found - exact).norm() / exact.norm()), run.fp8_state.facts["free_borders"]
+    error, in_fp8 = float((found - exact).norm() / exact.norm()), run.fp8_state.recipe.free_borders
     assert 0.005 < error < 0.06 if in_fp8 else error < 4e-3
     assert not found[1].any()
 
 
-@pytest.mark.parametrize("scale", ["fp32", "pow2"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "scale"), SCALED)
 def test_wgrad_is_in_fp8_with_scales_of_powers_of_two(recipe: str, scale: str, tmp_path: Path) -> None:
     run_threads(configured(tmp_path, recipe, fp8__scale=scale), weights_of_experts)
 
@@ -100,8 +100,7 @@ def test_a_row_has_its_own_result(recipe: str, tmp_path: Path) -> None:
     run_threads(configured(tmp_path, recipe), rows_of_experts)
 
 
-@pytest.mark.parametrize("scale", only_quick(["fp32", "pow2"], "pow2"))
-@pytest.mark.parametrize("recipe", only_quick(RECIPES, "rowwise"))
+@pytest.mark.parametrize(("recipe", "scale"), only_quick_rows(SCALED, ("rowwise", "pow2")))
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "dp2 ep2"))
 def test_layouts_train_equally(recipe: str, layout: str, scale: str, tmp_path: Path) -> None:
     """As close as dense layers in FP8."""
