@@ -44,7 +44,7 @@ class CastStats:
     def of(cls, amax: float, sums: Sequence[float], unit: float) -> CastStats:
         """Return the statistics by `CastRecord.sums`. `unit`: the static scale, or 1."""
         saturated, underflowed, total, squares, fourths = sums
-        total, kurtosis = max(total, 1.0), sums[2] * fourths / squares**2 if squares else 0.0
+        kurtosis, total = total * fourths / squares**2 if squares else 0.0, max(total, 1.0)
         return cls(amax, saturated / total, underflowed / total, math.sqrt(squares / total) / unit, kurtosis)
 
 

@@ -5,7 +5,6 @@ diverges (`CastMonitor`).
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ RISES = {"saturated": 1e-3, "underflow": 0.05, "kurtosis": 12.0}
 
 RISE_FACTOR = 4.0  # ratio to the recent median above which a value has risen
 MAX_RMS = 2.0  # largest factor between an RMS and its static scale
+TINY = 1e-30  # stands for an RMS of zero
 RECENT, WARM_UP = 20, 3  # records in a median, and before the first alert
 
 WORDS = {
@@ -91,4 +91,4 @@ class CastMonitor:
 def _size(kind: str, stats: CastStats) -> float:
     """Return a statistic; of an RMS, how far it is from 1."""
     value = float(getattr(stats, kind))
-    return value if kind != "rms" else max(value, 1 / value) if value else math.inf
+    return value if kind != "rms" else max(value, 1 / max(value, TINY))

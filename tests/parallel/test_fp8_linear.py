@@ -503,6 +503,9 @@ def test_cast_statistics_cover_every_operand(tmp_path: Path) -> None:
         for operand in ("input", "weight", "gradient")
     }  # fmt: skip
     assert all(each.amax > 0 and 0 <= each.saturated <= 1 and 0 <= each.underflow <= 1 for each in results.values())
+    weight = results["layers.1.mlp.gate_up.weight"]
+    assert weight.rms == pytest.approx(1, rel=0.02), "over its initial deviation, the static scale"
+    assert weight.kurtosis == pytest.approx(3, rel=0.05), "drawn from a normal distribution"
 
 
 def test_layers_of_the_parallel_block_share_operands(tmp_path: Path) -> None:

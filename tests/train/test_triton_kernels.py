@@ -42,7 +42,7 @@ def steps(_: Rank, configs: list[RunConfig]) -> dict[str, list[Step]]:
     for config in configs:
         with watched(), ExitStack() as stack:
             for module, names in KERNELS.items():
-                kernels = [TritonKernel(name, ("counts",) if name in COUNTING else (), ()) for name in names]
+                kernels = [TritonKernel(name, ("sums",) if name in COUNTING else (), ()) for name in names]
                 stack.enter_context(noted_kernels(counter, import_module(f"megascale.ops.{module}"), kernels))
             run = build_fake(config, 0)
             for _ in range(3):
