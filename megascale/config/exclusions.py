@@ -100,7 +100,7 @@ def _off(switch: str, when: Test, section: type[Section], *names: str, on: str =
 
 def unsupported(switch: str, *rows: tuple[str, Test, str, str], when: Test = bool, off: str = "") -> Exclusions:
     """Return the exclusions of keys without an implementation for a switch that is on: true, above 0, not empty. `off`:
-    what it is otherwise.
+    the switch with another value, for the hint.
     """
     end, off = f" ({switch} = {{given}})", f", or {off or 'no ' + switch.rpartition('.')[2]}"
     return Exclusions(switch, when, tuple((key, passes, what + end, hint + off) for key, passes, what, hint in rows))

@@ -141,7 +141,7 @@ SHARDED_WEIGHTS = unsupported(
 
 
 def released_weights(parallel: ParallelConfig) -> Iterator[Finding]:
-    """Check that gathered weights are released at a time that the schedule has."""
+    """Check the time of the release of gathered weights beside zero, model chunks and schedule."""
     reshard, facts = parallel.resharding, SCHEDULES[parallel.schedule].facts if parallel.schedule else {}
     if reshard is None and parallel.reshard is not None:
         message = f"gathered weights are never released (parallel.zero = {parallel.zero})"
@@ -168,7 +168,7 @@ REBUILT_STAGES = unsupported(
 def rebuilt_stages(
     model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, fault: FaultConfig
 ) -> Iterator[Finding]:
-    """Check that a lost stage has neighbours with layers like its own, and with gradient norms."""
+    """Check that the neighbours of a lost stage have layers of equal kinds, and gradient norms."""
     chunks, sizes, why = parallel.pp * parallel.vpp, parallel.layers_per_chunk, fault.rebuild_stage
     rules = dict.fromkeys([optimizer.name, *(group.get("name", optimizer.name) for group in optimizer.groups)])
     facts = {name: OPTIMIZERS[name].facts for name in rules if why}
