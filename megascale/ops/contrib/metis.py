@@ -1,4 +1,4 @@
-"""Metis: a matrix is quantized as the product of its largest singular vectors, in FP8, and the residual, in NVFP4.
+"""Metis: a matrix is quantized as its largest singular vectors, in FP8, and the residual, in NVFP4.
 
     X ~ U S V^T + R        U [m, q], V [k, q]: E4M3, a scale for each vector        S: f32        R: NVFP4
 
@@ -64,5 +64,5 @@ def largest_vectors(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def metis_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
-    """Make the recipe whose operands are sums of a product of vectors and a residual."""
+    """Make the recipe whose operands are largest singular vectors beside a residual."""
     return Recipe(*quantizers(facts, kernels, SpectralQuantizer), decoded_matmul, accumulating(decoded_matmul))
