@@ -56,7 +56,7 @@ FEATURES = (
     Feature("experts, ep", ("parallel/experts",), ("experts",)),
     Feature("latent attention, sinks, multi-token prediction", ("model", "convert", "train"), ("experts",)),
     Feature("early exits", ("train/test_exit_losses.py", "plan/account/test_exits.py")),
-    Feature("fp64, fp32, bf16, FP8; masks; backends", ("train", "ops", "model"), ("exactness", "fp8")),
+    Feature("fp64, fp32, bf16, FP8, FP4; masks; backends", ("train", "ops", "model"), ("exactness", "fp8")),
     Feature("attention by fused kernels", ("ops",), ("attention",)),
     Feature("wgrad GEMMs that add to fp32", ("ops",), ("accumulation",)),
     Feature("update rules", ("optim",), ("optimizers",)),
