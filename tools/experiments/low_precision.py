@@ -82,8 +82,9 @@ def main() -> None:
     """Run the experiment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(variants())
+    listed = ", ".join(names).replace("%", "%%")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of each run (default: 1 2 3)")
-    parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="RUN", help=", ".join(names).replace("%", "%%"))
+    parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="RUN", help=listed)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data = prepared(Path(folder))
