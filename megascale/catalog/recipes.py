@@ -10,7 +10,7 @@ A card's target is a function of its facts and of the backend's kernels, which r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ MX = ScaleBlock(1, 32)
 NVFP4_1D, NVFP4_2D = ScaleBlock(1, 16), ScaleBlock(16, 16)
 
 POWERS_OF_TWO = ("pow2", "e8m0")  # formats of scales
+DITHERED = 16  # elements along k that take their random bits together (`ops.philox`)
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def facts_of(
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
         "bf16_layers": bf16_layers,
-        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in of_tokens[2:]),
+        "token_run": max(max(spec.block.k or 0, DITHERED if spec.stochastic else 0) for spec in of_tokens[2:]),
         "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
         "free_borders": not stochastic
@@ -156,15 +157,18 @@ def facts_of(
     }  # fmt: skip
 
 
+def with_specs(facts: Mapping[str, Any], change: Callable[[QuantizerSpec], QuantizerSpec]) -> Mapping[str, Any]:
+    """Return the facts of a recipe with other specs."""
+    given: dict[str, Any] = {name: change(spec) for name, spec in facts.items() if isinstance(spec, QuantizerSpec)}
+    given |= {name: facts[name] for name in ("alignment", "granularity", "bf16_layers", "whole")}
+    return {**facts, **facts_of(**given)}
+
+
 def with_scale(facts: Mapping[str, Any], scale: str) -> Mapping[str, Any]:
     """Return the facts of a recipe with another format of its scales, if those are fp32: `pow2` rounds them up."""
-    specs = {name: spec for name, spec in facts.items() if isinstance(spec, QuantizerSpec)}
-    if scale == "fp32" or any(spec.scale != "fp32" for spec in specs.values()):
+    if scale == "fp32" or any(isinstance(spec, QuantizerSpec) and spec.scale != "fp32" for spec in facts.values()):
         return facts
-    specs = {name: replace(spec, scale=scale) for name, spec in specs.items()}
-    rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
-    options: dict[str, Any] = {name: facts[name] for name in ("alignment", "granularity", "bf16_layers", "whole")}
-    return {**facts, **facts_of(*rows, **options, **specs)}
+    return with_specs(facts, lambda spec: replace(spec, scale=scale))
 
 
 def _card(
@@ -182,10 +186,10 @@ def _nvfp4() -> Card:
     """
     tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
     gradient = replace(tokens, stochastic=True)
-    columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
     facts = facts_of(
         tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4",
-        bf16_layers=(1 / 32, 1 / 8), **columns,
+        bf16_layers=(1 / 32, 1 / 8), input_column=replace(tokens, rotated=True),
+        gradient_column=replace(gradient, rotated=True),
     )  # fmt: skip
     help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
     return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
