@@ -10,7 +10,7 @@ A card's target is a function of its facts and of the backend's kernels, which r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -54,16 +54,17 @@ MX = ScaleBlock(1, 32)
 NVFP4_1D, NVFP4_2D = ScaleBlock(1, 16), ScaleBlock(16, 16)
 
 POWERS_OF_TWO = ("pow2", "e8m0")  # formats of scales
+DITHERED = 16  # elements along k that take their random bits together (`ops.philox`)
 
 
 @dataclass(frozen=True)
 class QuantizerSpec:
-    """The quantized form of an operand. `element`: the format of an element, e4m3, e5m2 or e2m1. `scaling`: the source
-    of scales: current, from the tensor's own amax; delayed, from the amax history of earlier steps; static, from unit
-    scaling's standard deviations. `scale`: the format of a scale: fp32; pow2, a power of two in fp32; e8m0, a power of
-    two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor. `stochastic`: a code is one of the two nearest at
-    random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand is transformed along the GEMM's sum
-    before (`ops.hadamard`), as must be the other.
+    """The quantized form of an operand. `element`: the format of an element, e4m3, e5m2, e2m1 or int8. `scaling`: the
+    source of scales: current, from the tensor's own amax; delayed, from the amax history of earlier steps; static, from
+    unit scaling's standard deviations. `scale`: the format of a scale: fp32; pow2, a power of two in fp32; e8m0, a
+    power of two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor. `stochastic`: a code is one of the two
+    nearest at random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand is transformed along the
+    GEMM's sum before (`ops.hadamard`), as must be the other.
     """
 
     element: str
@@ -74,11 +75,16 @@ class QuantizerSpec:
     rotated: bool = False
 
     @property
-    def requantises(self) -> bool:
-        """True if the transpose is quantized from the codes: rounding commutes with powers of two, but for subnormals,
-        so that scales of other blocks change almost no value.
+    def shifts(self) -> bool:
+        """True if another scale changes values of subnormal codes alone: rounding of floating-point numbers commutes
+        with powers of two.
         """
-        return self.scale in POWERS_OF_TWO and not (self.block.serves_transpose or self.rotated)
+        return self.scale in POWERS_OF_TWO and self.element != "int8"
+
+    @property
+    def requantises(self) -> bool:
+        """True if the transpose is quantized from the codes, whose values other scales hardly change."""
+        return self.shifts and not (self.block.serves_transpose or self.rotated)
 
     @property
     def serves_transpose(self) -> bool:
@@ -102,23 +108,19 @@ class QuantizerSpec:
         block = self.amax_block
         return 0 if self.scaling != "current" else 1 if block.rows is None else rows if block.k is None else 0
 
-    def code_bytes(self, elements: int) -> int:
-        """Size the codes of elements."""
-        return elements // 2 if self.element == "e2m1" else elements
-
-    def scale_bytes(self, k: int) -> int:
-        """Size the scales of a row of k elements; none if other rows share them."""
-        if self.block.rows != 1:
-            return 0
-        return (k // self.block.k if self.block.k else 1) * (1 if self.scale in ("e8m0", "nvfp4") else 4)
+    def row_bytes(self, k: int) -> tuple[int, int]:
+        """Size the codes of a row of k elements, and its scales; none if other rows share them."""
+        scales = (k // self.block.k if self.block.k else 1) if self.block.rows == 1 else 0
+        return k // 2 if self.element == "e2m1" else k, scales * (1 if self.scale in ("e8m0", "nvfp4") else 4)
 
 
 def facts_of(
     input: QuantizerSpec, weight: QuantizerSpec, gradient: QuantizerSpec, *, alignment: int = 16, granularity: str = "",
-    bf16_layers: tuple[float, float] = (0.0, 0.0), **columns: QuantizerSpec,
+    bf16_layers: tuple[float, float] = (0.0, 0.0), whole: bool = False, **columns: QuantizerSpec,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`. `bf16_layers`: by
-    default the shares of layers that stay in bf16, of the first and of the last; one layer at least.
+    """Return the facts of a recipe. `columns`: specs of transposes that differ, as `gradient_column`. `bf16_layers`:
+    the shares of layers that stay in bf16 by default, of the first and of the last; one layer at least. `whole`:
+    quantizers need whole matrices, which neither tp nor cp shards.
 
     - `token_run`: consecutive tokens with a common scale, or random bits, in wgrad; 0 for all or one of them
     - `stochastic`: an operand is rounded by random bits of its tokens
@@ -126,8 +128,7 @@ def facts_of(
     - `free_borders`: which tokens have a common scale in wgrad changes values of subnormal codes alone, as scales of
       rows, or of parts of them, are powers of two, and rounding is to nearest
     - `saves_codes`: inputs are saved for wgrad, and gathered, as codes
-    - `serves_experts`: rows of experts have scales of their own
-    - `whole`: quantizers need whole matrices, which neither tp nor cp shards
+    - `serves_experts`: rows of experts have scales of their own, and no random bits of tokens
 
     Raises: ValueError if one operand of a GEMM is rotated, and the other is not
     """
@@ -145,27 +146,29 @@ def facts_of(
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
         "scaling": input.scaling,
         "bf16_layers": bf16_layers,
-        "token_run": max(max(spec.block.k or 0, 16 if spec.stochastic else 0) for spec in of_tokens[2:]),
+        "token_run": max(max(spec.block.k or 0, DITHERED if spec.stochastic else 0) for spec in of_tokens[2:]),
         "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
         "free_borders": not stochastic
-        and all(spec.scale in POWERS_OF_TWO and spec.block.rows == 1 for spec in of_tokens),
+        and all(spec.shifts and spec.block.rows == 1 for spec in of_tokens),
         "saves_codes": input.serves_transpose,
         "serves_experts": input.amax_block.rows is not None and not stochastic,
-        "whole": False,
+        "whole": whole,
     }  # fmt: skip
+
+
+def with_specs(facts: Mapping[str, Any], change: Callable[[QuantizerSpec], QuantizerSpec]) -> Mapping[str, Any]:
+    """Return the facts of a recipe with other specs."""
+    given: dict[str, Any] = {name: change(spec) for name, spec in facts.items() if isinstance(spec, QuantizerSpec)}
+    given |= {name: facts[name] for name in ("alignment", "granularity", "bf16_layers", "whole")}
+    return {**facts, **facts_of(**given)}
 
 
 def with_scale(facts: Mapping[str, Any], scale: str) -> Mapping[str, Any]:
     """Return the facts of a recipe with another format of its scales, if those are fp32: `pow2` rounds them up."""
-    specs = {name: spec for name, spec in facts.items() if isinstance(spec, QuantizerSpec)}
-    if scale == "fp32" or any(spec.scale != "fp32" for spec in specs.values()):
+    if scale == "fp32" or any(isinstance(spec, QuantizerSpec) and spec.scale != "fp32" for spec in facts.values()):
         return facts
-    specs = {name: replace(spec, scale=scale) for name, spec in specs.items()}
-    rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
-    alignment, granularity, bf16_layers = (facts[name] for name in ("alignment", "granularity", "bf16_layers"))
-    others = facts_of(*rows, alignment=alignment, granularity=granularity, bf16_layers=bf16_layers, **specs)
-    return {**facts, **others}
+    return with_specs(facts, lambda spec: replace(spec, scale=scale))
 
 
 def _card(
@@ -183,10 +186,10 @@ def _nvfp4() -> Card:
     """
     tokens = QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")
     gradient = replace(tokens, stochastic=True)
-    columns = {"input_column": replace(tokens, rotated=True), "gradient_column": replace(gradient, rotated=True)}
     facts = facts_of(
         tokens, replace(tokens, block=NVFP4_2D), gradient, alignment=32, granularity="nvfp4",
-        bf16_layers=(1 / 32, 1 / 8), **columns,
+        bf16_layers=(1 / 32, 1 / 8), input_column=replace(tokens, rotated=True),
+        gradient_column=replace(gradient, rotated=True),
     )  # fmt: skip
     help = "4 bits: a scale per 16 elements, per 16 x 16 of weights, and per tensor (NVIDIA 2025)"
     return Card("nvfp4", help, "megascale.ops.nvfp4:nvfp4_recipe", facts)
@@ -226,7 +229,7 @@ RECIPES = Registry(
         Card(
             "metis", "singular vectors in FP8 beside a residual in NVFP4, emulated (Metis, Cao et al. 2025)",
             "megascale.ops.contrib.metis:metis_recipe",
-            facts_of(*[QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")] * 3, granularity="row") | {"whole": True},
+            facts_of(*[QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")] * 3, granularity="row", whole=True),
         ),
     ],
     synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8", "fp4": "nvfp4"},

@@ -8,7 +8,6 @@ differ in the order of the sum alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,22 +17,20 @@ from torch import Tensor
 
 from megascale.ops.fp8 import Fp8Kernels, ScaledMatmul, ScaledWgrad
 from megascale.ops.quantized import Quantized
-from megascale.ops.recipe import Quantizer, Recipe, quantizers
+from megascale.ops.recipe import Quantizer, Recipe
 from megascale.ops.wgrad import add_
 
 ROWS, COLUMNS = 128, 4  # scales of a tile; a matrix of scales is padded to whole tiles
 
 
 def decoded_matmul(
-    a: Quantized, b: Quantized, dtype: torch.dtype, decode: Callable[[Quantized], Tensor] | None = None
+    a: Quantized, b: Quantized, dtype: torch.dtype, decode: Callable[[Quantized], Tensor] = Quantized.decode
 ) -> Tensor:
-    """Implement `fp8.ScaledMatmul` with numbers: of bf16 on a GPU, of fp32 on a CPU, whose GEMM rounds to bf16.
+    """Implement `fp8.ScaledMatmul` with numbers: of bf16 on a GPU, of fp32 on a CPU, whose GEMM would round to bf16.
     `decode`: a kernel's (`fp8.Fp8Kernels`).
     """
-    numbers = torch.float32 if a.data.is_cpu else torch.bfloat16
-    left, right = (decode(x) if decode else replace(x, tensor_scale=None).decode(numbers) for x in (a, b))
-    rows = left.flatten(0, -2)
-    out = rows @ right.t() if rows.is_cpu else torch.mm(rows, right.t(), out_dtype=torch.float32)
+    rows, right = decode(a).flatten(0, -2), decode(b)
+    out = rows.float() @ right.float().t() if rows.is_cpu else torch.mm(rows, right.t(), out_dtype=torch.float32)
     if a.tensor_scale is not None and b.tensor_scale is not None:
         out *= a.tensor_scale * b.tensor_scale
     return out.to(dtype).view(*a.shape[:-1], b.shape[0])
@@ -89,7 +86,7 @@ def matmul_of(kernels: Fp8Kernels) -> ScaledMatmul:
     """Return the GEMM of the compute capability for which a backend was built."""
     if kernels.capability[0] == 10:
         return block_scaled_matmul
-    return partial(decoded_matmul, decode=kernels.decode) if kernels.decode else decoded_matmul
+    return partial(decoded_matmul, decode=kernels.decode)
 
 
 def mxfp8_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
@@ -98,4 +95,4 @@ def mxfp8_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     subnormal numbers alone.
     """
     matmul = matmul_of(kernels)
-    return Recipe(*quantizers(facts, kernels, Quantizer), matmul, accumulating(matmul))
+    return Recipe.of(facts, kernels, Quantizer, matmul, accumulating(matmul))

@@ -11,14 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megascale.ops.quantized import Quantized
+from megascale.ops.quantized import ElementFormat, Quantized
 
 HIGH, WIDE = 16, 256  # elements of a tile
 WARPS = 4
 
 
 def decode(x: Quantized) -> Tensor:
-    """Return codes times scales of blocks, without the tensor's, bf16 [..., k]."""
+    """Implement `Quantized.decode`."""
+    if x.data.dtype not in (ElementFormat.E4M3.dtype, ElementFormat.E2M1.dtype):
+        return x.decode()
     codes, scales = x.codes.contiguous(), x.scale.contiguous()
     out = codes.new_empty(x.shape, dtype=torch.bfloat16)
     k, m = x.shape[-1], x.shape[:-1].numel()

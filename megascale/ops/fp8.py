@@ -208,8 +208,7 @@ and b [n, k]. total is contiguous and has the dtype of main gradients.
 class Fp8Kernels:
     """The functions of an FP8 backend. `strided`: `amax` and `cast` read a view of a transpose as it lies in memory,
     and `cast` writes both layouts; otherwise a transpose is a copy. `capability`: of the GPU, by which recipes choose
-    their GEMM; (0, 0) of a CPU. `decode`: turns E4M3 and E2M1 into bf16, but for the tensor's scale;
-    None: torch's operators do.
+    their GEMM; (0, 0) of a CPU. `decode`: `Quantized.decode`.
     """
 
     amax: Callable[[Tensor, ScaleBlock], Tensor] = amax
@@ -218,7 +217,7 @@ class Fp8Kernels:
     scaled_wgrad: ScaledWgrad = scaled_wgrad
     strided: bool = False
     capability: tuple[int, int] = (0, 0)
-    decode: Callable[[Quantized], Tensor] | None = None
+    decode: Callable[[Quantized], Tensor] = Quantized.decode
 
 
 TORCH_KERNELS = Fp8Kernels()

@@ -20,7 +20,7 @@ from torch import Tensor
 from megascale.catalog.recipes import ROW
 from megascale.device import compute_capability
 from megascale.ops.fp8 import ScaledMatmul
-from megascale.ops.quantized import Quantized
+from megascale.ops.quantized import ElementFormat, Quantized
 from megascale.ops.wgrad import Wgrad
 
 GROUPED_CAPABILITIES = (9, 0), (10, 0)  # compute capabilities of GPUs with torch's kernel
@@ -55,12 +55,13 @@ def scaled_grouped_gemm(
     x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype, matmul: ScaledMatmul
 ) -> Tensor:
     """Multiply the rows of x [r, k] by the matrix [n, k] of their expert, of `weight` [experts n, k], both quantized
-    with scales of rows or parts of rows: [r, n]. torch's grouped GEMM serves scales of rows on compute capability 9.0;
-    no test has run it.
+    with scales of rows or parts of rows: [r, n]. torch's grouped GEMM serves E4M3 with scales of rows on compute
+    capability 9.0; no test has run it.
     """
     experts = len(groups.counts)
     n = weight.shape[0] // experts
-    if x.block == weight.block == ROW and not x.data.is_cpu and compute_capability(x.data.device) == (9, 0):
+    serves = x.block == weight.block == ROW and x.data.dtype == ElementFormat.E4M3.dtype
+    if serves and not x.data.is_cpu and compute_capability(x.data.device) == (9, 0):
         stack, scales = weight.data.view(experts, n, -1).transpose(-2, -1), weight.scale.view(experts, n)
         return torch._scaled_grouped_mm(
             x.data, stack, x.scale.view(-1), scales, groups.ends, out_dtype=dtype, use_fast_accum=weight.use_fast_accum

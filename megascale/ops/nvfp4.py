@@ -22,7 +22,7 @@ from megascale.ops.block_scaled_gemm import accumulating, matmul_of
 from megascale.ops.fp8 import CastRecord, Fp8Kernels, note
 from megascale.ops.philox import block_bytes
 from megascale.ops.quantized import ElementFormat, Quantized, in_blocks, over_blocks, pack
-from megascale.ops.recipe import Dither, Quantizer, Recipe, quantizers
+from megascale.ops.recipe import Dither, Quantizer, Recipe
 
 LARGEST_SCALE = ElementFormat.E4M3.max_value
 LARGEST = LARGEST_SCALE * fp4.LARGEST
@@ -75,4 +75,4 @@ class Nvfp4Quantizer(Quantizer):
 def nvfp4_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     """Make the recipe of a card whose operands are NVFP4."""
     matmul = matmul_of(kernels)
-    return Recipe(*quantizers(facts, kernels, Nvfp4Quantizer), matmul, accumulating(matmul))
+    return Recipe.of(facts, kernels, Nvfp4Quantizer, matmul, accumulating(matmul))

@@ -155,12 +155,12 @@ class Quantized:
         scaled = (in_blocks(values, self.block) * over_blocks(self.scale.float(), self.block)).view(self.shape)
         return scaled if self.tensor_scale is None else scaled * self.tensor_scale
 
-    def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return `dequantize` in another dtype: in bf16 exact, and also computed, if scales are powers of two."""
+    def decode(self) -> Tensor:
+        """Return data * scale in bf16, without the tensor's: exact if scales are powers of two, or E4M3 of E2M1."""
         if not self.requantises or self.packed == 2:
-            return self.dequantize().to(dtype)
-        values = in_blocks(self.data.to(dtype), self.block)
-        return values.mul_(over_blocks(self.scale.to(dtype), self.block)).view(self.shape)
+            return replace(self, tensor_scale=None).dequantize().bfloat16()
+        values = in_blocks(self.data.bfloat16(), self.block)
+        return values.mul_(over_blocks(self.scale.bfloat16(), self.block)).view(self.shape)
 
 
 class RowReader(NamedTuple):

@@ -70,11 +70,6 @@ class Quantizer:
         turned = x.movedim(-1, 0).flatten(1)
         return turned if self.kernels.strided else turned.contiguous()
 
-    def decode(self, x: Quantized) -> Tensor:
-        """Turn codes with scales of powers of two into bf16."""
-        kernel = self.kernels.decode if self.element == ElementFormat.E4M3 else None
-        return kernel(x) if kernel else x.decode(torch.bfloat16)
-
     def transpose(self, x: Quantized) -> Quantized:
         """Return `x.t()` of symmetric blocks. Codes in a single layout, such as an all-gathered input's, go through the
         kernels' cast: FP8 times a factor of 1 is unchanged.
@@ -88,10 +83,11 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The quantizers of X, W and dY by `rows` and, of their transposes, by `columns`, and the GEMM a b^T of two
-    quantized matrices: `gemm` returns it, and `wgrad` adds it to a weight's gradient.
+    """The `facts` of a card, the quantizers of X, W and dY by `rows` and, of their transposes, by `columns`, and the
+    GEMM a b^T of two quantized matrices: `gemm` returns it, and `wgrad` adds it to a weight's gradient.
     """
 
+    facts: Mapping[str, Any]
     rows: Mapping[str, Quantizer]
     columns: Mapping[str, Quantizer]
     gemm: ScaledMatmul
@@ -101,37 +97,27 @@ class Recipe:
         first, second = (self.columns[name].orders_tokens for name in ("input", "gradient"))
         assert first == second, "the operands of wgrad have their tokens in the same order"
 
-    @property
-    def stochastic(self) -> bool:
-        """True if an operand is rounded stochastically, for which casts need a `Dither`."""
-        return any(each.spec.stochastic for each in (*self.rows.values(), *self.columns.values()))
-
-    @property
-    def free_borders(self) -> bool:
-        """True if which tokens share a scale changes values of subnormal codes alone (`catalog.recipes.facts_of`)."""
-        specs = (each[name].spec for each in (self.rows, self.columns) for name in ("input", "gradient"))
-        return not self.stochastic and all(spec.requantises for spec in specs)
+    @classmethod
+    def of(
+        cls, facts: Mapping[str, Any], kernels: Fp8Kernels, make: Callable[[QuantizerSpec, Fp8Kernels], Quantizer],
+        gemm: ScaledMatmul, wgrad: ScaledWgrad,
+    ) -> Recipe:  # fmt: skip
+        """Make a recipe with the quantizers that the facts of its card describe."""
+        rows, columns = (
+            {name: make(facts[name + suffix], kernels) for name in ("input", "weight", "gradient")}
+            for suffix in ("", "_column")
+        )
+        return cls(facts, rows, columns, gemm, wgrad)
 
     @property
     def uses_history(self) -> bool:
-        """True if a quantizer needs the amax of earlier steps."""
-        return any(each.spec.scaling == "delayed" for each in self.rows.values())
+        """True if scales come from the amax of earlier steps."""
+        return bool(self.facts["scaling"] == "delayed")
 
 
 def scaled_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     """Make a recipe whose scales come from amaxes or are static, as the facts of its card describe the quantizers."""
-    return Recipe(*quantizers(facts, kernels, Quantizer), kernels.scaled_matmul, kernels.scaled_wgrad)
-
-
-def quantizers(
-    facts: Mapping[str, Any], kernels: Fp8Kernels, make: Callable[[QuantizerSpec, Fp8Kernels], Quantizer]
-) -> tuple[dict[str, Quantizer], dict[str, Quantizer]]:
-    """Make `Recipe.rows` and `Recipe.columns` by a recipe's facts."""
-    by_row, by_column = (
-        {name: make(facts[name + suffix], kernels) for name in ("input", "weight", "gradient")}
-        for suffix in ("", "_column")
-    )
-    return by_row, by_column
+    return Recipe.of(facts, kernels, Quantizer, kernels.scaled_matmul, kernels.scaled_wgrad)
 
 
 def build_recipe(name: str, kernels: Fp8Kernels = TORCH_KERNELS, scale: str = "fp32") -> Recipe:

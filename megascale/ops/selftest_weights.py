@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.recipes import DITHERED
 from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroup
 from megascale.ops.fp8 import ScaledWgrad
@@ -20,7 +21,6 @@ from megascale.ops.selftest_layers import TOKENS, OperationCase, draw, wide_dtyp
 
 RATE = 0.1  # learning rate and weight decay
 CLIP_COEFFICIENT = 0.25  # clipping coefficient given to element-wise rules
-DITHERED = 16  # elements of a block of `ops.recipe.Dither`
 
 
 def _matrices(context: OpContext) -> list[Tensor]:

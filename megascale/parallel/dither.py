@@ -1,7 +1,7 @@
 """Random bits of stochastic rounding that no layout changes: those of an element follow from its global place alone.
 
     key       the run's seed mixed with layer, operand and direction; the step
-    counter   a row, and a block of 16 elements along k (`ops.philox`)
+    counter   a row, and a block of `DITHERED` elements along k (`ops.philox`)
 
 A row or an element is a feature of the whole layer, or a token: sample x sequence length + position. The same bits
 therefore round a token in every tp, sp, cp, pp and dp, in any micro-batch, in recomputation and in a split backward.
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megascale.catalog.recipes import DITHERED
 from megascale.core.seeds import seed_of
 from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import Coord, Topology
 from megascale.ops.philox import WORD
 from megascale.ops.recipe import Dither
 from megascale.parallel.microbatch import MicroBatch
-
-BLOCK = 16  # elements of a call of Philox
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class LayerDither:
         columns = self.outputs if operand == "gradient" else self.inputs
         rows, k = (columns, rows) if transposed else (rows, columns)
         seed = seed_of(self.seed, "rounding", self.layer, operand, "column" if transposed else "row")
-        return Dither((seed & WORD, step & WORD), rows, k[::BLOCK] // BLOCK & WORD)
+        return Dither((seed & WORD, step & WORD), rows, k[::DITHERED] // DITHERED & WORD)
 
 
 def number_tokens(batch: MicroBatch, length: int, device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import ROW, TENSOR
+from megascale.catalog.recipes import DITHERED, ROW, TENSOR
 from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
 from megascale.device import profiler_range
@@ -36,7 +36,7 @@ from megascale.ops.known_amax import known_amax, known_column_amax
 from megascale.ops.planned_cast import PlannedCast, kept_cast
 from megascale.ops.quantized import Quantized
 from megascale.ops.recipe import Dither, Quantizer
-from megascale.parallel.dither import BLOCK, LayerDither
+from megascale.parallel.dither import LayerDither
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.grad_accumulation import accumulate_scaled_wgrad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
@@ -85,7 +85,7 @@ class Fp8Gemms(LinearGemms):
             self._kept.drop()
             return HIGH_PRECISION_GEMMS
         gemms = self if state.quantizes_forward else self._backward_gemms
-        return replace(gemms, batch=batch) if state.recipe.stochastic else gemms
+        return replace(gemms, batch=batch) if state.recipe.facts["stochastic"] else gemms
 
     @cached_property
     def _backward_gemms(self) -> BackwardGemms:
@@ -159,7 +159,7 @@ class Fp8Gemms(LinearGemms):
         quantizer, known = self.state.recipe.columns[name], None
         if isinstance(x, Tensor) and quantizer.spec.amax_block == ROW and not quantizer.spec.rotated:
             known = known_column_amax(x)
-        turned = quantizer.turned(quantizer.decode(x) if isinstance(x, Quantized) else x)
+        turned = quantizer.turned(quantizer.kernels.decode(x) if isinstance(x, Quantized) else x)
         features_sharded = self.shard_dim == (1 if name == "input" else 0)
         return self._cast(
             name, turned, rows_sharded=features_sharded, contracts_tokens=True, amax=known, transposed=True
@@ -200,7 +200,7 @@ class Fp8Gemms(LinearGemms):
             operand = quantizer.transpose(forward)
         else:
             if quantizer.spec.requantises and forward is not None:
-                given = quantizer.turned(quantizer.decode(forward))
+                given = quantizer.turned(quantizer.kernels.decode(forward))
             else:
                 given, known = quantizer.turned(weight), known_column_amax(weight)
             operand = self._cast(
@@ -248,7 +248,7 @@ class Fp8Gemms(LinearGemms):
                 tokens = tokens[self.tp.index * len(x) :][: len(x)]
         assert self.dither is not None
         place = self.dither.place(operand, self.state.step, tokens, transposed=transposed)
-        assert (len(place.rows), BLOCK * len(place.blocks)) == (x.shape[:-1].numel(), x.shape[-1])
+        assert (len(place.rows), DITHERED * len(place.blocks)) == (x.shape[:-1].numel(), x.shape[-1])
         return place
 
     def _expected_amax(self, operand: str) -> Tensor:

@@ -123,7 +123,7 @@ class Fp8State:
 
     def layer_dither(self, weight: ParamSpec) -> LayerDither | None:
         """Return the random bits of a layer's operands, if any is rounded stochastically."""
-        if not any(recipe.stochastic for recipe in self.recipes):
+        if not any(recipe.facts["stochastic"] for recipe in self.recipes):
             return None
         return LayerDither.of(weight, self._seed, self._mesh.topology, self._mesh.coord, self._device)
 

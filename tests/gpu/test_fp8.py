@@ -71,7 +71,7 @@ def test_casts_are_bit_equal_to_a_cpus(block: ScaleBlock, element: ElementFormat
 
 
 def quantized(rows: int, block: ScaleBlock, element: ElementFormat, seed: int) -> Quantized:
-    return Quantizer(element, block).encode(numbers(rows, TOKENS, seed).cuda())
+    return Quantizer(QuantizerSpec(element.name.lower(), block)).encode(numbers(rows, TOKENS, seed).cuda())
 
 
 def wgrads() -> dict[str, Any]:

@@ -46,7 +46,7 @@ def column(recipe: Recipe, name: str, x: Tensor, agreed: Tensor | None) -> Quant
     """Quantize the transpose of an operand: of its codes, if they serve it."""
     rows, columns = recipe.rows[name], recipe.columns[name]
     if rows.spec.requantises:
-        x = encode(rows, x, agreed).decode(x.dtype)
+        x = encode(rows, x, agreed).decode()
     return encode(columns, columns.turned(x), None if agreed is None else columns.turned(agreed))
 
 

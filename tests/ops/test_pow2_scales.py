@@ -53,7 +53,7 @@ def columns(x: Tensor, recipe: str, scale: str) -> tuple[Tensor, Tensor]:
     """Return the values of x^T, quantized from the codes of x and from x."""
     built = build_recipe(recipe, scale=scale)
     row, column = built.rows["input"], built.columns["input"]
-    from_codes = column.encode(column.turned(row.encode(x).decode(torch.bfloat16)))
+    from_codes = column.encode(column.turned(row.encode(x).decode()))
     return from_codes.dequantize(), column.encode(column.turned(x)).dequantize()
 
 

@@ -16,7 +16,7 @@ from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, RECIPES, ROW, TENSOR, 
 from megascale.core.registry import Card
 from megascale.ops.fp8 import Fp8Kernels
 from megascale.ops.quantized import ElementFormat, Quantized
-from megascale.ops.recipe import Quantizer, Recipe, build_recipe, quantizers
+from megascale.ops.recipe import Quantizer, Recipe, build_recipe
 from tests.parallel.test_fp8_linear import configured, first_gradients
 from tests.worlds import run_world
 
@@ -66,7 +66,7 @@ def emulated(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     def wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
         total.copy_(total + gemm(a, b, total.dtype) if add else gemm(a, b, total.dtype))
 
-    return Recipe(*quantizers(facts, kernels, Quantizer), gemm=gemm, wgrad=wgrad)
+    return Recipe.of(facts, kernels, Quantizer, gemm=gemm, wgrad=wgrad)
 
 
 def test_a_recipe_of_another_package_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

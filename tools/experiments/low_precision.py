@@ -19,7 +19,7 @@ from typing import Any
 
 from curves import ONE_PROCESS, table
 
-from megascale.catalog.recipes import RECIPES, QuantizerSpec, facts_of
+from megascale.catalog.recipes import RECIPES, QuantizerSpec, with_specs
 from megascale.cli.main import main as megascale
 from megascale.comm.mesh import open_mesh
 from megascale.config.loading import load_config
@@ -46,11 +46,7 @@ ALL_LAYERS = ("train.precision=fp8", "fp8.first_layers_bf16=0", "fp8.last_layers
 def part(name: str, change: Callable[[QuantizerSpec], QuantizerSpec]) -> str:
     """Register NVFP4 with other quantizers, and return its name."""
     nvfp4, key = RECIPES["nvfp4"], f"nvfp4-{name}"
-    specs = {name: change(spec) for name, spec in nvfp4.facts.items() if isinstance(spec, QuantizerSpec)}
-    rows = [specs.pop(name) for name in ("input", "weight", "gradient")]
-    others: Any = {name: nvfp4.facts[name] for name in ("alignment", "granularity", "bf16_layers")}
-    facts = facts_of(*rows, **(others | specs))
-    RECIPES.cards[key] = Card(key, nvfp4.help, nvfp4.target, facts)
+    RECIPES.cards[key] = Card(key, nvfp4.help, nvfp4.target, with_specs(nvfp4.facts, change))
     return key
 
 
@@ -82,8 +78,9 @@ def main() -> None:
     """Run the experiment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(variants())
+    listed = ", ".join(names).replace("%", "%%")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of each run (default: 1 2 3)")
-    parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="RUN", help=", ".join(names).replace("%", "%%"))
+    parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="RUN", help=listed)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data = prepared(Path(folder))

@@ -93,8 +93,8 @@ class ExpertLayer(Part):
 
     def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
         """List the exchanges of counts or choices, once, and of rows or tokens: with a weight for each slot to the
-        experts and their gradients back, without one for the results. Bytes of an all-to-all are those that a rank
-        sends to others, with equal loads.
+        experts and their gradients back, without one for the results. Rows go to experts as codes if these serve
+        wgrad. Bytes of an all-to-all are those that a rank sends to others, with equal loads.
         """
         if sizes.ep == 1:
             return
@@ -109,7 +109,9 @@ class ExpertLayer(Part):
         if not (backward or again):
             yield known
         dispatch, combine = (1, 0) if backward else (0, 1)
-        yield CommOp("ep", ways[dispatch], counts[dispatch] * (row + weights), f"dispatch{suffix}", sizes.token_blocks)
+        coded = sizes.fp8 and sizes.recipe["serves_experts"] and sizes.recipe["input"].requantises and not backward
+        there = (sum(sizes.recipe["input"].row_bytes(self.hidden)) if coded else row) + weights
+        yield CommOp("ep", ways[dispatch], counts[dispatch] * there, f"dispatch{suffix}", sizes.token_blocks)
         yield CommOp("ep", ways[combine], counts[combine] * row, f"combine{suffix}", sizes.token_blocks)
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:

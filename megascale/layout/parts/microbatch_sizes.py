@@ -168,7 +168,7 @@ class MicroBatchSizes:
         """
         spec, elements = self.recipe["input"], nbytes // self.compute
         if self.saves_codes:
-            return int(spec.code_bytes(elements) + elements // width * spec.scale_bytes(width))
+            return int(elements // width * sum(spec.row_bytes(width)))
         return nbytes + (FP32 * width if self.fp8 and whole and self.recipe["input_column"].block == ROW else 0)
 
     def sends_codes(self, operand: str, both: bool = True) -> bool:
@@ -177,10 +177,8 @@ class MicroBatchSizes:
 
     def sent(self, operand: str, width: int, both: bool = True) -> tuple[int, int]:
         """Size a row of an operand, and its scales, as it is all-gathered (`sends_codes`)."""
-        spec = self.recipe[operand]
-        if self.sends_codes(operand, both):
-            return spec.code_bytes(width), spec.scale_bytes(width)
-        return width * self.compute, 0
+        codes, scales = self.recipe[operand].row_bytes(width)
+        return (codes, scales) if self.sends_codes(operand, both) else (width * self.compute, 0)
 
     def wgrad(self, weight_numel: int, nbytes: int) -> int:
         """Size wgrad's result and, in FP8, the operands of `full` and `nbytes` bytes quantized along the tokens."""

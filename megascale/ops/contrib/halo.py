@@ -20,7 +20,7 @@ from megascale.ops.block_scaled_gemm import accumulating
 from megascale.ops.fp8 import CastRecord, Fp8Kernels, note, scales_of
 from megascale.ops.hadamard import rotate
 from megascale.ops.quantized import ElementFormat, Quantized
-from megascale.ops.recipe import Dither, Quantizer, Recipe, quantizers
+from megascale.ops.recipe import Dither, Quantizer, Recipe
 
 MIN_GPU_ROWS = 17  # of torch's INT8 GEMM
 
@@ -71,4 +71,4 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 def halo_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     """Make the recipe of a card whose operands are rotated."""
     matmul = int8_matmul if facts["input"].element == "int8" else kernels.scaled_matmul
-    return Recipe(*quantizers(facts, kernels, RotatedQuantizer), matmul, accumulating(matmul))
+    return Recipe.of(facts, kernels, RotatedQuantizer, matmul, accumulating(matmul))

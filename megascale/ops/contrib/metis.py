@@ -20,7 +20,7 @@ from megascale.ops.block_scaled_gemm import accumulating, decoded_matmul
 from megascale.ops.fp8 import CastRecord, Fp8Kernels
 from megascale.ops.nvfp4 import Nvfp4Quantizer
 from megascale.ops.quantized import ElementFormat, Quantized
-from megascale.ops.recipe import Dither, Recipe, quantizers
+from megascale.ops.recipe import Dither, Recipe
 
 RANK = 16
 """Singular vectors in FP8."""
@@ -65,4 +65,4 @@ def largest_vectors(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def metis_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     """Make the recipe whose operands are largest singular vectors beside a residual."""
-    return Recipe(*quantizers(facts, kernels, SpectralQuantizer), decoded_matmul, accumulating(decoded_matmul))
+    return Recipe.of(facts, kernels, SpectralQuantizer, decoded_matmul, accumulating(decoded_matmul))

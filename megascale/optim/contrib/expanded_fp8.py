@@ -34,7 +34,7 @@ def expanded(name: str, x: Tensor, signed: bool) -> Mapping[str, Tensor]:
     unit = magnitude / most.clamp(min=torch.finfo(x.dtype).tiny).unsqueeze(1)
     values = LARGEST * unit ** power.unsqueeze(1) * groups.sign()
     if not signed:
-        values = values.clamp(min=SMALLEST) * (unit > 0)
+        values = values.clamp(min=SMALLEST) * (magnitude > 0)
     codes = values.to(torch.float8_e4m3fn).view(torch.uint8).view(-1)[: x.numel()].view_as(x)
     return {name: codes, f"{name}_scale": most, f"{name}_power": power}
 

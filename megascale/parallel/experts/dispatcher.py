@@ -139,7 +139,7 @@ class Exchange:
             return turn(arrived, self.width)
         rows, weights = turn(arrived, self.read.width)
         self.codes = self.read(rows)
-        return Packed(self.codes.decode(torch.bfloat16), weights)
+        return Packed(self.codes.decode(), weights)
 
 
 class InFlight(NamedTuple):

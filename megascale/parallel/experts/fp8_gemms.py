@@ -17,7 +17,7 @@ from megascale.device import profiler_range
 from megascale.ops.grouped_gemm import RowGroups, scaled_grouped_gemm
 from megascale.ops.planned_cast import kept_cast
 from megascale.ops.quantized import Quantized
-from megascale.ops.recipe import Quantizer, Recipe
+from megascale.ops.recipe import Quantizer
 from megascale.ops.wgrad import Wgrad
 from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
@@ -46,7 +46,7 @@ class Fp8GroupedGemms(GroupedGemms):
         return self._gemm("input", x, operand, groups)
 
     def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        if not (self.state.quantizes and serves_experts(self.state.recipe)):
+        if not (self.state.quantizes and self.state.recipe.facts["serves_experts"]):
             self._weights, self._version = (), -1
             return super().dgrad(grad, weight, groups)
         operand = self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
@@ -59,10 +59,10 @@ class Fp8GroupedGemms(GroupedGemms):
 
     @property
     def _quantizes_forward(self) -> bool:
-        return self.state.quantizes_forward and serves_experts(self.state.recipe)
+        return bool(self.state.quantizes_forward and self.state.recipe.facts["serves_experts"])
 
     def wgrad(self, total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
-        if not (self.state.quantizes and self.state.recipe.free_borders):
+        if not (self.state.quantizes and self.state.recipe.facts["free_borders"]):
             super().wgrad(total, grad, x, groups, wgrad, add)
             return
         for rows, matrix in zip(groups.slices(), total, strict=True):
@@ -73,11 +73,12 @@ class Fp8GroupedGemms(GroupedGemms):
                 matrix.zero_()
 
     def _turned(self, operand: OperandName, rows: Tensor) -> Quantized:
-        """Quantize the transpose of an expert's rows, with zeros up to whole blocks, from their codes."""
-        recipe, quantizer = self.state.recipe, self.state.recipe.columns[operand]
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % (quantizer.spec.block.k or ALIGNMENT)))
+        """Quantize the transpose of an expert's rows, with zeros up to whole blocks, perhaps from their codes."""
+        row, column = (each[operand] for each in (self.state.recipe.rows, self.state.recipe.columns))
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % (column.spec.block.k or ALIGNMENT)))
         with profiler_range("quantize"):
-            return quantizer.encode(quantizer.turned(quantizer.decode(recipe.rows[operand].encode(padded))))
+            given = row.kernels.decode(row.encode(padded)) if row.spec.requantises else padded
+            return column.encode(column.turned(given))
 
     def _gemm(self, operand: OperandName, x: Tensor, weight: Quantized, groups: RowGroups) -> Tensor:
         if not len(x):
@@ -111,7 +112,7 @@ class Fp8GroupedGemms(GroupedGemms):
         forward = self._forward_weight(weight) if forward is None else forward
         if forward.requantises:
             n = forward.shape[0] // experts
-            decoded = (quantizer.decode(forward[first : first + n]) for first in range(0, n * experts, n))
+            decoded = (quantizer.kernels.decode(forward[first : first + n]) for first in range(0, n * experts, n))
             operand = self._stack(quantizer, (matrix.t() for matrix in decoded), experts)
         else:
             turned = (part.view(experts, -1, part.shape[1]).transpose(1, 2) for part in forward.tensors)
@@ -135,11 +136,6 @@ class Fp8GroupedGemms(GroupedGemms):
 
 def build_grouped_gemms(layer: int, state: Fp8State, recorder: Recorder) -> GroupedGemms:
     """Return the GEMMs of a layer's experts: in FP8 in an FP8 layer, with a recipe whose scales allow it."""
-    if layer not in state.layers or not any(map(serves_experts, state.recipes)):
+    if layer not in state.layers or not any(recipe.facts["serves_experts"] for recipe in state.recipes):
         return HIGH_PRECISION_GROUPS
     return Fp8GroupedGemms(state, recorder)
-
-
-def serves_experts(recipe: Recipe) -> bool:
-    """True if scales are of one row, and no random bits of its tokens round it."""
-    return recipe.rows["input"].spec.amax_block.rows is not None and not recipe.stochastic

@@ -38,7 +38,7 @@ def cast_bytes(spec: QuantizerSpec) -> int:
     casts, decoded = 1 if spec.block.serves_transpose else 2, 0
     if spec.requantises:
         decoded = 3 + (2 if spec.block.k is None else 0)
-    return casts * (2 + amax) + spec.code_bytes(2) + decoded
+    return casts * (2 + amax) + spec.row_bytes(2)[0] + decoded
 
 
 @dataclass(frozen=True)

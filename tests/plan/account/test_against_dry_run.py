@@ -86,6 +86,19 @@ def test_gradients_that_travel_as_codes(zero: int, tmp_path: Path) -> None:
     assert LOW < error < 0.15
 
 
+@pytest.mark.parametrize("dispatcher", only_quick(["all_to_all", "all_gather"], "all_to_all"))
+def test_tokens_that_travel_to_experts_as_codes(dispatcher: str, tmp_path: Path) -> None:
+    """In the layers with FP8, also in recomputation; results and gradients travel in 16 bits."""
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    model = LLAMA | {"hidden_size": 128, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128, "expert_ffn_size": 128}
+    keys = {"parallel__dp": 2, "parallel__ep": 2, "moe__dispatcher": dispatcher, "train__recompute": "full"}
+    in_fp8 = {"train__precision": "fp8", "fp8__recipe": "blockwise", "fp8__scale": "pow2"}
+    tree = settings_of(model | {"experts": 4, "experts_per_token": 2}, tmp_path, batch__global=4, **keys | in_fp8)
+    dry = dry_run(config := config_of(tree, tmp_path), 1)
+    assert step_traffic(config, dry.coord) == sent_by(dry)
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", only_quick([2, 500], 2))
 def test_communication_flops_and_state_of_ranks(count: int) -> None:

@@ -17,7 +17,6 @@ from lab.commands.operator_bytes import BF16, CONFIG, WEIGHTS, count, recipe_con
 from lab.host_turn import host_turn
 from lab.kernel_savings import Saving, savings
 from lab.launches import Launch
-from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.core.files import write_text
 from megascale.layout.blocks import block_spec, linears
@@ -36,6 +35,7 @@ CASES = {
 """Models, with the bars of FP8's tokens/s over those of bf16, by recipe."""
 
 HARDWARE, ATTENTION = "h200", "flash3"
+HOPPER = ("tensorwise", "delayed", "rowwise", "blockwise", "static")  # recipes of its tensor cores
 PLANNED = ("gemm", "attention", "optimizer")
 GENERATION = 2025  # of the libraries
 MUCH = 0.01  # share of a step
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the tables into the page."""
     text = PAGE.read_text(encoding="utf-8")
-    steps = {path: {name: Step(recipe_config(path, name)) for name in (BF16, *RECIPES.names())} for path in CASES}
+    steps = {path: {name: Step(recipe_config(path, name)) for name in (BF16, *HOPPER)} for path in CASES}
     for region, lines in (
         ("estimates", estimates(steps, measured(text))),
         ("gains", gains(steps, measured(text))),
@@ -187,9 +187,7 @@ def gains(steps: Steps, found: Mapping[str, float]) -> Iterator[str]:
     """Tabulate the speed-ups over bf16, with the verdicts on the bars."""
     estimated = steps[CONFIG][BF16].milliseconds
     factors = {name: found[name] / estimated[name] for name in estimated}
-    first, *_ = (
-        {RECIPES[name].facts["granularity"]: each[name] for name in RECIPES.names()} for each in steps.values()
-    )
+    first, *_ = ({each[name].config.fp8.facts["granularity"]: each[name] for name in HOPPER} for each in steps.values())
     rates = (
         f"{ASSUMED[grain][0]:,} and {ASSUMED[grain][1]:,}, and {step.planned_rate:,.0f} (scales by {grain})"
         for grain, step in first.items()
@@ -201,7 +199,7 @@ def gains(steps: Steps, found: Mapping[str, float]) -> Iterator[str]:
         "fast as cuBLAS. In TFLOP/s, as assumed in forward and backward, and the planner's mean for "
         f"{steps[CONFIG][BF16].config.name}: {'; '.join(rates)}. Casts move their bytes at the planner's bandwidth."
     )
-    heads, cells = ["recipe"], {name: [name] for name in RECIPES.names()}
+    heads, cells = ["recipe"], {name: [name] for name in HOPPER}
     for path, by_recipe in steps.items():
         heads += [by_recipe[BF16].config.name, "bar", "verdict"]
         for name, row in cells.items():
