@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from megascale.config.model import ModelConfig
@@ -99,6 +99,7 @@ class ExpertLayer(Part):
         if sizes.ep == 1:
             return
         slots, row, weights = sizes.local * self.chosen, self.hidden * sizes.compute, sizes.wide
+        token = row if backward else self._token_bytes(sizes)
         sent, suffix = slots - slots // sizes.ep, " gradient" if backward else ""
         known = CommOp("ep", "all_to_all", INDEX * self.experts * sizes.token_blocks, "experts counts")
         ways, counts = ["all_to_all", "all_to_all"], [sent, sent]
@@ -109,8 +110,14 @@ class ExpertLayer(Part):
         if not (backward or again):
             yield known
         dispatch, combine = (1, 0) if backward else (0, 1)
-        yield CommOp("ep", ways[dispatch], counts[dispatch] * (row + weights), f"dispatch{suffix}", sizes.token_blocks)
+        yield CommOp("ep", ways[dispatch], counts[dispatch] * (token + weights), f"dispatch{suffix}", sizes.token_blocks)
         yield CommOp("ep", ways[combine], counts[combine] * row, f"combine{suffix}", sizes.token_blocks)
+
+    def _token_bytes(self, sizes: MicroBatchSizes) -> int:
+        """Size a token on its way to the experts: its elements, or the codes and scales with which experts compute."""
+        if sizes.fp8 and sizes.recipe["serves_experts"] and sizes.recipe["input"].requantises:
+            return sum(sizes.sent("input", self.hidden))
+        return self.hidden * sizes.compute
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the steps of `model.experts` in turn. A rank sends the rows of its slots; with uneven loads more
@@ -208,7 +215,7 @@ class ExpertLayer(Part):
         permutations read and write each slot's row and each token. With gathered tokens they read those of all ranks,
         write sums for them, and read sums of all ranks: (2 k + 3 ep + 1) T h.
         """
-        sizes, local = times.sizes, self.experts // times.sizes.ep
+        sizes, local = replace(times.sizes, fp8=fp8), self.experts // times.sizes.ep
         uneven = sizes.imbalance if sizes.ep > 1 else min(1.0, sizes.imbalance)
         rows = times.stream // self.hidden * self.chosen * uneven
         total = times.local_linear(self.experts, self.hidden) + times.host_wait()
