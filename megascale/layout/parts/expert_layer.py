@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from megascale.config.model import ModelConfig
@@ -210,7 +210,7 @@ class ExpertLayer(Part):
         permutations read and write each slot's row and each token. With gathered tokens they read those of all ranks,
         write sums for them, and read sums of all ranks: (2 k + 3 ep + 1) T h.
         """
-        sizes, local = times.sizes, self.experts // times.sizes.ep
+        sizes, local = replace(times.sizes, fp8=fp8), self.experts // times.sizes.ep
         uneven = sizes.imbalance if sizes.ep > 1 else min(1.0, sizes.imbalance)
         rows = times.stream // self.hidden * self.chosen * uneven
         total = times.local_linear(self.experts, self.hidden) + times.host_wait()

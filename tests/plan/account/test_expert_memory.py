@@ -31,6 +31,8 @@ GPT_OSS = MANY | {
 }  # fmt: skip
 
 FP8 = {"train__precision": "fp8", "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
+ROWWISE, BLOCKWISE = (FP8 | {"fp8__recipe": recipe, "fp8__scale": "pow2"} for recipe in ("rowwise", "blockwise"))
+MXFP8 = FP8 | {"fp8__recipe": "mxfp8"}
 SP = {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "few ep4": (FEW, {"parallel__dp": 4, "parallel__ep": 4}),
@@ -44,6 +46,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt-oss cp2 ring": (GPT_OSS, {"parallel__cp": 2, "parallel__ep": 2, "train__recompute": "full"}),
     "few ep4 rowwise": (FEW, {"parallel__dp": 4, "parallel__ep": 4} | FP8 | {"fp8__recipe": "rowwise"}),
     "many blockwise": (MANY, FP8 | {"fp8__recipe": "blockwise"}),
+    "few ep4 rowwise pow2": (FEW, {"parallel__dp": 4, "parallel__ep": 4} | ROWWISE),
+    "few ep4 gathered rowwise pow2": (FEW, {"parallel__dp": 4, "parallel__ep": 4, "moe__dispatcher": "all_gather"}
+                                      | ROWWISE),
+    "many ep4 blockwise pow2": (MANY, {"parallel__dp": 4, "parallel__ep": 4} | BLOCKWISE),
+    "many ep4 full gathered blockwise pow2": (MANY, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full",
+                                                     "moe__dispatcher": "all_gather"} | BLOCKWISE),
+    "few ep4 full mxfp8": (FEW, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full"} | MXFP8),
+    "shared sp ep2 gathered mxfp8": (SHARED, SP | {"parallel__ep": 2, "moe__dispatcher": "all_gather"} | MXFP8),
     "few ep4 full": (FEW, {"parallel__dp": 4, "parallel__ep": 4, "train__recompute": "full"}),
     "few": (FEW, {}),
     "few full": (FEW, {"train__recompute": "full"}),
