@@ -190,8 +190,7 @@ class Cast(Protocol):
 
         `expected`: the amax from which each scale comes, in the shape of `Quantized.scale`; None: x's own.
         `with_transpose`: write the transpose too, if the kernels do so in the same pass. Scales of rows do not serve
-        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`). `scale`: the format of
-        scales.
+        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`). `scale`: the format of scales.
         """
 
 
