@@ -2,8 +2,8 @@
 
 Facts: `input`, `weight`, `gradient`: the `QuantizerSpec` of each operand; `input_column`, `weight_column`,
 `gradient_column`: of its transpose. `alignment`: the sides of a GEMM must be multiples. `granularity` and `scaling`:
-one word for the blocks of inputs (tensor, row or block), by which tables of rates and backends name them, and for the
-source of scales, the same for all operands. `facts_of` derives what others ask.
+one word for the blocks of inputs (tensor, row, block, mx or nvfp4), by which tables of rates and backends name them,
+and for the source of scales, the same for all operands. `facts_of` derives what others ask.
 
 A card's target is a function of its facts and of the backend's kernels, which returns an `ops.recipe.Recipe`.
 """
@@ -42,7 +42,7 @@ class ScaleBlock(NamedTuple):
         return dimension is not None and self[dimension] is None
 
     def grid(self, rows: int, k: int) -> tuple[int, ...]:
-        """The shape of the scales of a matrix [rows, k]."""
+        """Return the shape of the scales of a matrix [rows, k]."""
         return () if self.rows is None else (rows // self.rows, k // self.k if self.k else 1)
 
 

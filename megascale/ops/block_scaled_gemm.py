@@ -18,7 +18,7 @@ from torch import Tensor
 from megascale.ops.fp8 import Fp8Kernels, ScaledMatmul, ScaledWgrad
 from megascale.ops.quantized import Quantized
 from megascale.ops.recipe import Quantizer, Recipe
-from megascale.ops.wgrad import add_
+from megascale.ops.wgrad import write
 
 ROWS, COLUMNS = 128, 4  # scales of a tile; a matrix of scales is padded to whole tiles
 
@@ -73,11 +73,7 @@ def accumulating(matmul: ScaledMatmul) -> ScaledWgrad:
     """Return the `fp8.ScaledWgrad` of GEMMs that cannot accumulate."""
 
     def wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
-        part = matmul(a, b, torch.float32)
-        if add:
-            add_(total, part)
-        else:
-            total.copy_(part)
+        write(total, matmul(a, b, torch.float32), add)
 
     return wgrad
 

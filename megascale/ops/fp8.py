@@ -23,7 +23,7 @@ from megascale.ops import compiled
 from megascale.ops.known_amax import keep_amax
 from megascale.ops.quantized import ElementFormat, Quantized, in_blocks, over_blocks
 from megascale.ops.select import OpContext
-from megascale.ops.wgrad import add_
+from megascale.ops.wgrad import write
 
 MIN_SCALE = 2.0**-126  # the smallest scale: fp32's smallest normal number
 ALIGNED_SCALES = 4  # cuBLAS requires the rows of scales to be aligned to 16 bytes
@@ -172,11 +172,7 @@ def _row_scales(x: Quantized) -> Tensor:
 def scaled_wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
     """Implement `ScaledWgrad` with torch's GEMM, which cannot accumulate, and an addition."""
     # with row scales torch's GEMM returns fp32 on some GPUs only
-    part = scaled_matmul(a, b, torch.bfloat16 if a.block == ROW and not total.is_cpu else torch.float32)
-    if add:
-        add_(total, part)
-    else:
-        total.copy_(part)
+    write(total, scaled_matmul(a, b, torch.bfloat16 if a.block == ROW and not total.is_cpu else torch.float32), add)
 
 
 class Cast(Protocol):
@@ -190,8 +186,7 @@ class Cast(Protocol):
 
         `expected`: the amax from which each scale comes, in the shape of `Quantized.scale`; None: x's own.
         `with_transpose`: write the transpose too, if the kernels do so in the same pass. Scales of rows do not serve
-        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`). `scale`: the format of
-        scales.
+        it: instead the amaxes of columns, its rows, are kept with x (`known_amax`). `scale`: the format of scales.
         """
 
 

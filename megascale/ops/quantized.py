@@ -3,8 +3,8 @@
     x ~ data * scale * tensor_scale        a scale holds for a `ScaleBlock` of elements
 
 E4M3 has 3 mantissa bits and reaches 448; E5M2 has 2 and reaches 57,344 (Micikevicius et al. 2022); E2M1 has 1, reaches
-6, and is packed in pairs, the element of even index in the low half of a byte. Tensor cores require
-k, the dimension of a GEMM's sum, to be contiguous in both operands; blocks therefore count their elements along k.
+6, and is packed in pairs, the element of even index in the low half of a byte. Tensor cores require k, the dimension of
+a GEMM's sum, to be contiguous in both operands; blocks therefore count their elements along k.
 
 `ElementFormat`: the formats of elements. `Quantized`: a matrix, its slices and its transpose. `pack`, `unpack`: pairs
 of codes. `in_blocks`, `over_blocks`: elements and scales in shapes that broadcast.

@@ -38,15 +38,19 @@ class TorchWgrad(OpBackend):
 def torch_wgrad(total: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
     """Implement `Wgrad`."""
     if total.dtype != grad.dtype:
-        part = grad.t() @ x
-        if add:
-            add_(total, part)
-        else:
-            total.copy_(part)
+        write(total, grad.t() @ x, add)
     elif add:
         torch.addmm(total, grad.t(), x, out=total)
     else:
         torch.mm(grad.t(), x, out=total)
+
+
+def write(total: Tensor, part: Tensor, add: bool) -> None:
+    """Write `part` into total, or add it with `add`."""
+    if add:
+        add_(total, part)
+    else:
+        total.copy_(part)
 
 
 def add_(total: Tensor, part: Tensor) -> None:

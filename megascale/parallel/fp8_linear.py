@@ -11,9 +11,8 @@ ranks, and if it covers all tokens of a micro-batch, over the ranks along cp tha
 serves the transpose too, its codes are all-gathered and saved for backward, and for wgrad transposed, or decoded and
 quantized along the other dimension if scales are powers of two (`QuantizerSpec.requantises`). Otherwise the
 high-precision tensor is saved, and quantized a second time for wgrad: if scales are of rows, by the amaxes of columns
-that the first cast keeps with it (`ops.known_amax`). Weights are quantized once per
-step, not once per micro-batch; sharded ones, of which no rank keeps a whole, before they are gathered
-(`parallel.fp8_codes`), or with every use.
+that the first cast keeps with it (`ops.known_amax`). Weights are quantized once per step, not once per micro-batch;
+sharded ones, of which no rank keeps a whole, before they are gathered (`parallel.fp8_codes`), or with every use.
 
 `Fp8Gemms` are the GEMMs of one layer, with the model's `parallel.fp8_state`; `build_linear_gemms` returns them, or
 high-precision GEMMs for a layer that is not FP8.

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megascale.bench.quartiles import intervals
-from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, QuantizerSpec, ScaleBlock
+from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, MX, ROW, TENSOR, QuantizerSpec, ScaleBlock
 from megascale.device import detect_device
 from megascale.ops import fp8
 from megascale.ops.fp8 import CastRecord
 from megascale.ops.known_amax import known_amax, known_column_amax
 from megascale.ops.quantized import ElementFormat, Quantized
-from megascale.ops.recipe import Quantizer
+from megascale.ops.recipe import Quantizer, build_recipe
 from megascale.ops.select import build_op
 from megascale.ops.te_linear import TE_GEMM, te_scaled_wgrad
 from tests.gpu.conftest import Figure
@@ -46,21 +46,27 @@ def record(device: str) -> CastRecord:
     return CastRecord(torch.zeros((), device=device), torch.zeros(5, dtype=torch.float64, device=device))
 
 
+SCALED = [*((block, "fp32") for block in (TENSOR, ROW, BLOCK_1D, BLOCK_2D)), (ROW, "pow2"), (BLOCK_1D, "pow2")]
+
+
 @pytest.mark.parametrize("element", [ElementFormat.E4M3, ElementFormat.E5M2])
-@pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D, BLOCK_2D], ids=str)
+@pytest.mark.parametrize(("block", "scale"), [*SCALED, (MX, "e8m0")], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-def test_casts_are_bit_equal_to_a_cpus(block: ScaleBlock, element: ElementFormat, turned: bool, known: bool) -> None:
+def test_casts_are_bit_equal_to_a_cpus(
+    block: ScaleBlock, scale: str, element: ElementFormat, turned: bool, known: bool
+) -> None:
     from megascale.ops import cast_transpose
 
     x = numbers(K, TOKENS).t() if turned else numbers(TOKENS, K)
     expected = fp8.amax(x.contiguous(), block) / 2 if known else None
     here, there = record("cpu"), record("cuda")
     on_gpu = x.cuda() if not turned else x.t().cuda().t()
-    theirs = fp8.cast(x.contiguous(), expected, block, element, False, here)
-    ours = cast_transpose.cast(on_gpu, expected if expected is None else expected.cuda(), block, element, True, there)
+    on_device = expected if expected is None else expected.cuda()
+    theirs = fp8.cast(x.contiguous(), expected, block, element, False, here, scale)
+    ours = cast_transpose.cast(on_gpu, on_device, block, element, True, there, scale)
     assert torch.equal(ours.data.cpu().view(torch.uint8), theirs.data.view(torch.uint8))
-    assert torch.equal(ours.scale.cpu(), theirs.scale)
+    assert ours.scale.dtype == theirs.scale.dtype and torch.equal(ours.scale.float().cpu(), theirs.scale.float())
     if ours.transposed is not None:
         assert torch.equal(ours.transposed.cpu().view(torch.uint8), theirs.t().data.view(torch.uint8))
     assert there.amax.cpu() == here.amax and there.sums is not None and here.sums is not None
@@ -68,6 +74,14 @@ def test_casts_are_bit_equal_to_a_cpus(block: ScaleBlock, element: ElementFormat
     torch.testing.assert_close(there.sums.cpu(), here.sums, rtol=1e-5, atol=0)
     if block == ROW and not turned:
         assert torch.equal(known_column_amax(on_gpu).cpu(), fp8.amax(x.t(), ROW))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_decoded_numbers_are_those_of_torch(name: str) -> None:
+    from megascale.ops import decode_blocks
+
+    x = build_recipe(name).rows["input"].encode(numbers(TOKENS, K).cuda())
+    assert torch.equal(decode_blocks.decode(x), x.decode())
 
 
 def quantized(rows: int, block: ScaleBlock, element: ElementFormat, seed: int) -> Quantized:

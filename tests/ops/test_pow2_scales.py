@@ -4,13 +4,14 @@ hardly change a token's values.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES, with_scale
+from megascale.catalog.recipes import RECIPES, facts_of, with_scale
 from megascale.ops.fp8 import scales_of
 from megascale.ops.known_amax import known_column_amax
 from megascale.ops.quantized import ElementFormat, Quantized
@@ -132,3 +133,16 @@ def test_facts_of_scales_of_powers_of_two() -> None:
     assert [fact["saves_codes"] for fact in exact.values()] == [True, False, False]
     assert [fact["free_borders"] for fact in facts.values()] == [False, True, True]
     assert not any(fact["free_borders"] for fact in exact.values())
+
+
+def test_other_scales_change_no_value_of_floating_point_numbers_alone() -> None:
+    """A power of two shifts their exponents, but is another step between integers."""
+    free = {name: with_scale(RECIPES[name].facts, "pow2")["free_borders"] for name in ("halo", "halo_int8")}
+    assert free == {"halo": True, "halo_int8": False}
+    assert not replace(RECIPES["halo_int8"].facts["input_column"], scale="pow2").requantises
+
+
+def test_another_scale_leaves_the_other_facts() -> None:
+    facts = facts_of(*[RECIPES["rowwise"].facts["input"]] * 3, whole=True, alignment=64, bf16_layers=(0.1, 0.2))
+    kept = ("whole", "alignment", "bf16_layers", "granularity")
+    assert [with_scale(facts, "pow2")[name] for name in kept] == [facts[name] for name in kept]
