@@ -122,7 +122,7 @@ def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Itera
         return
     if facts["covers_tokens"]:
         message = f"with the fp8 recipe {fp8.recipe} a scale covers all tokens, and a tile would have its own"
-        yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise or static")
+        yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise, mxfp8 or static")
     elif facts["stochastic"]:
         message = f"the fp8 recipe {fp8.recipe} has random bits by a token's place in all of the micro-batch"
         yield Finding("train.mlp_tiles", message, "1, or another fp8.recipe")

@@ -42,3 +42,9 @@ def kept_cast(x: Tensor) -> Quantized | None:
     """Return the planned cast of x, if it has been made."""
     version, cast = getattr(x, "kept_cast", (None, None))
     return cast if version == x._version else None
+
+
+def taken_cast(x: Tensor) -> Quantized | None:
+    """Return the planned cast of x, which is kept no longer."""
+    cast, x.kept_cast = kept_cast(x), (None, None)  # type: ignore[attr-defined]
+    return cast

@@ -55,7 +55,7 @@ def curve(rank: Rank, config: RunConfig, keeps: bool) -> tuple[list[tuple[float,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "compile_function", lambda function, **how: function)
         patch.setattr(fp8, "amax", counted)
-        patch.setattr(recipe.Quantizer, "amax", lambda quantizer, x: counted(x, quantizer.block))
+        patch.setattr(recipe.Quantizer, "amax", lambda quantizer, x: counted(x, quantizer.spec.amax_block))
         if not keeps:
             patch.setattr(select.OpContext, "takes_amax", False)
         return train_curve(rank, config, 2), passes[0]

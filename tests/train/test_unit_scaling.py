@@ -62,7 +62,7 @@ def test_static_scales_bring_operands_to_unit_size(tmp_path: Path, monkeypatch: 
     sizes, cast = defaultdict[str, list[float]](list), Fp8Gemms._cast
 
     def watched(self: Fp8Gemms, name: Any, x: Tensor, **keys: Any) -> Any:
-        scale = float(self.static_amaxes[name]) / self.state.recipe.quantizer(name).element.max_value
+        scale = float(self.static_amaxes[name]) / self.state.recipe.rows[name].element.max_value
         place = "stream" if name == "input" and self.shard_dim == 0 else name
         sizes[place].append(math.sqrt(square(x)) / scale)
         return cast(self, name, x, **keys)

@@ -76,7 +76,7 @@ class PublishedLayers(LayerTimes):
         if not self.config.train.quantizes:
             return super().grouped_linears([(up, hidden), (hidden, width)], experts, rows, fp8)
         total, grain = PassTimes(), recipe["granularity"]
-        cast = cast_bytes(recipe["input"])
+        cast = cast_bytes(recipe["input"], from_codes=False)
         own = 0 if self.system.fused else cast  # of what lies between the two GEMMs
         for outputs, inputs, quantized in ((up, hidden, (cast, own)), (hidden, width, (own, cast))):
             forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain, grain)

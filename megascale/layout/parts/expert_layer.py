@@ -15,7 +15,7 @@ from itertools import chain
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
 from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_size, linear_params
-from megascale.layout.parts.microbatch_sizes import FP32, CommOp, MicroBatchSizes, UnitBytes, walk
+from megascale.layout.parts.microbatch_sizes import CAST, FP32, CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
 from megascale.layout.tensors import ParamSpec, TensorSpec
@@ -109,7 +109,7 @@ class ExpertLayer(Part):
         if not (backward or again):
             yield known
         dispatch, combine = (1, 0) if backward else (0, 1)
-        coded = sizes.fp8 and sizes.recipe["serves_experts"] and sizes.recipe["input"].requantises and not backward
+        coded = _sends_codes(sizes) and not backward
         there = (sum(sizes.recipe["input"].row_bytes(self.hidden)) if coded else row) + weights
         yield CommOp("ep", ways[dispatch], counts[dispatch] * there, f"dispatch{suffix}", sizes.token_blocks)
         yield CommOp("ep", ways[combine], counts[combine] * row, f"combine{suffix}", sizes.token_blocks)
@@ -124,8 +124,9 @@ class ExpertLayer(Part):
         inputs, outputs = (rows * width * sizes.compute for width in (self.inputs, self.width))
         exchange = self._gathered if sizes.gathers_tokens else self._exchanged
         dispatch, combine, in_flight = exchange(sizes, rows)
+        dispatch = (self._coded_dispatch(sizes, rows), dispatch[1]) if _sends_codes(sizes) else dispatch
         gate = 2 * outputs if self.inputs > self.width else 0
-        up, down = (self.hidden * width * sizes.compute * sizes.narrow for width in (self.inputs, self.width))
+        up, down = (self._wgrad(sizes, rows, width) for width in (self.inputs, self.width))
         if self.bias:  # rows of an expert in the accumulation dtype, before wgrad
             down = max(down, math.ceil(rows * sizes.ep / self.experts) * self.hidden * sizes.wide * sizes.narrow)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
@@ -177,6 +178,22 @@ class ExpertLayer(Part):
             (2 * every, every + sizes.stream),
         )
 
+    def _coded_dispatch(self, sizes: MicroBatchSizes, rows: int) -> int:
+        """Size the cast of tokens, their codes on the way, and those of rows beside what they are decoded to."""
+        token, tokens = sum(sizes.sent("input", self.hidden)), sizes.local
+        sent, arriving = (tokens, sizes.ep * tokens) if sizes.gathers_tokens else (2 * tokens * self.chosen, rows)
+        arrived = token * (arriving + 2 * rows) + rows * self.hidden * sizes.compute
+        return max(CAST * tokens * self.hidden, token * (2 * tokens + sent + arriving), arrived)
+
+    def _wgrad(self, sizes: MicroBatchSizes, rows: int, width: int) -> int:
+        """Size wgrad of an expert's layer of `width`, with both operands if it is in FP8."""
+        elements = self.hidden * width
+        if not (sizes.fp8 and sizes.recipe["serves_experts"] and sizes.recipe["free_borders"]):
+            return elements * sizes.compute * sizes.narrow
+        share = math.ceil(rows * sizes.ep / self.experts)
+        operands = share * width, share * self.hidden
+        return sizes.cast_wgrad(elements, *(operands if width == self.inputs else operands[::-1]))
+
     def kept(self, sizes: MicroBatchSizes) -> int:
         """Size the route of a micro-batch, which recomputation uses again."""
         slots = sizes.local * self.chosen
@@ -223,6 +240,11 @@ class ExpertLayer(Part):
         total += gemms
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)), gemms)
         return sum((part.seconds(times, fp8) for part in self.parts), start=total)
+
+
+def _sends_codes(sizes: MicroBatchSizes) -> bool:
+    """True if tokens travel to experts as codes (`parallel.experts.fp8_gemms`)."""
+    return bool(sizes.fp8 and sizes.recipe["serves_experts"] and sizes.recipe["input"].requantises)
 
 
 def _wide_stream(sizes: MicroBatchSizes) -> int:

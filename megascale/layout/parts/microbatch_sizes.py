@@ -185,7 +185,11 @@ class MicroBatchSizes:
         elements = weight_numel // self.tp
         if not self.fp8:
             return elements * self.compute if self.narrow else 0
-        first, second, column = self.full // self.compute, nbytes // self.compute, self.recipe["input_column"].block
+        return self.cast_wgrad(elements, self.full // self.compute, nbytes // self.compute)
+
+    def cast_wgrad(self, elements: int, first: int, second: int) -> int:
+        """Size wgrad's result and its two operands, of so many elements, quantized along the tokens."""
+        column = self.recipe["input_column"].block
         cast = 1 if self.recipe["input"].block.serves_transpose else CAST + self.compute
         result = elements * self.wide * (3 if column.k else 1)  # of blocks, two partial results and their sum
         return max(cast * first, first + max(cast * second, second + result))

@@ -20,6 +20,7 @@ from types import FrameType
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
+from megascale.core.files import exists
 from megascale.core.network import LOOPBACK, has_loopback
 from megascale.core.process import StopRequests, handling_stops
 from megascale.core.rank import format_ranks
@@ -151,7 +152,7 @@ def _describe_fault(fault: Finding, ends: Sequence[RankEnd], world: int, logs: P
     said = f": {message}" if rank or not explained else ""  # rank 0 has printed its error on this terminal
     also = f"; {format_ranks(killed)}: killed by SIGKILL" if killed else ""
     lines = [f"rank {rank} of {world} on {socket.gethostname()} failed{said}{also}"]
-    if rank and not logs.exists():
+    if rank and not exists(logs):
         lines.append(str(LostFolderError(logs.parent)))
     elif rank:
         log = logs / LOG_NAME.format(rank)

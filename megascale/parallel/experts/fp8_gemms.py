@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale.device import profiler_range
 from megascale.ops.grouped_gemm import RowGroups, scaled_grouped_gemm
-from megascale.ops.planned_cast import kept_cast
+from megascale.ops.planned_cast import taken_cast
 from megascale.ops.quantized import Quantized
 from megascale.ops.recipe import Quantizer
 from megascale.ops.wgrad import Wgrad
@@ -67,25 +67,30 @@ class Fp8GroupedGemms(GroupedGemms):
             return
         for rows, matrix in zip(groups.slices(), total, strict=True):
             if rows.start < rows.stop:
-                operands = self._turned("gradient", grad[rows]), self._turned("input", x[rows])
-                self.state.recipe.wgrad(matrix, *operands, add)
+                gradient = self._turned("gradient", grad[rows])
+                self.state.recipe.wgrad(matrix, gradient, self._turned("input", x[rows]), add)
+                del gradient  # before the next expert's
             elif not add:
                 matrix.zero_()
 
     def _turned(self, operand: OperandName, rows: Tensor) -> Quantized:
         """Quantize the transpose of an expert's rows, with zeros up to whole blocks, perhaps from their codes."""
         row, column = (each[operand] for each in (self.state.recipe.rows, self.state.recipe.columns))
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % (column.spec.block.k or ALIGNMENT)))
+        missing = -len(rows) % (column.spec.block.k or ALIGNMENT)
         with profiler_range("quantize"):
-            given = row.kernels.decode(row.encode(padded)) if row.spec.requantises else padded
-            return column.encode(column.turned(given))
+            given = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+            if row.spec.requantises:
+                given = row.kernels.decode(row.encode(given))
+            turned = column.turned(given)
+            del given  # large, as what is next
+            return column.encode(turned)
 
     def _gemm(self, operand: OperandName, x: Tensor, weight: Quantized, groups: RowGroups) -> Tensor:
         if not len(x):
             return x.new_empty(0, weight.shape[0] // len(groups.counts))
         recipe = self.state.recipe
         with profiler_range("quantize"):
-            rows = kept_cast(x) or recipe.rows[operand].encode(x)
+            rows = taken_cast(x) or recipe.rows[operand].encode(x)
         return scaled_grouped_gemm(rows, weight, groups, x.dtype, recipe.gemm)
 
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:

@@ -29,14 +29,14 @@ CAST_ONCE = 3  # bytes moved to quantize an element of experts, whose wgrad is n
 LOSS_PASSES = 4  # passes over the logits in forward of the fp32 loss, and in backward
 
 
-def cast_bytes(spec: QuantizerSpec) -> int:
+def cast_bytes(spec: QuantizerSpec, from_codes: bool) -> int:
     """Count the bytes moved to quantize an element for GEMMs in both directions: 16-bit reads, and writes of codes. A
     current scale of the tensor takes another read for its amax; a transpose with other scales a cast of its own, and
-    that of codes, which are decoded, also an amax of whole rows. Other kernels spare some (`LayerTimes.spared`).
+    `from_codes`, which are decoded, also an amax of whole rows. Other kernels spare some (`LayerTimes.spared`).
     """
     amax = 2 if spec.amax_block == TENSOR and spec.scaling == "current" else 0
     casts, decoded = 1 if spec.block.serves_transpose else 2, 0
-    if spec.requantises:
+    if spec.requantises and from_codes:
         decoded = 3 + (2 if spec.block.k is None else 0)
     return casts * (2 + amax) + spec.row_bytes(2)[0] + decoded
 
@@ -177,7 +177,7 @@ class LayerTimes:
             forward, wgrad = self.kernels.grouped_gemm(experts, rows, outputs, inputs, grain, of_wgrad)
             dgrad, _ = self.kernels.grouped_gemm(experts, rows, inputs, outputs, grain)
             before, after = (self.kernels.elementwise(cast * width) for width in (inputs, outputs))
-            turned = cast_bytes(facts["input"]) * experts * rows * (inputs + outputs) if of_wgrad else 0
+            turned = cast_bytes(facts["input"], True) * experts * rows * (inputs + outputs) if of_wgrad else 0
             added = self._added(experts * outputs * inputs)
             weights = Seconds(wgrad, elementwise=added + self.kernels.elementwise(turned))
             total += PassTimes(
@@ -216,7 +216,8 @@ class LayerTimes:
         """
         facts, gemm, moved = self.config.fp8.facts, self.kernels.gemm, self.kernels.elementwise
         m, n, k, grain = tokens or self.tokens, outputs, inputs, facts["granularity"] if fp8 else None
-        of_input, of_gradient = (cast_bytes(facts[name]) if fp8 else 0 for name in ("input", "gradient"))
+        ours = self.kernels.stack.spares_reads  # Transformer Engine casts both directions from 16 bits
+        of_input, of_gradient = (cast_bytes(facts[name], ours) if fp8 else 0 for name in ("input", "gradient"))
         forward = Seconds(gemm(m, n, k, grain=grain), 0.0, moved(of_input * m * k))
         weights = Seconds(gemm(n, k, m, grain=grain), 0.0, self._added(n * k))
         return PassTimes(
