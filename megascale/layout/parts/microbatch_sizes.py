@@ -188,7 +188,7 @@ class MicroBatchSizes:
         return self.cast_wgrad(elements, self.full // self.compute, nbytes // self.compute)
 
     def cast_wgrad(self, elements: int, first: int, second: int) -> int:
-        """Size wgrad's result of `elements`, and its operands of `first` and `second` elements quantized along tokens."""
+        """Size wgrad's result of `elements`, and its operands of `first` and `second`, quantized along the tokens."""
         column = self.recipe["input_column"].block
         cast = 1 if self.recipe["input"].block.serves_transpose else CAST + self.compute
         result = elements * self.wide * (3 if column.k else 1)  # of blocks, two partial results and their sum
