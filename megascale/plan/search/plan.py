@@ -109,7 +109,15 @@ class Plan:
             lines.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
         if stack.overlaps.tp == "large" and self.estimate.causes["tp"] >= MIN_EXPOSED * self.estimate.step_s:
             lines += map(str, exposed_collectives(config, hardware.node.devices))
-        return [*lines, *self._outer_steps(), *run_warnings(config)]
+        return [*lines, *self._recipes(), *self._outer_steps(), *run_warnings(config)]
+
+    def _recipes(self) -> Iterator[str]:
+        """Say where the speed of quantized GEMMs is not that of the run."""
+        fp8 = self.config.fp8
+        if self.config.train.quantizes and fp8.schedule:
+            yield f"the step is of fp8.recipe = {fp8.recipe}, before the changes of fp8.schedule"
+        if self.config.train.quantizes and fp8.facts["whole"]:
+            yield f"{fp8.recipe} is emulated: its GEMMs are planned as those of other recipes, and run as in bf16"
 
     def _outer_steps(self) -> Iterator[str]:
         """Describe the seconds of outer steps, and of them those that steps wait for."""
