@@ -82,8 +82,8 @@ class TrainConfig(Section):
     eval_steps: Count = Field(10, description="global batches per evaluation")
     logit_sharpness_every: NonNegativeInt = Field(
         0,
-        description="steps between measurements of the [sharpness of logits](low-precision.md#watch-the-casts), on the first "
-        "batch of validation data; 0: never",
+        description="steps between measurements of the [sharpness of logits](low-precision.md#watch-the-casts), on the "
+        "first batch of validation data; 0: never",
     )
     weight_average: Literal["none", "ema", "lawa"] = Field(
         "none",

@@ -110,7 +110,9 @@ class ExpertLayer(Part):
         if not (backward or again):
             yield known
         dispatch, combine = (1, 0) if backward else (0, 1)
-        yield CommOp("ep", ways[dispatch], counts[dispatch] * (token + weights), f"dispatch{suffix}", sizes.token_blocks)
+        yield CommOp(
+            "ep", ways[dispatch], counts[dispatch] * (token + weights), f"dispatch{suffix}", sizes.token_blocks
+        )
         yield CommOp("ep", ways[combine], counts[combine] * row, f"combine{suffix}", sizes.token_blocks)
 
     def _token_bytes(self, sizes: MicroBatchSizes) -> int:
