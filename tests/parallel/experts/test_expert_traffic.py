@@ -11,6 +11,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.topology import topology_of
 from megascale.plan.account.stage_traffic import StageTraffic
+from tests.marks import only_quick
 from tests.parallel.experts.test_expert_layouts import MIXTRAL, SHARED
 from tests.recorded_events import forget_events
 from tests.runs import build_run, config_of, settings, traffic_of
@@ -37,18 +38,30 @@ def recorded(rank: Rank, config: RunConfig) -> tuple[Traffic, Counts]:
     return traffic_of(run, step=1)["ep"], counts
 
 
+def token_bytes(config: RunConfig) -> int:
+    """Size a token on its way to the experts: in FP8 a code an element, and the scales of its blocks."""
+    h = config.model.hidden_size
+    if config.train.precision != "fp8":
+        return config.train.element_bytes[0] * h
+    return h + {"rowwise": 4, "blockwise": 4 * h // 128, "mxfp8": h // 32}[config.fp8.recipe]
+
+
 def expected(config: RunConfig, ranks: list[Counts], rank: int) -> Traffic:
     """Count calls and bytes of a rank from the counts of all."""
     m, group, blocks = config.model, topology_of(config.parallel).group(rank, "ep"), config.moe.token_blocks
     (compute, wide), local, calls, nbytes = config.train.element_bytes, m.experts // len(group), 0, 0
-    row, own = m.hidden_size * compute, slice(group.index(rank) * local, (group.index(rank) + 1) * local)
+    row, token, own = (
+        m.hidden_size * compute,
+        token_bytes(config),
+        slice(group.index(rank) * local, (group.index(rank) + 1) * local),
+    )
     for number, counts in enumerate(ranks[rank]):
         sent = sum(counts) - sum(counts[own])
         arrived = sum(sum(ranks[peer][number][own]) for peer in group if peer != rank)
         passes = 2 if config.train.recompute == "full" else 1
         calls += 1 + (2 * passes + 2) * blocks
         nbytes += 8 * m.experts * blocks
-        nbytes += (passes * sent + arrived) * (row + wide) + (passes * arrived + sent) * row
+        nbytes += passes * sent * (token + wide) + arrived * (row + wide) + (passes * arrived + sent) * row
     return {"all_to_all": (calls, nbytes)}
 
 
@@ -58,7 +71,8 @@ def gathered(config: RunConfig, exchanges: int) -> Traffic:
     compute, wide = config.train.element_bytes
     tokens, passes = config.row_tokens // config.parallel.tp, 2 if config.train.recompute == "full" else 1
     row, weights = m.hidden_size * compute, m.experts_per_token * wide
-    gathers = 8 * n * tokens * m.experts_per_token + n * tokens * (passes * (row + weights) + row)
+    token = token_bytes(config)
+    gathers = 8 * n * tokens * m.experts_per_token + n * tokens * (passes * (token + weights) + row)
     sums = (n - 1) * tokens * (passes * row + row + weights)
     return {
         "all_gather": (exchanges * (1 + (passes + 1) * blocks), exchanges * gathers),
@@ -67,6 +81,9 @@ def gathered(config: RunConfig, exchanges: int) -> Traffic:
 
 
 FULL = {"parallel__dp": 2, "parallel__ep": 2, "train__precision": "bf16", "train__recompute": "full"}
+
+WIDE = MIXTRAL | {"hidden_size": 128, "num_kv_heads": 4, "ffn_size": 256, "expert_ffn_size": 128, "seq_length": 128}
+CODES = FULL | {"train__precision": "fp8", "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +105,19 @@ FULL = {"parallel__dp": 2, "parallel__ep": 2, "train__precision": "bf16", "train
     ids=["full recomputation", "gathered blocks", "blocks", "gathered sp", "sp"],
 )  # fmt: skip
 def test_exchanged_bytes_follow_from_counts(model: dict[str, Any], keys: dict[str, Any], tmp_path: Path) -> None:
-    config = config_of(settings(model, tmp_path, batch__global=4, **keys), tmp_path)
+    compare(config_of(settings(model, tmp_path, batch__global=4, **keys), tmp_path))
+
+
+@pytest.mark.parametrize("dispatcher", only_quick(["all_to_all", "all_gather"], "all_to_all"))
+@pytest.mark.parametrize("recipe", only_quick(["rowwise", "blockwise", "mxfp8"], "rowwise"))
+def test_tokens_travel_in_the_bytes_of_their_codes(recipe: str, dispatcher: str, tmp_path: Path) -> None:
+    keys = CODES | {"fp8__recipe": recipe, "moe__dispatcher": dispatcher}
+    keys |= {} if recipe == "mxfp8" else {"fp8__scale": "pow2"}
+    compare(config_of(settings(WIDE, tmp_path, batch__global=4, **keys), tmp_path))
+
+
+def compare(config: RunConfig) -> None:
+    """Compare the bytes of every rank's exchanges in a step with the counts of its rows, and with the plan."""
     traffic, counts = zip(*run_world(config.world_size, recorded, config), strict=True)
     slots = config.row_tokens // config.parallel.tp * config.model.experts_per_token
     assert all(sum(of_layer) == slots for of_rank in counts for of_layer in of_rank)

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared ep8 zero2": (SHARED, {"parallel__dp": 8, "parallel__ep": 8, "parallel__zero": 2}),
     "shared sp ep2": (SHARED, SP | {"parallel__ep": 2}),
 }  # fmt: skip
-QUICK = ("few ep4 full", "few ep4 gathered")
+QUICK = ("few ep4 full", "few ep4 gathered", "few ep4 rowwise pow2")
 
 
 def of_case(name: str, folder: Path) -> RunConfig:
@@ -76,8 +76,9 @@ def of_case(name: str, folder: Path) -> RunConfig:
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )  # fmt: skip
 def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
+    """But for the operands of MXFP8, which the GEMMs of a CPU decode, and those of a GPU do not."""
     peak, error = compare(of_case(name, tmp_path), 0)
-    assert peak > 4e9 and -0.01 < error < 0.01
+    assert peak > 4e9 and (-0.02 if "mxfp8" in name else -0.01) < error < 0.01
 
 
 @pytest.mark.slow
