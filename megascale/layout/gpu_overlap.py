@@ -6,6 +6,7 @@ pieces, and what a configuration leaves exposed (`exposed_collectives`).
     ranks        of one host                                   up to 4, or without sequence parallelism
     inputs       one                                           any number
     FP8 scales   per tensor, or per row of a multiple of 4     all
+    codes        FP8                                           all
 
 Domino's collectives are whole, and overlap with the other half of a micro-batch on any ranks.
 """
@@ -74,7 +75,8 @@ def overlaps_on_gpus(
     spec = facts[operand]
     first = spec.block if operand == "input" or spec.serves_transpose else None
     blocks = {first, facts["weight"].block} if fp8 else {None}
-    fused = p.sp and p.tp <= ranks_per_host and can_fuse(rows, inputs, blocks)
+    integers = fp8 and spec.element == "int8"
+    fused = p.sp and p.tp <= ranks_per_host and not integers and can_fuse(rows, inputs, blocks)
     return fused or max_pieces(rows, 1, p.tp, p.sp) > (0 if p.sp else 1)  # a single all-reduce follows the whole GEMM
 
 

@@ -125,8 +125,10 @@ class TensorParallel:
         """Return torch's fused operators if they can run these GEMMs, with `rows` rows per rank."""
         if (fused := self.symmetric_memory if self.activations_sharded and self.overlap else None) is None:
             return None
-        blocks = {x.block if isinstance(x, Quantized) else None for x in (*inputs, *weights)}
-        if not can_fuse(rows, len(inputs), blocks):
+        operands = *inputs, *weights
+        blocks = {x.block if isinstance(x, Quantized) else None for x in operands}
+        integers = any(isinstance(x, Quantized) and x.data.dtype == torch.int8 for x in operands)
+        if integers or not can_fuse(rows, len(inputs), blocks):
             return None
         return fused if blocks == {None} or fused.has_scaled_matmul() else None
 
