@@ -32,7 +32,7 @@ from megascale.plan.simulate.layer_time import LayerTimes
 from megascale.plan.simulate.link_time import Buckets
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.step_time import StepParts, scale
-from megascale.schedule.ir import most_live
+from megascale.schedule.ir import RankSchedule, most_live, parts
 from megascale.schedule.shared_vocabulary import delay_backwards
 
 SPLIT = "zb_h1"  # stands for all schedules with split backwards
@@ -96,7 +96,8 @@ class Bounds:
         """Count the most layers whose activations the first rank holds."""
         parallel = self._space.with_layout(Layout(pp=pp, vpp=vpp, schedule=schedule)).parallel
         order = rank_order(parallel.model_copy(update={"vocab_pp": 0}), m, 1, 1, 0)  # its passes hold no layers
-        return most_live(delay_backwards(order, parallel.vocab_pp), self._cut(pp, vpp, schedule)[0])
+        freed = RankSchedule(part for entry in order for part in reversed(parts(entry)))  # pairs free as they allocate
+        return most_live(delay_backwards(freed, parallel.vocab_pp), self._cut(pp, vpp, schedule)[0])
 
     def _cut_of(self, pp: int, vpp: int, schedule: str) -> tuple[list[int], list[tuple[int, int, bool]], int]:
         """Count layers: of the first rank by chunk; by rank, as (before the first chunk, on the rank, has the head); of
