@@ -43,11 +43,18 @@ KEYS = (
 ALL_LAYERS = ("train.precision=fp8", "fp8.first_layers_bf16=0", "fp8.last_layers_bf16=0")
 
 
-def part(name: str, change: Callable[[QuantizerSpec], QuantizerSpec]) -> str:
-    """Register NVFP4 with other quantizers, and return its name."""
-    nvfp4, key = RECIPES["nvfp4"], f"nvfp4-{name}"
+PARTS: Mapping[str, Callable[[QuantizerSpec], QuantizerSpec]] = {
+    "nvfp4-unrotated": lambda spec: replace(spec, rotated=False),
+    "nvfp4-nearest": lambda spec: replace(spec, stochastic=False),
+    "nvfp4-random": lambda spec: replace(spec, stochastic=True),
+}
+"""NVFP4 with other quantizers, by name."""
+
+
+def register(key: str, change: Callable[[QuantizerSpec], QuantizerSpec]) -> None:
+    """Register NVFP4 with other quantizers."""
+    nvfp4 = RECIPES["nvfp4"]
     RECIPES.cards[key] = Card(key, nvfp4.help, nvfp4.target, with_specs(nvfp4.facts, change))
-    return key
 
 
 def variants() -> Mapping[str, Sequence[str]]:
@@ -62,9 +69,9 @@ def variants() -> Mapping[str, Sequence[str]]:
         "tensorwise, powers of two": recipe("tensorwise", "fp8.scale=pow2"),
         "mxfp8": recipe("mxfp8"),
         "nvfp4": recipe("nvfp4"),
-        "nvfp4 without rotation": recipe(part("unrotated", lambda spec: replace(spec, rotated=False))),
-        "nvfp4 rounded to nearest": recipe(part("nearest", lambda spec: replace(spec, stochastic=False))),
-        "nvfp4, all rounded stochastically": recipe(part("random", lambda spec: replace(spec, stochastic=True))),
+        "nvfp4 without rotation": recipe("nvfp4-unrotated"),
+        "nvfp4 rounded to nearest": recipe("nvfp4-nearest"),
+        "nvfp4, all rounded stochastically": recipe("nvfp4-random"),
         "nvfp4, last layer bf16": recipe("nvfp4", "fp8.last_layers_bf16=1"),
         "nvfp4, first layer bf16": recipe("nvfp4", "fp8.first_layers_bf16=1"),
         "nvfp4, bf16 from 82%": recipe("nvfp4", 'fp8.schedule=[[0.82, "bf16"]]'),
@@ -82,6 +89,8 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of each run (default: 1 2 3)")
     parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="RUN", help=listed)
     options = parser.parse_args()
+    for key, change in PARTS.items():
+        register(key, change)
     with tempfile.TemporaryDirectory() as folder:
         data = prepared(Path(folder))
         losses: dict[str, list[float]] = {}
