@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
+from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, QuantizerSpec, ScaleBlock
 from megascale.ops import fp8
 from megascale.ops.quantized import ElementFormat, Quantized
 from megascale.ops.recipe import Quantizer
@@ -31,7 +31,7 @@ def quantized(rows: int, k: int, block: ScaleBlock, element: ElementFormat, *, t
     view of a transpose has them, with the rows of other blocks beside each other.
     """
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)) * torch.linspace(1, 8, rows).view(-1, 1)
-    found = Quantizer(element, block).encode(x * torch.linspace(1, 8, k))
+    found = Quantizer(QuantizerSpec(element.name.lower(), block)).encode(x * torch.linspace(1, 8, k))
     scale = found.scale.t().contiguous().t() if turned else found.scale
     return Quantized(found.data, scale, block)
 

@@ -11,7 +11,6 @@ import pytest
 
 from lab.launches import LaunchCounter, TritonKernel, noted_kernels
 from megascale.catalog.backends import BACKENDS
-from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from tests.parallel.test_fp8_launches import LAUNCHES, OPERANDS
@@ -75,7 +74,7 @@ def test_steps_launch_the_counted_kernels_and_count_casts_where_they_are_logged(
     backends = {f"backends__{name}": "triton" if name in TRITON else "torch" for name in BACKENDS}
     model = WIDE | {"num_layers": 1, "activation": "swiglu"}
     more = {"fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0, "train__log_every": 3} | backends
-    configs = [configured(tmp_path, recipe, model, **more) for recipe in RECIPES.names()]
+    configs = [configured(tmp_path, recipe, model, **more) for recipe in LAUNCHES]
     (found,) = run_world(1, steps, configs)
     for recipe, (first, *later) in found.items():
         assert first[1], recipe
