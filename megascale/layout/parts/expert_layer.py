@@ -8,7 +8,7 @@ gathers the tokens of all ranks, and sends the sums of its rows by token back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -90,6 +90,12 @@ class ExpertLayer(Part):
             gate = LinearSpec("shared_gate", "shared gate", self.hidden, (("shared_gate", 1),), fp8=False)
             params += linear_params(f"{block}.shared_gate", model, gate)
         return params
+
+    def freeze(self, block: str, patterns: Sequence[str]) -> ExpertLayer:
+        if self.shared is None:
+            return self
+        up, activation, down = self.shared
+        return replace(self, shared=(up.freeze(block, patterns), activation, down.freeze(block, patterns)))
 
     def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
         """List the exchanges of counts or choices, once, and of rows or tokens: with a weight for each slot to the

@@ -234,7 +234,7 @@ class JobMemory:
             heads = {f"{exit_name(after)}.{HEAD}" for after in exits_of(c.model, self.layout, index)}
             if index == self.layout.count - 1:
                 heads.add(TOKEN_EMBEDDING if c.model.tie_embeddings else HEAD)
-            sums = [size * sum(b.numel for b in buckets if b.tables & heads) for buckets in held]
+            sums = [size * sum(b.numel for b in buckets if b.tables & heads and not b.frozen) for buckets in held]
             found.append(tuple((owner, total) for owner, total in enumerate(sums) if total))
         return found
 
@@ -262,7 +262,8 @@ class JobMemory:
         topology, size = topology_of(self.config.parallel), self.sizes.wide
         gradients, whole = list[activations.UnitGradients](), self.storage.gradient_bytes or size
         for module in _by_module(buckets):
-            full, shard = whole * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module)
+            trained = [bucket for bucket in module if not bucket.frozen]
+            full, shard = whole * sum(b.numel for b in trained), size * sum(b.shard(topology) for b in trained)
             in_flight = shard + (full if shard < full else 0)  # a single rank frees the full one at once
             waits = self.config.overlap.dp and not self._coded
             gradients.append(activations.UnitGradients(full, shard, in_flight if waits else 0))

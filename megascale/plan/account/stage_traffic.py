@@ -78,7 +78,7 @@ class StageTraffic:
         for chunk in range(p.vpp):
             layers = self.layout.layers(self.layout.index(self.stage, chunk))
             recompute = recompute_policy(config.train, chunk)
-            kinds = Counter((block_spec(config.model, layer), layer in fp8) for layer in layers)
+            kinds = Counter((block_spec(config.model, layer, config.train.freeze), layer in fp8) for layer in layers)
             for (block, quantized), count in kinds.items():
                 sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []

@@ -93,7 +93,8 @@ class ModuleCostCache:
         """Have counts of its own for what runs inside, and main gradients for parameters without them."""
         recorder = self.counter_mode.recorder
         outer, recorder.counts = recorder.counts, ResourceCounts()
-        without_grad = [parameter for parameter in module.parameters() if not hasattr(parameter, "main_grad")]
+        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        without_grad = [parameter for parameter in trained if not hasattr(parameter, "main_grad")]
         for parameter in without_grad:
             parameter.main_grad = torch.empty(parameter.shape, dtype=self.grad_dtype)  # type: ignore[attr-defined]
         try:
@@ -318,7 +319,7 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         spans = None if shard is None or run.config.data.attention_mask == "document" else shard.spans
         for rope in {layer_rope(m, layer) for layer in range(m.total_layers)}:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
-    anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m)[1]
+    anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m, tuple(run.config.train.freeze))[1]
 
     def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:
         return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
