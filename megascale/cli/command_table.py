@@ -203,7 +203,7 @@ COMMANDS = {
     "ckpt grow": Command(
         "make the checkpoint of a wider or deeper model that computes the same function",
         "ckpt grow runs/small large.toml grown",
-        "docs/checkpointing.md",
+        "docs/recipes.md",
         module="ckpt",
     ),
     "ckpt spectrum": Command(
