@@ -123,7 +123,7 @@ def frozen_parameters(model: ModelConfig, train: TrainConfig) -> Iterable[Findin
     """Check that `freeze` names parameters of the model, whole ones, and not all of them."""
     if not train.freeze:
         return ()
-    from megascale.layout.freezing import freeze_findings  # a layer above: the parameters of a model
+    from megascale.layout.group_rules import freeze_findings  # a layer above: the parameters of a model
 
     return freeze_findings(model, train.freeze)
 
