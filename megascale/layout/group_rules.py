@@ -1,4 +1,4 @@
-"""Rules of `[[optimizer.groups]]`, of options of optimizers, and of frozen parameters: they need a model's parameters."""
+"""Rules of `[[optimizer.groups]]`, options of optimizers and `train.freeze`, which need the parameters of a model."""
 
 from __future__ import annotations
 
