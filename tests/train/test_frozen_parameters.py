@@ -26,7 +26,7 @@ def named(run: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def gradients_of_a_step(rank: Rank, config: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]:
-    """Gradients after the first backward of all samples, and weights before and after three steps."""
+    """Gradients of the first step, weights before it and after three steps, and the first gradient norm."""
     run = build_run(rank, config)
     before = {name: p.detach().numpy().copy() for name, p in named(run).items()}
     norm = curve_of(run, 1)[0][1]
@@ -46,8 +46,7 @@ def test_gradients_of_the_others_are_as_without_frozen_ones(model: dict[str, Any
     } | {name for name in before if name.startswith("layers.3.attention.qkv")}
     assert all((gradients[name] == whole[name]).all() for name in gradients)
     squares = sum(float((gradient**2).sum()) for gradient in gradients.values())
-    tokens = 8 * model["seq_length"]
-    assert norm == pytest.approx(squares**0.5 / tokens, rel=1e-12)
+    assert norm == pytest.approx(squares**0.5, rel=1e-12)  # the update has divided them by the tokens
     for name in before:
         assert (before[name] == after[name]).all() == (name not in gradients), name
 
@@ -81,7 +80,8 @@ def test_state_is_saved_of_trained_ones_alone_and_begins_at_zero(tmp_path: Path)
         _, text, curve = run_world(world, train_and_save, config, 2)[0]
         assert "begins at zero" not in text
         curves.append(curve)
-    assert curves[1] == pytest.approx(curves[0], rel=1e-10) and curves[2] == pytest.approx(curves[0], rel=1e-10)
+    for curve in curves[1:]:
+        assert sum(curve, ()) == pytest.approx(sum(curves[0], ()), rel=1e-10)
     keys["train__freeze"] = ["embedding.*"]
     config = config_of(settings(LLAMA, tmp_path / "e", **keys), tmp_path)
     names, text, _ = run_world(1, train_and_save, config, 1)[0]

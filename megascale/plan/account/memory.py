@@ -151,7 +151,9 @@ class JobMemory:
         m, units = self._microbatches, self._units(stage)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
         sharded = p.zero == 3 or self._coded
-        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if sharded else []
+        partly = p.zero == 2 and bool(config.train.freeze)
+        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if sharded or partly else []
+        units = [*map(_trained_units, units, held)] if partly else units
         chunks = [*map(self._sharded_chunk, units, held)] if p.zero == 3 else [*map(self._chunk, units)]
         if p.zero >= 2:
             pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
@@ -167,7 +169,7 @@ class JobMemory:
         if p.vocab_pp:  # four sums on their way, ids and their masks, unsharded gradients
             transient += 4 * sizes.stream + min(m, 2 * p.pp + p.vocab_pp) * (activations.TOKEN + 1) * sizes.tokens
             shared = bucket_sizes(config.model, p, config.overlap, config.train, stage, [p.vpp])
-            transient += sizes.wide * shared[0][0].numel if p.zero == 2 else 0
+            transient += sizes.wide * sum(b.numel for b in shared[0] if not b.frozen) if p.zero == 2 else 0
         if stage in token_ranks(config.model, p):
             depths = config.model.mtp_layers if stage == self.layout.placement.ends[1] else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
@@ -300,6 +302,13 @@ class JobMemory:
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
         chunk = chunk._replace(backward=chunk.backward + unsharded)
         return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)
+
+
+def _trained_units(units: Sequence[UnitBytes], buckets: Sequence[BucketSize]) -> list[UnitBytes]:
+    """Return a chunk's units with the elements of trained parameters, a share that all have."""
+    numel = sum(bucket.numel for bucket in buckets)
+    share = sum(bucket.numel for bucket in buckets if not bucket.frozen) / max(1, numel)
+    return [unit._replace(elements=int(share * unit.elements), experts=int(share * unit.experts)) for unit in units]
 
 
 def _by_module(buckets: Sequence[BucketSize]) -> list[list[BucketSize]]:

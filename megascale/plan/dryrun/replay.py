@@ -319,7 +319,7 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         spans = None if shard is None or run.config.data.attention_mask == "document" else shard.spans
         for rope in {layer_rope(m, layer) for layer in range(m.total_layers)}:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
-    anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m, tuple(run.config.train.freeze))[1]
+    anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m)[1]
 
     def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:
         return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
@@ -329,7 +329,8 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         for modules in (stage.layers, stage.predictions):
             for name, block in list(modules.items()):
                 layer = int(name)
-                key = (kinds[layer], layer in quantized, policy)
+                trained = tuple(parameter.requires_grad for parameter in block.parameters())
+                key = (kinds[layer], layer in quantized, policy, trained)
                 modules[name] = replayed(block, key, layer, policy.full)
         if stage.embedding is not None and stage.embedding.token is not None:
             stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]
