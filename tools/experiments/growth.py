@@ -123,7 +123,8 @@ def train(
     config, device = config_of(name, model, steps, root, resume, freeze), detect_device(allow_gpu=False)
     run = build_rank_run(config, build_mesh(config, Rank(0, 1, 0, "localhost"), device), device, StopRequest())
     load_initial_state(run, no_weights)
-    loader = Loader(Bytes(steps * SAMPLES), BatchShape(SAMPLES, SAMPLES, 1), 0, 0.0, 0, device.torch_device)
+    shape = BatchShape(SAMPLES, SAMPLES, 1)
+    loader = Loader(Bytes(steps * SAMPLES), shape, 0, dropout=0.0, seed=0, device=device.torch_device)
     losses, times = [], []
     for step in range(run.progress.step, steps):
         begin = time.perf_counter()

@@ -105,7 +105,7 @@ def test_frozen_parameters(layout: str, tied: bool, tmp_path: Path) -> None:
     config = config_of(settings_of(model, tmp_path, batch__global=32, **keys), tmp_path)
     for rank in (0, config.world_size - 1):
         _, error = compare(config, rank)
-        assert LOW < error < 0.3  # activations that only wgrad reads are saved all the same
+        assert abs(error) < 0.1  # of megabytes
     whole = config.model_copy(update={"train": config.train.model_copy(update={"freeze": []})})
     assert model_flops(config).linear < 0.8 * model_flops(whole).linear
 
