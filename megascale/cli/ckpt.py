@@ -1,4 +1,4 @@
-"""`megascale ckpt`: list, show, verify, diff and convert checkpoints, print their `[model]`; free copies in memory."""
+"""`megascale ckpt`: list, show, verify, diff, convert and grow checkpoints, print `[model]`, free copies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascale.cli import ckpt_growth
 from megascale.cli.arguments import add_json, add_run, checked, read_digits
 from megascale.cli.command_output import OutputError, warn
 from megascale.cli.run_location import run_location
@@ -337,4 +338,6 @@ VERBS = {
     "copies": (_add_copies, _explained(_copies)),
     "model": (_add_model, _explained(_model)),
     "convert": (_add_convert, _explained(_convert)),
+    "grow": (ckpt_growth.add_grow, _explained(ckpt_growth.grow)),
+    "spectrum": (ckpt_growth.add_spectrum, _explained(ckpt_growth.spectrum)),
 }

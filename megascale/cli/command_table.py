@@ -200,6 +200,18 @@ COMMANDS = {
         "docs/models.md",
         module="ckpt",
     ),
+    "ckpt grow": Command(
+        "make the checkpoint of a wider or deeper model that computes the same function",
+        "ckpt grow runs/small large.toml grown",
+        "docs/recipes.md",
+        module="ckpt",
+    ),
+    "ckpt spectrum": Command(
+        "choose the weights to train further by the signal in their singular values",
+        "ckpt spectrum runs/quickstart --top 0.5 --output freeze.toml",
+        "docs/recipes.md",
+        module="ckpt",
+    ),
     "sample": Command(
         "generate text from a checkpoint",
         'sample runs/quickstart --prompt "def main" --tokens 50',

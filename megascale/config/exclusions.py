@@ -299,6 +299,13 @@ HYBRID = unsupported(
     ("data.reader", unless("host"), "every rank reads the boundaries of all samples of a step", "rank"),
 )  # fmt: skip
 
+FROZEN = unsupported(
+    "train.freeze",
+    ("optimizer.name", unless("lamb"), "lamb needs norms of all parameters of a bucket", "adamw"),
+    ("sites.count", only(1), "sites exchange all weights", "1"),
+    ("fault.rebuild_stage", only(0), "a lost stage is rebuilt by its neighbours' optimizer state", "0"),
+)  # fmt: skip
+
 LAMB = Exclusions("optimizer.name", only("lamb"), (
     ("optimizer.master_weights", only("full"), "lamb needs master weights in fp32", "full, or another optimizer"),
 ))  # fmt: skip

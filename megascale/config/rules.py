@@ -65,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     train_rules.learning_rate, exclusions.NO_TAIL, exclusions.CONSTANT_RATE,
     exclusions.NO_AVERAGE, exclusions.NO_EMA, exclusions.NO_LAWA, exclusions.NO_HISTORY, exclusions.BLOCK_SCALES,
     train_rules.optimizer_groups,
+    train_rules.frozen_parameters, exclusions.FROZEN,
     exclusions.TIED_HEAD,
     train_rules.compensated_weights, exclusions.LAMB, exclusions.COMPENSATED,
     exclusions.ZCLIP, exclusions.SKIPPED_STEPS,

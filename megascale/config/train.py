@@ -16,6 +16,7 @@ from megascale.core.registry import closest_name
 HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugging Face weights
 
 Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
+Names = list[Annotated[str, Field(min_length=1)]]
 PositiveFloat = Annotated[Float32, Field(gt=0)]
 Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]
 
@@ -73,6 +74,11 @@ class TrainConfig(Section):
         0.0,
         description="coefficient of the squared log of the softmax's denominator in the gradient, 1e-4 in PaLM; the "
         "reported loss stays the cross-entropy",
+    )
+    freeze: Names = Field(
+        [],
+        description='patterns of the names of parameters that are not trained, such as "layers.*.mlp.*" '
+        "([frozen parameters](recipes.md#freeze-parameters))",
     )
     compile: bool = Field(False, description="torch.compile of the operations between linear layers")
     log_every: Count = Field(10, description="steps between records of metrics")

@@ -119,6 +119,15 @@ def optimizer_groups(model: ModelConfig, parallel: ParallelConfig, optimizer: Op
     return group_findings(model, optimizer, shared=parallel.vocab_pp > 0)
 
 
+def frozen_parameters(model: ModelConfig, train: TrainConfig) -> Iterable[Finding]:
+    """Check that `freeze` names parameters of the model, whole ones, and not all of them."""
+    if not train.freeze:
+        return ()
+    from megascale.layout.group_rules import freeze_findings  # a layer above: the parameters of a model
+
+    return freeze_findings(model, train.freeze)
+
+
 def compensated_weights(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Finding]:
     """Check that compensated weights are of bf16 training."""
     facts, precision = PRECISIONS[train.precision].facts, train.precision

@@ -19,6 +19,7 @@ from megascale.convert.huggingface import PretrainedWeights
 from megascale.core.errors import CheckpointError
 from megascale.core.files import is_file
 from megascale.core.storage import Location
+from megascale.layout.freezing import matches
 from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, BALANCE_BIAS, WEIGHTS
 
 
@@ -78,8 +79,9 @@ class SavedWeights:
             first = int(name.rpartition(".")[2]) * experts
             self._check(BALANCE_BIAS)
             return offline.read_tensor(self.source, self.saved, BALANCE_BIAS, ((first,), (experts,))).float()
-        found = []
-        for stored in (prefix + name for prefix in self.prefixes):
+        found, frozen = [], (self.saved.facts.config.get("train") or {}).get("freeze", [])
+        prefixes = (WEIGHTS,) if matches(name, frozen) else self.prefixes  # frozen weights have no average
+        for stored in (prefix + name for prefix in prefixes):
             self._check(stored)
             inner = self.saved.tensors[stored].shape[len(index) :]
             part = (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner)

@@ -8,7 +8,7 @@ serial_block and parallel_block), and a card of `catalog.layers` that names both
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from megascale.catalog.layers import BLOCKS
@@ -23,10 +23,12 @@ BlockSpec = tuple[Part, ...]
 RECENT = 16  # models whose blocks are cached: the layouts of a search share a model
 
 
-def block_spec(model: ModelConfig, layer: int) -> BlockSpec:
+def block_spec(model: ModelConfig, layer: int, freeze: Sequence[str] = ()) -> BlockSpec:
     """The parts of layer number `layer` of a model, in forward order. From `num_layers` on, those of multi-token
-    prediction.
+    prediction. `freeze`: patterns of the tensors that are not trained.
     """
+    if freeze:
+        return tuple(part.freeze(f"layers.{layer}", freeze) for part in block_spec(model, layer))
     module, _, name = BLOCKS[model.block].facts["description"].partition(":")
     block: BlockSpec = getattr(importlib.import_module(module), name)(model, layer)
     if layer < model.num_layers:
@@ -37,9 +39,9 @@ def block_spec(model: ModelConfig, layer: int) -> BlockSpec:
 
 
 @lru_cache(RECENT)
-def distinct_blocks(model: ModelConfig) -> tuple[tuple[BlockSpec, ...], tuple[int, ...]]:
+def distinct_blocks(model: ModelConfig, freeze: tuple[str, ...] = ()) -> tuple[tuple[BlockSpec, ...], tuple[int, ...]]:
     """List the distinct blocks of a model, and for every layer the index of its block in the list."""
-    blocks = [block_spec(model, layer) for layer in range(model.total_layers)]
+    blocks = [block_spec(model, layer, freeze) for layer in range(model.total_layers)]
     distinct = tuple(dict.fromkeys(blocks))
     return distinct, tuple(distinct.index(block) for block in blocks)
 

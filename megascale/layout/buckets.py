@@ -147,6 +147,11 @@ class BucketLayout:
         return "ep" in self.slots[0].parameter.sharding
 
     @property
+    def frozen(self) -> bool:
+        """The parameters are not trained: they have no gradients and no optimizer state."""
+        return self.slots[0].parameter.frozen
+
+    @property
     def shares_vocabulary(self) -> bool:
         """The parameters are rows of the vocabulary, which the pipeline's stages share."""
         return "pp" in self.slots[0].parameter.sharding
@@ -234,12 +239,14 @@ class BucketLayout:
         return zip(self.slots, [*(slot.start for slot in self.slots[1:]), self.numel], strict=True)
 
 
-def split_by_reduce_axes(parameters: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
-    """Split parameters into those whose gradients are summed over the same ranks, which may share a bucket."""
-    by_axes: dict[tuple[str, ...], list[ParamSpec]] = {}
+def split_by_reduction(parameters: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
+    """Split parameters into those that may share a bucket: their gradients are summed over the same ranks, or they are
+    frozen and have none.
+    """
+    alike: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
     for parameter in parameters:
-        by_axes.setdefault(parameter.reduce_axes, []).append(parameter)
-    return list(by_axes.values())
+        alike.setdefault((parameter.frozen, parameter.reduce_axes), []).append(parameter)
+    return list(alike.values())
 
 
 def pack(parameters: Sequence[ParamSpec], topology: Topology, zero: int = 0) -> BucketLayout:
@@ -248,7 +255,7 @@ def pack(parameters: Sequence[ParamSpec], topology: Topology, zero: int = 0) -> 
     `zero`: the stage of ZeRO, a row of `SHARDED`; the order and the size depend neither on it nor on who shards.
     """
     axes = parameters[0].reduce_axes
-    assert all(p.reduce_axes == axes for p in parameters), "the gradients of a bucket have a common reduction group"
+    assert len(split_by_reduction(parameters)) == 1, "the gradients of a bucket have a common reduction group"
     shards = topology.size(*axes)
     slots: list[Slot] = []
     at = replicated_start = partial_stop = 0

@@ -5,7 +5,7 @@ fp8_weights).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from megascale.config.model import ModelConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks
-from megascale.layout.buckets import BucketLayout, pack, split_by_reduce_axes
+from megascale.layout.buckets import BucketLayout, pack, split_by_reduction
+from megascale.layout.freezing import mark_frozen
 from megascale.layout.parameters import exit_params, layer_params, pipeline_vocabulary, stage_params
 from megascale.layout.stages import Place, Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, exit_name
@@ -84,9 +85,9 @@ def chunk_buckets(
     topology, limits = topology_of(parallel), partial(_bounds, parallel, overlap, train)
 
     def layer(number: int) -> _Module:
-        return _module(f"layers.{number}", layer_params(model, number), topology)
+        return _module(f"layers.{number}", layer_params(model, number), topology, train.freeze)
 
-    chunks = _modules_of_buckets(model, parallel, pp_rank, held_chunks(parallel), layer, limits)
+    chunks = _modules_of_buckets(model, parallel, pp_rank, held_chunks(parallel), layer, limits, train.freeze)
     return [[bucket for modules in chunk for bucket in _params_of_buckets(modules)] for chunk in chunks]
 
 
@@ -153,7 +154,7 @@ def _split(modules: list[_Module], min_numel: int, max_numel: int) -> list[list[
 
 class BucketSize(NamedTuple):
     """A bucket's first module, and of its layout the elements with padding, `reduce_axes`, `fp8_numel`, and the
-    parameters that have the vocabulary's rows.
+    parameters that have the vocabulary's rows. `frozen`: without gradients and optimizer state.
     """
 
     first_module: str
@@ -161,12 +162,13 @@ class BucketSize(NamedTuple):
     reduce_axes: tuple[str, ...] = DATA_AXES
     fp8_numel: int = 0
     tables: frozenset[str] = frozenset()
+    frozen: bool = False
 
     @classmethod
     def of(cls, first_module: str, layout: BucketLayout) -> BucketSize:
         kinds = {slot.parameter.name: slot.parameter.kind for slot in layout.slots}
         tables = frozenset(name for name, kind in kinds.items() if kind in ("embedding", "head"))
-        return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel, tables)
+        return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel, tables, layout.frozen)
 
     def coded(self, layers: range, weight: QuantizerSpec) -> int:
         """Count the first elements that are gathered as FP8 codes if weights are sharded: weights of FP8 `layers`,
@@ -191,11 +193,11 @@ def bucket_sizes(
     The result equals the sizes of `pack` for `chunk_buckets`, computed faster, from a single layer of each kind. The
     bucket of a tied embedding on the last stage has "head" as its first module.
     """
-    topology, kinds = topology_of(parallel), distinct_blocks(model)[1]
+    topology, kinds = topology_of(parallel), distinct_blocks(model, tuple(train.freeze))[1]
     layers, known = dict[int, _Module](), dict[tuple[str, ...], list[BucketLayout]]()
     for number, kind in enumerate(kinds):
         if kind not in layers:
-            layers[kind] = _module(f"layers.{number}", layer_params(model, number), topology)
+            layers[kind] = _module(f"layers.{number}", layer_params(model, number), topology, train.freeze)
 
     def sizes(modules: list[_Module]) -> list[BucketSize]:
         key = tuple(module.params[0].name for module in modules)
@@ -207,13 +209,15 @@ def bucket_sizes(
         return layers[kinds[number]]._replace(name=f"layers.{number}")
 
     held, limits = held_chunks(parallel) if chunks is None else chunks, partial(_bounds, parallel, overlap, train)
-    found = _modules_of_buckets(model, parallel, pp_rank, held, layer, limits)
+    found = _modules_of_buckets(model, parallel, pp_rank, held, layer, limits, train.freeze)
     return [[size for modules in chunk for size in sizes(modules)] for chunk in found]
 
 
-def stage_elements(chunks: Iterable[Iterable[BucketSize]], topology: Topology) -> tuple[int, int, int]:
-    """Count the elements of chunks' buckets, of their shards, and of the shards of their state."""
-    buckets = list(itertools.chain(*chunks))
+def stage_elements(
+    chunks: Iterable[Iterable[BucketSize]], topology: Topology, *, trained: bool
+) -> tuple[int, int, int]:
+    """Count the elements of chunks' buckets, all or `trained`, of their shards, and of the shards of their state."""
+    buckets = [bucket for bucket in itertools.chain(*chunks) if not (trained and bucket.frozen)]
     shard = sum(bucket.shard(topology) for bucket in buckets)
     state = shard // topology.dp_replicate if topology.state_over_all else shard
     return sum(bucket.numel for bucket in buckets), shard, state
@@ -227,18 +231,19 @@ class _Module(NamedTuple):
     numel: int
 
 
-def _module(name: str, params: list[ParamSpec], topology: Topology) -> _Module:
-    return _Module(name, params, sum(parameter.local_numel(topology) for parameter in params))
+def _module(name: str, params: list[ParamSpec], topology: Topology, freeze: Sequence[str]) -> _Module:
+    numel = sum(parameter.local_numel(topology) for parameter in params)
+    return _Module(name, mark_frozen(params, freeze), numel)
 
 
 def _params_of_buckets(modules: list[_Module]) -> list[list[ParamSpec]]:
     """The parameters of the buckets of modules: of one bucket for all parameters with equal reductions."""
-    return split_by_reduce_axes(itertools.chain(*(module.params for module in modules)))
+    return split_by_reduction(itertools.chain(*(module.params for module in modules)))
 
 
 def _modules_of_buckets(
     model: ModelConfig, parallel: ParallelConfig, pp_rank: int, chunks: Iterable[int],
-    layer: Callable[[int], _Module], limits: Callable[[int], tuple[int, int]],
+    layer: Callable[[int], _Module], limits: Callable[[int], tuple[int, int]], freeze: Sequence[str],
 ) -> Iterator[list[list[_Module]]]:  # fmt: skip
     """Yield the modules of each bucket of each of the chunks of a pipeline rank, in the order of the network. `limits`:
     the `_bounds` for a chunk's number of elements.
@@ -248,23 +253,23 @@ def _modules_of_buckets(
     split = {parameter.name for parameter in shards}
     for chunk in chunks:
         if chunk == stages.vpp:  # of the vocabulary: a single bucket
-            yield [[_module("embedding", shards, topology)]]
+            yield [[_module("embedding", shards, topology, freeze)]]
             continue
         index = stages.index(pp_rank, chunk)
         edges = stage_params(model, range(0), index == 0, index == stages.count - 1)
         edges = [parameter for parameter in edges if parameter.name not in split]
         tied = [p for p in edges if shared and p.name == TOKEN_EMBEDDING]
         groups = itertools.groupby((p for p in edges if p not in tied), key=lambda p: module_of(p.name))
-        ends = [_module(name, list(params), topology) for name, params in groups]
+        ends = [_module(name, list(params), topology, freeze) for name, params in groups]
         begin = [module for module in ends if module.name == "embedding"]
         numbers = stages.layers(index)
         trunk, deeper = range(numbers.start, min(numbers.stop, model.num_layers)), range(model.num_layers, numbers.stop)
-        exits = {n: _module(exit_name(n + 1), exit_params(model, n + 1), topology) for n in trunk}
+        exits = {n: _module(exit_name(n + 1), exit_params(model, n + 1), topology, freeze) for n in trunk}
         inner = [module for n in trunk for module in (layer(n), exits[n]) if module.params]
         modules = [*begin, *inner, *ends[len(begin) :], *map(layer, deeper)]
         buckets = _split(modules, *limits(sum(module.numel for module in modules)))
         end = "head" if index else "embedding"
-        separate = [[_module(end, tied, topology)]] if tied and (copied or not index) else []
+        separate = [[_module(end, tied, topology, freeze)]] if tied and (copied or not index) else []
         yield [*buckets, *separate] if index else [*separate, *buckets]
 
 

@@ -1,4 +1,4 @@
-"""Rules of `[[optimizer.groups]]` and of options of optimizers, which need the parameters of a model."""
+"""Rules of `[[optimizer.groups]]`, options of optimizers and `train.freeze`, which need the parameters of a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
+from megascale.layout.freezing import mark_frozen, matches
 from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.layout.parameters import all_params, pipeline_vocabulary
 
@@ -77,6 +78,26 @@ def _meant_params(model: ModelConfig, table: Mapping[str, Any]) -> str:
         if any(fnmatchcase(parameter.name, pattern) for pattern in table.get("params", ())):
             return f"{parameter.name} is fused: its parts are {', '.join(part.name for part in parameter.parts)}"
     return "patterns of names as in `megascale ckpt show`, or other kinds"
+
+
+def freeze_findings(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Finding]:
+    """Check that every pattern matches, that no weight is frozen in part, and that some parameter is trained."""
+    key, parameters = "train.freeze", all_params(model)
+    tensors = [tensor.name for parameter in parameters for tensor in parameter.parts]
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in tensors):
+            yield Finding(key, f"{pattern} matches no parameter", "patterns of names as in `megascale ckpt show`")
+    marked = mark_frozen(parameters, patterns)
+    for parameter in marked:
+        names = [tensor.name for tensor in parameter.parts]
+        found = [name for name in names if matches(name, patterns)]
+        if found and not parameter.frozen:
+            others = ", ".join(name for name in names if name not in found)
+            message = f"{found[0]} is in one weight with {others}, which is trained or frozen as a whole"
+            yield Finding(key, message, f"also {others}, or none of them")
+            return
+    if all(parameter.frozen for parameter in marked):
+        yield Finding(key, "all parameters are frozen: nothing is trained", "fewer patterns")
 
 
 def _option_findings(where: str, group: ParamGroup, options: Mapping[str, Any]) -> Iterator[Finding]:

@@ -186,8 +186,10 @@ class ParamGroups:
 
 def group_ranges(layout: BucketLayout, groups: ParamGroups, topology: Topology) -> list[tuple[ParamGroup, SlotRange]]:
     """List the tensors of a bucket in order, with their groups, on any rank, and the matrices of stacks where a group
-    needs whole ones. The padding after a parameter belongs to its last tensor.
+    needs whole ones; none that are frozen. The padding after a parameter belongs to its last tensor.
     """
+    if layout.frozen:
+        return []
     tensors = layout.tensor_ranges(0, layout.numel, topology)
     grouped = [(groups.group_of(item.slot.parameter, item.tensor), item) for item in tensors]
     found = [(group, part) for group, item in grouped for part in (item.matrices() if group.needs_matrix else [item])]

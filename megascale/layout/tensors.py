@@ -90,6 +90,7 @@ class ParamSpec:
     `kind`: of all parts. `fp8`: the weight's GEMMs may run in FP8. `tp_partial`: a replica's gradient is of this tp
     rank's heads only, also without sequence parallelism, and is summed over tp. `reduce_axes`: the axes whose ranks
     hold the parameter and have parts of its gradient, which are summed. `decays`: weight decay applies to a matrix.
+    `frozen`: the parameter is not trained (`layout.freezing`).
     """
 
     name: str
@@ -99,6 +100,7 @@ class ParamSpec:
     tp_partial: bool = False
     reduce_axes: tuple[str, ...] = DATA_AXES
     decays: bool = True
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         equal = all(part.sharding == self.sharding for part in self.parts)

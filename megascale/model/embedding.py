@@ -42,7 +42,9 @@ class Embedding(nn.Module):
             rows = x_sbh.shape[0]
             first = self._tp.index * rows if rows < tokens_sb.shape[0] else 0
             x_sbh = x_sbh + self._positions(slice(first, first + rows), batch)
-        return self._drop(x_sbh, batch)
+        x_sbh = self._drop(x_sbh, batch)
+        # Of frozen tables too: backward passes the boundaries of buckets along the graph.
+        return x_sbh.requires_grad_() if torch.is_grad_enabled() and not x_sbh.requires_grad else x_sbh
 
     def _positions(self, rows: slice, batch: MicroBatch) -> Tensor:
         """The position embedding of rows of the batch's tokens [rows, b or 1, h]."""

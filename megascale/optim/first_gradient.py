@@ -31,13 +31,13 @@ from megascale.parallel.bucket import Bucket
 class FirstGradient:
     """Reads gradients of the first micro-batches. `sequence`: with sequence parallelism."""
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, sequence: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, device: torch.device, *, sequence: bool) -> None:
         self._buckets = buckets
         self._tp = mesh.tp
         self._sharing = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
         self._counts = mesh.coord.cp == 0
         self._sequence = sequence
-        self._total = torch.zeros((), dtype=torch.float64, device=buckets[0].weights.device)
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._partial_over_tp: list[Tensor] = []  # in the order of the buckets' first backwards
         self._tied: list[tuple[Bucket, Tensor]] = []
 

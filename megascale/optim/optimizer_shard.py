@@ -101,8 +101,12 @@ def state_ranges(ranges: GroupedRanges) -> dict[str, list[SlotRange]]:
 
 
 def new_shard(bucket: Bucket, ranges: GroupedRanges, *, compensated: bool) -> OptimizerShard:
-    """Copy the weights of a bucket's shard as master weights, and allocate state of zero for `ranges`."""
+    """Copy the weights of a bucket's shard as master weights, and allocate state of zero for `ranges`. Frozen weights
+    are their own master weights.
+    """
     weights, grad = bucket.shard_weights, bucket.grad
+    if bucket.frozen:
+        return OptimizerShard(bucket, weights, {})
     master = weights if compensated or weights.dtype == grad.dtype else weights.to(grad.dtype)
     sizes = {name: sum(item.numel for item in found) for name, found in state_ranges(ranges).items()}
     state = {name: grad.new_zeros(size) for name, size in sizes.items()}

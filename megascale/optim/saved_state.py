@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from megascale.config.train import OptimizerConfig
+from megascale.layout.freezing import matches
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.tensors import ParamSpec
 from megascale.optim.optimizer_shard import LOW
@@ -32,14 +33,18 @@ def saved_groups(config: Mapping[str, Any]) -> ParamGroups | None:
 
 
 def fresh_state(
-    names: Iterable[str], parameters: Iterable[ParamSpec], groups: ParamGroups, before: ParamGroups | None
+    names: Iterable[str], parameters: Iterable[ParamSpec], groups: ParamGroups, config: Mapping[str, Any]
 ) -> list[str]:
-    """List the state tensors among `names` that begin at zero in a run that continues one with the groups `before`."""
+    """List the state tensors among `names` that begin at zero in a run that continues one with the `config`: with other
+    groups, or where parameters were frozen.
+    """
+    before, freeze = saved_groups(config), (config.get("train") or {}).get("freeze", [])
     keeping = {
         tensor.name
         for parameter in parameters
         for tensor in parameter.parts
-        if before and groups.group_of(parameter, tensor).can_keep(before.group_of(parameter, tensor), tensor.shape)
+        if before and not matches(tensor.name, freeze)
+        if groups.group_of(parameter, tensor).can_keep(before.group_of(parameter, tensor), tensor.shape)
     }
     kinds = {name: name.partition(".")[::2] for name in names}
     return [name for name, (kind, of) in kinds.items() if f"{kind}." != WEIGHTS and kind != LOW and of not in keeping]

@@ -149,11 +149,11 @@ class ShardedOptimizer:
         """Return all tensors but state that the checkpoint has of another rule: it begins at zero, and `fresh_state`
         has its names. Full master weights add up the two of compensated ones.
         """
-        from megascale.optim.saved_state import begin_with_rests, fresh_state, saved_groups
+        from megascale.optim.saved_state import begin_with_rests, fresh_state
 
         tensors = self.global_tensors()
         parameters = (slot.parameter for shard in self.shards for slot in shard.bucket.layout.slots)
-        fresh = fresh_state(tensors, parameters, self._groups, saved_groups(config))
+        fresh = fresh_state(tensors, parameters, self._groups, config)
         fresh += [name for name in tensors if name.startswith(f"{LOW}.") and name not in saved]
         self.fresh_state = {name.partition(".")[0] for name in fresh}
         for name in fresh:

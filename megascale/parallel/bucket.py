@@ -31,6 +31,7 @@ class Bucket:
     - `coded`: by the name of a parameter that is gathered as codes, this rank's, with the scales of the whole
     - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied
     - `tied_group`: the ranks that share a tied embedding; of one rank otherwise
+    - `frozen`: the parameters are not trained, and have no gradients
     - `users`: the number of this rank's chunks that use it, in which its gradients are complete in the last of them
     - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward
 
@@ -46,6 +47,7 @@ class Bucket:
         self.label = "chunk {}{}".format(*place)  # its name in the event log
         self.first_module = module_of(parameters[0].name)
         layout = self.layout = pack(parameters, mesh.topology, zero)
+        self.frozen = layout.frozen
         tied = self.tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
         self.tied_group = mesh.tied if tied else single_rank_group("tied")
         self._tp = mesh.tp
@@ -58,9 +60,10 @@ class Bucket:
         whole = None if layout.shard_axes.weight else self.weights
         for slot in layout.slots:
             view = self._view(whole, slot, slot.parameter.local_shape(mesh.topology))
-            parameter = self.parameters[slot.parameter.name] = nn.Parameter(view)
+            parameter = self.parameters[slot.parameter.name] = nn.Parameter(view, requires_grad=not self.frozen)
             parameter.accumulation = Accumulation(wgrad)  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_accumulate_into_bucket)
+            if not self.frozen:
+                parameter.register_post_accumulate_grad_hook(_accumulate_into_bucket)
         self.grad_reader: Callable[[Bucket, Tensor], None] | None = None
         self.users = 1
         self._left_by = 0  # chunks that have left it since the last reduction
@@ -122,7 +125,7 @@ class Bucket:
 
     def acquire_gradient(self) -> None:
         """Have a full gradient to add to, until the next reduction."""
-        if self.storage.acquire_gradient():
+        if not self.frozen and self.storage.acquire_gradient():
             self._bind_gradient()
             self._restart_accumulation()
 

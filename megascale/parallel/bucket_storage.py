@@ -47,7 +47,7 @@ class Storage(ABC):
     - `shards`: those that shard the bucket's state; `replicas`: those of `group` that update the same elements
     - `shard`: the range that this rank updates
     - `grad` [size of the shard], in the accumulation dtype: the reduced gradient; `inner_grad`: the inner ranks' sum of
-      their part of the bucket, `part`, of which `grad` is a view
+      their part of the bucket, `part`, of which `grad` is a view; both are empty for frozen parameters
     - `full_grad` [size]: the gradient of this rank's micro-batches; None while there is none
     """
 
@@ -71,7 +71,9 @@ class Storage(ABC):
         self._reducing: Work = COMPLETED
         self._summed = False  # over the outer ranks
         self._finite = torch.ones((), dtype=torch.bool, device=device)  # the gradients before their reductions
-        self._allocate_grad(dtypes[1])
+        self.full_grad, self.inner_grad = None, self.weights.new_empty(0)
+        if not layout.frozen:
+            self._allocate_grad(dtypes[1])
         self.grad = self.inner_grad[self.shard[0] - self.part[0] : self.shard[1] - self.part[0]]
 
     @property

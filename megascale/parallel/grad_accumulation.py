@@ -3,7 +3,8 @@
 `parameter.main_grad` is a view of a bucket's contiguous gradient buffer (`parallel.param_and_grad_buffers`). The wgrad
 GEMM accumulates into the view directly where the device can (`ops.wgrad`). The first contribution of a step overwrites
 the gradient of the step before, which makes zeroing unnecessary. A parameter without `main_grad` gets its gradient from
-autograd: the functions here return the gradient for such a parameter, and None otherwise.
+autograd: the functions here return the gradient for such a parameter, and None otherwise; and None for a frozen one,
+which has no gradient.
 
 A backward may be split into the gradient of the input, I, and those of the weights, W (Qi et al. 2023). In I a
 parameter's `accumulation` has a queue of `WeightGradients`, to which linear layers add all of their work, and of the
@@ -81,6 +82,11 @@ ALWAYS_ADDED = Accumulation(torch_wgrad, begun=True)
 """State of a parameter that has `main_grad` and no `accumulation`: contributions are always added."""
 
 
+def is_frozen(parameter: Tensor) -> bool:
+    """Return True for a parameter that is not trained: it has no gradient of any kind."""
+    return not parameter.requires_grad and not hasattr(parameter, "main_grad")
+
+
 def left_for_w(parameter: Tensor) -> WeightGradients | None:
     """Return the queue for the work on a parameter's gradient in an I; None if it is done at once."""
     accumulation: Accumulation = getattr(parameter, "accumulation", ALWAYS_ADDED)
@@ -112,6 +118,8 @@ def detached(operands: Sequence[object]) -> list[object]:
 
 def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add grad^T x to the gradient of `weight` [n, k], for grad [t, n] and x [t, k]."""
+    if is_frozen(weight):
+        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
         return grad.t() @ x
@@ -122,6 +130,8 @@ def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad: ScaledWgrad) -> Tensor | None:
     """Add grad x^T to the gradient of `weight` [n, k], for quantized grad [n, t] and x [k, t]."""
+    if is_frozen(weight):
+        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     total = torch.empty_like(weight, dtype=torch.float32) if main is None else main
     wgrad(total, grad, x, main is not None and _mark_begun(weight))
@@ -130,7 +140,7 @@ def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad
 
 def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
     """Add a gradient of any dtype to the gradient of `weight`; a returned gradient has the weight's dtype."""
-    if leaves(accumulate_grad, weight, gradient):
+    if is_frozen(weight) or leaves(accumulate_grad, weight, gradient):
         return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
@@ -144,6 +154,8 @@ def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
 
 def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
     """Add the sum over rows of grad [t, n] to the gradient of `bias` [n]."""
+    if is_frozen(bias):
+        return None
     main: Tensor | None = getattr(bias, "main_grad", None)
     if main is None:
         return grad.sum(0)
@@ -156,7 +168,7 @@ def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
 
 def accumulate_embedding_grad(table: Tensor, index: Tensor, grad: Tensor) -> Tensor | None:
     """Add row i of grad [t, h] to row index[i] of the gradient of `table`."""
-    if leaves(accumulate_embedding_grad, table, index, grad):
+    if is_frozen(table) or leaves(accumulate_embedding_grad, table, index, grad):
         return None
     main: Tensor | None = getattr(table, "main_grad", None)
     into = torch.zeros_like(table) if main is None else main

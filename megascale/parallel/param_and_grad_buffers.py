@@ -123,6 +123,11 @@ class ParamAndGradBuffers:
         buckets = dict.fromkeys(bucket for chunk in self.chunks for bucket in chunk)
         return sorted(buckets, key=lambda bucket: not bucket.layout.shares_vocabulary)
 
+    @property
+    def trained(self) -> list[Bucket]:
+        """The buckets with gradients, in the same order."""
+        return [bucket for bucket in self.buckets if not bucket.frozen]
+
     def parameters(self, chunk: int) -> dict[str, nn.Parameter]:
         """The parameters of a chunk by name."""
         return {name: p for bucket in self.chunks[chunk] for name, p in bucket.parameters.items()}
@@ -165,6 +170,7 @@ class ParamAndGradBuffers:
         by_name = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
         tied = _is_tied(by_name)
         heads = [b for name, b in by_name.items() if name.endswith(HEAD) or (tied and name == TOKEN_EMBEDDING)]
+        heads = [bucket for bucket in heads if not bucket.frozen]
 
         def boundary(module: str, x: Tensor) -> Tensor:
             missing = [head for head in dict.fromkeys(heads) if head.storage.full_grad is None]
@@ -219,11 +225,11 @@ class ParamAndGradBuffers:
             self._start_reductions(buckets)
 
     def finish_reductions(self) -> Iterator[Bucket]:
-        """Finish and yield each bucket once its `grad` is final, the oldest reduction first; must be exhausted.
+        """Finish and yield each trained bucket once its `grad` is final, the oldest reduction first; must be exhausted.
 
         A tied embedding comes last, because its sum waits for the other end of the pipeline.
         """
-        finished = [bucket for bucket in self.buckets if bucket not in self._in_reduction]  # without overlap: all
+        finished = [bucket for bucket in self.trained if bucket not in self._in_reduction]  # without overlap: all
         order = sorted([*self._in_reduction, *finished], key=lambda bucket: bucket.tied)
         self._in_reduction.clear()
         self._complete = None
@@ -238,6 +244,15 @@ class ParamAndGradBuffers:
 
     def start_param_gather(self, bucket: Bucket) -> None:
         """Start the all-gather of a bucket's updated weights. Call in the order in which forwards need the buckets."""
+        if not bucket.frozen:
+            self._gather(bucket)
+
+    def gather_loaded(self) -> None:
+        """Start the all-gathers of all weights, after a checkpoint was loaded."""
+        for bucket in self.buckets:
+            self._gather(bucket)
+
+    def _gather(self, bucket: Bucket) -> None:
         with bucket.group.recorder.scope(bucket.chunk):
             bucket.storage.start_gather()
         if not self._overlap:
@@ -281,7 +296,7 @@ class ParamAndGradBuffers:
             bucket.acquire_gradient()
 
     def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in (bucket for bucket in buckets if bucket.leave()):
+        for bucket in (bucket for bucket in buckets if not bucket.frozen and bucket.leave()):
             while len(self._in_reduction) >= self._most_in_flight:
                 self._in_reduction.popleft().storage.finish_reduction()
             bucket.start_reduction()

@@ -39,7 +39,13 @@ from torch import Tensor
 from megascale.comm.work import Work
 from megascale.ops.quantized import Quantized
 from megascale.parallel.domino import Edge, EnterLayers, LeaveLayers
-from megascale.parallel.grad_accumulation import WeightGradients, accumulate_bias_grad, detached, left_for_w
+from megascale.parallel.grad_accumulation import (
+    WeightGradients,
+    accumulate_bias_grad,
+    detached,
+    is_frozen,
+    left_for_w,
+)
 from megascale.parallel.linear_gemms import Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
 from megascale.parallel.segments import Steps, finish
@@ -142,6 +148,8 @@ class _ColumnParallel(torch.autograd.Function):
         # all-gather on the same communicator.
         grad_operands = [layer.gemms.grad_operand(grad) for layer, grad in zip(layers, grads, strict=True)]
 
+        trained, add_bias_grads = _trained(layers), partial(_add_bias_grads, layers, grads, param_grads)
+
         def start_wgrad() -> Callable[[], None]:
             x = restore_input()  # before the all-gather of x: a recomputation of x does not overlap a collective
             # Without sp, full_x is x.
@@ -150,16 +158,16 @@ class _ColumnParallel(torch.autograd.Function):
             def finish() -> None:
                 gathering.wait()
                 x_operand = first.operand_for_wgrad("input", full_x)
-                for i, (weight, bias, gemms) in enumerate(layers):
-                    grad, operand = grads[i], grad_operands[i]
-                    grad_operand = gemms.operand_for_wgrad("gradient", gemms.wgrad_source(grad, operand))
+                for i, (weight, _, gemms) in trained:
+                    source = gemms.wgrad_source(grads[i], grad_operands[i])
+                    grad_operand = gemms.operand_for_wgrad("gradient", source)
                     param_grads[2 * i] = gemms.accumulate_wgrad(weight, grad_operand, x_operand)
-                    if bias is not None:
-                        param_grads[2 * i + 1] = accumulate_bias_grad(bias, flatten_tokens(grad))
+                add_bias_grads()
 
             return finish
 
-        finish_wgrad = start_wgrad() if left is None else partial(left.add_started, start_wgrad)
+        start = start_wgrad if trained else lambda: add_bias_grads
+        finish_wgrad = start() if left is None else partial(_leave_started, left, start, layers)
         # dgrad, while x is all-gathered
         grad_x = first.gemm(grad_operands[0], first.weight_for_dgrad(layers[0].weight), None, grads[0].dtype)
         for (weight, _, gemms), grad_operand in zip(layers[1:], grad_operands[1:], strict=True):
@@ -212,6 +220,7 @@ class _RowParallel(torch.autograd.Function):
         grad, inputs = grads[0].contiguous(), list[Operand]()
         param_grads: list[Tensor | None] = [None] * (2 * len(layers))
         first = layers[0].gemms  # all layers have the same output gradient
+        trained = _trained(layers)
         tp: TensorParallel = replace(ctx.tp, overlap=ctx.tp.overlap and first.grad_in_pieces)
 
         def accumulate_wgrads(full_grad: Operand, rows: slice) -> None:
@@ -219,7 +228,7 @@ class _RowParallel(torch.autograd.Function):
                 inputs.extend(restore() for restore in restore_inputs)
             is_full = rows == slice(0, full_grad.shape[0])
             grad_operand = first.operand_for_wgrad("gradient", full_grad if is_full else full_grad[rows])
-            for i, (weight, _, gemms) in enumerate(layers):
+            for i, (weight, _, gemms) in trained:
                 x_operand = gemms.operand_for_wgrad("input", inputs[i] if is_full else inputs[i][rows])
                 wgrad, total = gemms.accumulate_wgrad(weight, grad_operand, x_operand), param_grads[2 * i]
                 if wgrad is not None:  # None: accumulated in main_grad
@@ -227,31 +236,52 @@ class _RowParallel(torch.autograd.Function):
 
         dgrad_weights = [WeightOperand(gemms.weight_for_dgrad(weight), None, gemms) for weight, _, gemms in layers]
         # Called by `all_gather_matmul` for rows of dY that are complete: this rank's rows first, or all rows at once.
-        on_rows = accumulate_wgrads if first.wgrad_in_pieces else None
+        on_rows = accumulate_wgrads if first.wgrad_in_pieces and trained else None
         label, dtype = ctx.label.for_backward("gradient"), grad.dtype
         grad_shard, gathering = ctx.edge.take_gathering() if ctx.edge else (first.before_all_gather(grad), None)
         gather_matmul = partial(
             all_gather_matmul, grad_shard, tp=tp, dtype=dtype, after_all_gather=first.after_all_gather
         )
 
+        # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
+        add_bias_grads = partial(_add_bias_grads, layers, [grad] * len(layers), param_grads)
+
         def dgrad_and_wgrad(
             weights: Sequence[WeightOperand], label: Label, gathering: tuple[Operand, Work] | None = None
         ) -> list[Tensor]:
             full_grad, input_grads = gather_matmul(weights, label=label, on_rows=on_rows, gathering=gathering)
-            if on_rows is None:
+            if on_rows is None and trained:
                 accumulate_wgrads(full_grad, slice(0, full_grad.shape[0]))
-            # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
-            for i, (_, bias, _) in enumerate(layers):
-                if bias is not None:
-                    param_grads[2 * i + 1] = accumulate_bias_grad(bias, flatten_tokens(grad))
+            add_bias_grads()
             return input_grads
 
         if left is None:
             input_grads = dgrad_and_wgrad(dgrad_weights, label, gathering)
         else:
             _, input_grads = gather_matmul(dgrad_weights, label=label, gathering=gathering)
-            left.add(partial(dgrad_and_wgrad, [], ctx.label.for_backward("wgrad gradient")))
+            work = partial(dgrad_and_wgrad, [], ctx.label.for_backward("wgrad gradient"))
+            _leave_started(left, lambda: work if trained else add_bias_grads, layers)
         return None, None, None, None, None, None, *input_grads, *param_grads
+
+
+def _trained(layers: Sequence[LinearParams]) -> list[tuple[int, LinearParams]]:
+    """Return the layers with a wgrad, and their numbers."""
+    return [(i, layer) for i, layer in enumerate(layers) if not is_frozen(layer.weight)]
+
+
+def _add_bias_grads(layers: Sequence[LinearParams], grads: Sequence[Tensor], param_grads: list[Tensor | None]) -> None:
+    for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
+        if layer.bias is not None:
+            param_grads[2 * i + 1] = accumulate_bias_grad(layer.bias, flatten_tokens(grad))
+
+
+def _leave_started(
+    left: WeightGradients, start: Callable[[], Callable[[], object]], layers: Sequence[LinearParams]
+) -> None:
+    """Leave the work on the gradients of layers for W, unless all of their parameters are frozen."""
+    parameters = (parameter for layer in layers for parameter in (layer.weight, layer.bias) if parameter is not None)
+    if not all(map(is_frozen, parameters)):
+        left.add_started(start)
 
 
 def _save_for_wgrad(ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None]) -> None:

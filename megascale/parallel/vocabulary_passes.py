@@ -155,7 +155,9 @@ class VocabularyPasses:
         """Add the gradients that have been spread to the rows: before the next, and before their reduction."""
         with self.buffers.backward(self.chunk, last=False):
             for index in list(self.embedded_grads.started):
-                run_backward([self._edges.pop(index)], [self.embedded_grads.take(index)])
+                edge, grad = self._edges.pop(index, None), self.embedded_grads.take(index)
+                if edge is not None:  # none of a frozen embedding
+                    run_backward([edge], [grad])
 
     def finish(self) -> None:
         """End all exchanges of a step or an evaluation."""

@@ -221,7 +221,7 @@ def build_noise_scale(
     from megascale.optim.first_gradient import FirstGradient
     from megascale.train.noise_scale import NoiseScale
 
-    return NoiseScale(settings, FirstGradient(buffers.buckets, mesh, sequence=sequence), mesh, device)
+    return NoiseScale(settings, FirstGradient(buffers.trained, mesh, device, sequence=sequence), mesh, device)
 
 
 def build_offload(config: RunConfig, pp_rank: int, device: Device) -> ActivationOffload | None:

@@ -107,7 +107,7 @@ class FaultInjection:
     def _spoil(self, fault: Fault) -> None:
         """Spoil a value of the first bucket: on this rank's own shard, which no all-gather overwrites."""
         assert self._run is not None
-        bucket = self._run.buffers.buckets[0]
+        bucket = next(iter(self._run.buffers.trained), self._run.buffers.buckets[0])
         if fault.kind == "flip_gradient":
             flip_bit(bucket.grad, fault.bit)
             return

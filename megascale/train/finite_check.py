@@ -53,13 +53,13 @@ def check_step_finite(run: Run, local_loss: float, total_loss: float, norm: floa
     """
     if math.isfinite(total_loss) and math.isfinite(norm):
         return
-    buckets = list(enumerate(run.buffers.buckets))
+    buckets, weights = list(enumerate(run.buffers.trained)), run.buffers.buckets
     report = NonFiniteReport(
         rank=run.mesh.rank,
         host=socket.gethostname(),
         reduced_from=[bucket.group.ranks[0] for _, bucket in buckets],
         local_loss=local_loss,
-        nonfinite_weights=[name for _, b in buckets for name in _nonfinite_params(b, b.weights, b.storage.held[0])],
+        nonfinite_weights=[name for b in weights for name in _nonfinite_params(b, b.weights, b.storage.held[0])],
         nonfinite_grads={name: i for i, b in buckets for name in _nonfinite_params(b, b.grad, b.shard[0])},
         nonfinite_buckets=[i for i, b in buckets if b.group.size == 1 or not b.storage.local_grad_finite()],
         incomplete=any(bucket.storage.checks_vectors_only for _, bucket in buckets),

@@ -41,7 +41,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     run.step_hooks.backwards_end(run)
     with recorder.action("grad_norm"):  # a bucket's norm overlaps the reductions of later buckets
         norms = {bucket: run.optimizer.local_sq_norm(bucket) for bucket in run.buffers.finish_reductions()}
-        sq_norm = sum((norms[bucket] for bucket in run.buffers.buckets), loss.new_zeros(()).double())
+        sq_norm = sum((norms[bucket] for bucket in run.buffers.trained), loss.new_zeros(()).double())
     sums = _local_totals(run, batch, loss, sq_norm).reduce()
     clipping = run.optimizer.compute_clipping(sums.pop("sq_norm"), tokens=sums["tokens"], loss=sums["loss"])
     on_device = sums | {"grad_norm": clipping.norm, "local_loss": loss.double(), "skipped": clipping.skip.double()}

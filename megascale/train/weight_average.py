@@ -31,12 +31,12 @@ class WeightAverage:
     def __init__(self, settings: TrainConfig, shards: Sequence[OptimizerShard], mesh: Mesh) -> None:
         self._settings = settings
         self._mesh = mesh
-        self._averaged = shards
+        self._averaged = [shard for shard in shards if not shard.bucket.frozen]
         count = settings.weight_average_count if settings.weight_average == "lawa" else 1
         names = [f"{AVERAGE}{index}" for index in range(count)]
         self._shards = [
             OptimizerShard(shard.bucket, shard.master, {name: torch.zeros_like(shard.master_fp32) for name in names})
-            for shard in shards
+            for shard in self._averaged
         ]
         self._taken = 0
         self._saved = torch.zeros(1, dtype=torch.float64, device=shards[0].master.device)  # as `_taken`
@@ -109,10 +109,10 @@ class WeightAverage:
         self._taken = int(self._saved.item())
 
 
-def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return what a saved average is of, from the keys of `[train]`."""
+def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return what a saved average is of, from the keys of `[train]`: frozen weights have none."""
     kind = settings.get("weight_average")
-    return kind, settings.get("weight_average_count") if kind == "lawa" else 1
+    return kind, settings.get("weight_average_count") if kind == "lawa" else 1, settings.get("freeze", [])
 
 
 def _gather(buffers: ParamAndGradBuffers) -> None:

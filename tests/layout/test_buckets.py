@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
-from megascale.layout.buckets import ALIGNMENT, ShardAxes, pack, split_by_reduce_axes
+from megascale.layout.buckets import ALIGNMENT, ShardAxes, pack, split_by_reduction
 from megascale.layout.parameters import all_params, stage_params
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, TensorSpec
 from megascale.layout.topology import Topology, inner_axes
@@ -89,7 +89,7 @@ def test_parameters_sharded_over_dp_are_reduced_over_cp() -> None:
     dense = all_params(MODELS["gpt"])
     with pytest.raises(AssertionError, match="the gradients of a bucket have a common reduction group"):
         pack([EXPERTS, *dense], Topology())
-    assert split_by_reduce_axes([*dense[:3], EXPERTS, *dense[3:]]) == [dense, [EXPERTS]]
+    assert split_by_reduction([*dense[:3], EXPERTS, *dense[3:]]) == [dense, [EXPERTS]]
 
 
 def test_placements_by_stage_of_zero() -> None:

@@ -154,6 +154,8 @@ GEMMA_LIKE = {
     "local_rope_theta": 50.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_seq_length": 8},
 }  # fmt: skip
 DOCUMENTS = {"data__attention_mask": "document", "data__document_length": 5}
+FROZEN_STAGE = {"train__freeze": ["embedding.*", "layers.[01].*", "layers.*.mlp.*.bias"]}
+FROZEN_WEIGHTS = {"train__freeze": ["layers.*.attention.[qkv].*", "layers.2.mlp.down.weight", "head.*", "*norm*"]}
 OLMO_LIKE = {"qk_norm": "full", "qkv_bias": True, "rotary_fraction": 0.5}
 
 CASES = [
@@ -168,6 +170,8 @@ CASES = [
     Case("olmo2", 0.1, "fp64", 1e-10, block="fog", model={"qk_norm": "fixed"}, data=DOCUMENTS),
     Case("olmo2", 0.1, "fp64", 1e-10, model={"unit_scaling": True, "mup_base_width": 16}, quick=True),
     Case("neox", 0.1, "fp64", 1e-10),
+    Case("gpt", 0.1, "fp64", 1e-10, data=FROZEN_STAGE, quick=True),
+    Case("llama", 0.0, "fp64", 1e-10, data=FROZEN_WEIGHTS),
     Case("gpt", 0.1, "fp64", 1e-10, data=DOCUMENTS),
     Case("gemma2", 0.0, "fp64", 1e-10, model=GEMMA_LIKE, data=DOCUMENTS),
     Case("gpt", 0.1, "fp32", 1e-5),

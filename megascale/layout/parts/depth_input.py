@@ -5,23 +5,27 @@ W [norm(embedding of the token); norm(hidden state)]        W [h, 2 h], equal on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from megascale.config.model import ModelConfig
+from megascale.layout.freezing import matches
 from megascale.layout.parts.elementwise import norm_params
 from megascale.layout.parts.linear import linear_params
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.tensors import ParamSpec
+from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 
 
 @dataclass(frozen=True)
 class DepthInput(Part):
-    """Both norms and the projection W of `hidden` elements; the embedding has its weight from the model."""
+    """Both norms and the projection W of `hidden` elements; the embedding has its weight from the model, which may be
+    `frozen`.
+    """
 
     hidden: int
+    frozen: bool = False
 
     @property
     def token_weights(self) -> int:
@@ -31,6 +35,9 @@ class DepthInput(Part):
     def whole_numel(self) -> int:
         return self.token_weights
 
+    def freeze(self, block: str, patterns: Sequence[str]) -> DepthInput:
+        return replace(self, frozen=matches(TOKEN_EMBEDDING, patterns))
+
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         norms = (norm_params(f"{block}.{norm}", model) for norm in ("embedding_norm", "hidden_norm"))
         merge = LinearSpec("merge", "merge", 2 * self.hidden, (("merge", self.hidden),), fp8=False)
@@ -39,9 +46,9 @@ class DepthInput(Part):
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of the embedding."""
         width = self.hidden * sizes.compute
-        if backward:
+        if backward and not self.frozen:
             yield from sizes.gather("embedding gradient", sizes.rows, width)
-        else:
+        elif not backward:
             yield sizes.reduce("embedding", sizes.rows, width)
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:

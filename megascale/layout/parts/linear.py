@@ -13,10 +13,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import ClassVar
 
 from megascale.config.model import ModelConfig
+from megascale.layout.freezing import matches
 from megascale.layout.parts.microbatch_sizes import CAST, CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
@@ -54,6 +56,18 @@ class LinearGroup(Part):
         params = (linear_params(f"{block}.{layer.name}", model, layer, self.sharded) for layer in self.layers)
         return list(itertools.chain(*params))
 
+    def freeze(self, block: str, patterns: Sequence[str]) -> LinearGroup:
+        layers = (
+            replace(layer, frozen=all(matches(f"{name}.weight", patterns) for name in layer.tensors(block)))
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def trained(self) -> tuple[LinearSpec, ...]:
+        """The layers with a wgrad."""
+        return tuple(layer for layer in self.layers if not layer.frozen)
+
     def fp8_operands(self) -> Iterator[str]:
         """The input, weight and output gradient of the layers. A common input or gradient is named by the first."""
         for index, layer in enumerate(self.layers if self.fp8 else ()):
@@ -73,7 +87,7 @@ class LinearGroup(Part):
                 yield from sizes.amaxes(first.name, operand, 0)
             yield from sizes.gather(f"{label} scales", sizes.rows, scales)
             yield from sizes.gather(label, sizes.rows, width, overlap=True)
-            if backward and sizes.split:  # in W again: until then the gradient would fill memory
+            if backward and sizes.split and self.trained:  # in W again: until then the gradient would fill memory
                 yield from sizes.gather(f"{self.label} wgrad gradient scales", sizes.rows, scales)
                 yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, width, overlap=True)
             if backward:
@@ -81,7 +95,7 @@ class LinearGroup(Part):
             return
         for layer in self.layers:
             yield from sizes.amaxes(layer.name, operand, sizes.rows * sizes.batch)
-        if backward:  # for wgrad
+        if backward and self.trained:  # for wgrad
             width, scales = sizes.sent("input", size)
             yield from sizes.gather(f"{self.label} wgrad input scales", sizes.rows, scales)
             yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, width)
@@ -90,7 +104,7 @@ class LinearGroup(Part):
 
     def _wgrad_amaxes(self, sizes: MicroBatchSizes, column: str) -> Iterator[CommOp]:
         """List the all-reduces of the amaxes of the operand of wgrad whose features tp shards."""
-        for layer in self.layers if not sizes.recipe[column].block.serves_transpose else ():
+        for layer in self.trained if not sizes.recipe[column].block.serves_transpose else ():
             yield from sizes.amaxes(layer.name, column, 0)
 
     def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
@@ -99,15 +113,25 @@ class LinearGroup(Part):
         inputs = [layer.inputs // (1 if column else tp) for layer in self.layers][: 1 if column else None]
         gradients = [layer.outputs // (tp if column else 1) for layer in self.layers][: None if column else 1]
         yield from sizes.token_amaxes(*(("gradient", gradients) if backward else ("input", inputs)))
-        if backward:
-            yield from sizes.token_amaxes("input_column", inputs)
-            yield from sizes.token_amaxes("gradient_column", gradients)
+        if backward and self.trained:
+            of_trained = [not layer.frozen for layer in self.layers]
+            yield from sizes.token_amaxes("input_column", inputs if column else [*compress(inputs, of_trained)])
+            yield from sizes.token_amaxes(
+                "gradient_column", [*compress(gradients, of_trained)] if column else gradients
+            )
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         rows, columns = (times.sizes.tp, 1) if self.sharded == 0 else (1, times.sizes.tp)
         shapes, first = [(layer.outputs // rows, layer.inputs // columns) for layer in self.layers], self.layers[0]
         enters = self.sharded == 0
-        return times.linears(shapes, fp8, enters, first.inputs if enters else first.outputs)
+        width = first.inputs if enters else first.outputs
+        frozen = [shape for shape, layer in zip(shapes, self.layers, strict=True) if layer.frozen]
+        total = times.linears(shapes, fp8, enters, width)
+        if not frozen:
+            return total
+        spared = times.linears(frozen, fp8, enters, width).weights * -1
+        spared = spared if not self.trained else replace(spared, tp=0.0)  # the others' wgrad needs the same input
+        return total + PassTimes(backward=spared, weights=spared)
 
 
 @dataclass(frozen=True)
@@ -196,8 +220,9 @@ def initial_size(model: ModelConfig, inputs: int, residual: bool) -> tuple[float
 def linear_params(name: str, model: ModelConfig, linear: LinearSpec, dimension: int | None = None) -> list[ParamSpec]:
     """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs, None neither."""
     std, ratio = initial_size(model, linear.inputs, residual=dimension == 1)
-    prefix, sharding = name.rpartition(".")[0], {} if dimension is None else {"tp": dimension}
-    parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
+    sharding = {} if dimension is None else {"tp": dimension}
+    block = name.removesuffix(f".{linear.name}")
+    parts = [(part, rows) for part, (_, rows) in zip(linear.tensors(block), linear.parts, strict=True)]
     weights = [
         TensorSpec(
             f"{part}.weight", (rows, linear.inputs), sharding, std=std, head_dim=linear.head_dim, width_ratio=ratio

@@ -7,7 +7,7 @@ their kind, so that a new kind of part is one class. Sizes are before tensor par
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -49,7 +49,7 @@ class LinearSpec:
     `name`: path inside the block, such as 'attention.qkv'. `label`: name in the event log. `parts`: logical parts of
     the weight with their rows, stacked along dimension 0. `fp8`: FP8 may run this GEMM; a router, for example, stays
     in the compute dtype. `bias`: the layer has a bias. `head_dim`: rows of an attention head, of which the parts are
-    stacks; None for other layers.
+    stacks; None for other layers. `frozen`: the weight is not trained.
     """
 
     name: str
@@ -59,6 +59,7 @@ class LinearSpec:
     fp8: bool = True
     bias: bool = False
     head_dim: int | None = None
+    frozen: bool = False
 
     @property
     def outputs(self) -> int:
@@ -69,6 +70,11 @@ class LinearSpec:
     def weight_numel(self) -> int:
         """Elements of the weight."""
         return self.outputs * self.inputs
+
+    def tensors(self, block: str) -> list[str]:
+        """The names of the parts' weights, without their suffix."""
+        prefix = f"{block}.{self.name}".rpartition(".")[0]
+        return [f"{prefix}.{part}" for part, _ in self.parts]
 
 
 class Surroundings(NamedTuple):
@@ -138,6 +144,10 @@ class Part(ABC):
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         """The parameters. `block`: name of the block."""
         return []
+
+    def freeze(self, block: str, patterns: Sequence[str]) -> Part:
+        """Return the part with the linear layers whose weights match `patterns`, and are not trained, as such."""
+        return self
 
     def fp8_operands(self) -> Iterable[str]:
         """The operands that FP8 quantizes, such as 'mlp.up.weight'."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, grouped_gemm, grouped_wgrad
 from megascale.ops.wgrad import Wgrad
 from megascale.parallel.experts.dispatcher import CastTokens
-from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, leaves
+from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, is_frozen, leaves
 
 
 class GroupedGemms:
@@ -81,7 +81,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, gemms: GroupedGemms) -> Tensor | None:
     """Add each expert's grad^T x to the main gradient of `weight`; without one, return the gradient."""
-    if leaves(_accumulate, weight, grad, x, groups, gemms):
+    if is_frozen(weight) or leaves(_accumulate, weight, grad, x, groups, gemms):
         return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     accumulation: Accumulation = getattr(weight, "accumulation", ALWAYS_ADDED)
@@ -113,6 +113,6 @@ class _RouterLogits(torch.autograd.Function):
 
 def _accumulate_router(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add grad^T x in the dtype of `grad` to the gradient of a router's weight."""
-    if leaves(_accumulate_router, weight, grad, x):
+    if is_frozen(weight) or leaves(_accumulate_router, weight, grad, x):
         return None
     return accumulate_grad(weight, grad.t() @ x.to(grad.dtype))

@@ -9,6 +9,7 @@ With `parallel.grad_reduce` = "fp8" an exchange of N (n - 1) / n bytes is in the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -60,7 +61,8 @@ class BucketTraffic:
         compute, wide = self.config.train.element_bytes
         topology, shared = topology_of(p), shares_embedding(self.config.model, p)
         placement = stages_of(self.config.model, p).placement
-        for chunk, bucket in self._buckets:
+        yield from itertools.chain(*(self._frozen_weights(bucket) for _, bucket in self._buckets if bucket.frozen))
+        for chunk, bucket in ((chunk, bucket) for chunk, bucket in self._buckets if not bucket.frozen):
             axes, sharded = bucket.inner_axes or bucket.reduce_axes, bucket.shard_axes
             ranks, group = topology.size(*axes), group_name(topology, axes)
             operation, times = "reduce_scatter" if sharded.state else "all_reduce", 1
@@ -85,6 +87,13 @@ class BucketTraffic:
                 yield CommOp("tp", "all_reduce", wide * partial, "partial gradients")
             if shared and [slot.parameter.name for slot in bucket.slots] == [TOKEN_EMBEDDING]:
                 yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")
+
+    def _frozen_weights(self, bucket: BucketLayout) -> Iterator[CommOp]:
+        """List the gathers of a frozen bucket: only of sharded weights, where they are used."""
+        topology, axes = topology_of(self.config.parallel), bucket.inner_axes
+        if bucket.shard_axes.weight and topology.size(*axes) > 1:
+            gather = self._weights(bucket, group_name(topology, axes))
+            yield from (op._replace(times=self._gathers(bucket)) for op in gather)
 
     def _weights(self, bucket: BucketLayout, group: str) -> Iterator[CommOp]:
         """List the collectives of a gather: of codes, and of the rest beside them."""

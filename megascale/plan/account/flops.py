@@ -1,6 +1,7 @@
 """FLOPs of training, from the configuration and the description of a block (`layout.blocks`).
 
-A multiply-add is two FLOPs; only GEMMs and attention count, and a backward costs twice the forward. Attention is
+A multiply-add is two FLOPs; only GEMMs and attention count, and a backward costs twice the forward, once for frozen
+weights. Attention is
 counted by two conventions: `full`, s x s scores per head, as in PaLM, torchtitan, and Megatron-LM before core 0.12;
 `causal`, the half left by a causal mask, as in Megatron-LM since. With a window of w keys, a query has w scores in
 `full` and w - w^2 / (2 s) on average in `causal`. For hidden size h, l layers, vocabulary V, f = 4 h and no grouped
@@ -11,7 +12,8 @@ both conventions (`account.attended`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megascale.config.model import ModelConfig
@@ -19,8 +21,11 @@ from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import stages_of
+from megascale.layout.freezing import mark_frozen, matches
+from megascale.layout.parameters import layer_params
 from megascale.layout.parts.part import Scores, TokenFlops
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
 from megascale.plan.account.attended import expected_scores, scores_per_token
 
 if TYPE_CHECKING:
@@ -28,21 +33,38 @@ if TYPE_CHECKING:
 
 
 def token_flops(
-    model: ModelConfig, scores: Scores | None = None, shares: Mapping[int, float] | None = None
-) -> TokenFlops:
+    model: ModelConfig, scores: Scores | None = None, shares: Mapping[int, float] | None = None,
+    freeze: Sequence[str] = (),
+) -> TokenFlops:  # fmt: skip
     """Count the model FLOPs of training per token. `scores`: per token, by default of sequences of `seq_length`;
-    `shares`: by layer, of the tokens that it computes, by default all.
+    `shares`: by layer, of the tokens that it computes, by default all; `freeze`: patterns of weights without wgrad.
     """
     total, scores = TokenFlops(head_flops(model)), scores or scores_per_token(model)
     for layer in range(model.total_layers):
         forward = sum((part.flops(scores) for part in block_spec(model, layer)), TokenFlops(0))
         total += forward * (3 * (shares[layer] if shares else 1))
-    return total
+    return total + TokenFlops(-_frozen_wgrads(model, shares, freeze) if freeze else 0.0)
+
+
+def _frozen_wgrads(model: ModelConfig, shares: Mapping[int, float] | None, freeze: Sequence[str]) -> float:
+    """Count the FLOPs per token of the wgrad GEMMs that frozen weights do not have."""
+    active, total = model.experts_per_token / model.experts if model.experts else 1.0, 0.0
+    for layer in range(model.total_layers):
+        for param in mark_frozen(layer_params(model, layer), freeze):
+            if param.frozen and param.kind == "matrix":
+                numel = sum(math.prod(tensor.shape) for tensor in param.parts)
+                computed = (active if "ep" in param.sharding else 1.0) * (shares[layer] if shares else 1.0)
+                total += 2 * numel * computed
+    heads = {TOKEN_EMBEDDING if model.tie_embeddings else HEAD: 1 + model.mtp_layers}
+    heads |= {f"{exit_name(after)}.{HEAD}": 1 for after in model.exits}
+    frozen = sum(uses for name, uses in heads.items() if matches(name, freeze))
+    return total + 2 * model.hidden_size * model.vocab_size * frozen
 
 
 def model_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:
     """Count the model FLOPs of a run's training per token, as `token_flops` without what micro-batches skip."""
-    return token_flops(config.model, scores, computed_shares(config.model, config.parallel, config.num_microbatches))
+    shares = computed_shares(config.model, config.parallel, config.num_microbatches)
+    return token_flops(config.model, scores, shares, config.train.freeze)
 
 
 def computed_shares(model: ModelConfig, parallel: ParallelConfig, m: int) -> dict[int, float]:

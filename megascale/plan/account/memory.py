@@ -151,7 +151,9 @@ class JobMemory:
         m, units = self._microbatches, self._units(stage)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
         sharded = p.zero == 3 or self._coded
-        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if sharded else []
+        partly = p.zero == 2 and bool(config.train.freeze)
+        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if sharded or partly else []
+        units = [*map(_trained_units, units, held)] if partly else units
         chunks = [*map(self._sharded_chunk, units, held)] if p.zero == 3 else [*map(self._chunk, units)]
         if p.zero >= 2:
             pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
@@ -167,7 +169,7 @@ class JobMemory:
         if p.vocab_pp:  # four sums on their way, ids and their masks, unsharded gradients
             transient += 4 * sizes.stream + min(m, 2 * p.pp + p.vocab_pp) * (activations.TOKEN + 1) * sizes.tokens
             shared = bucket_sizes(config.model, p, config.overlap, config.train, stage, [p.vpp])
-            transient += sizes.wide * shared[0][0].numel if p.zero == 2 else 0
+            transient += sizes.wide * sum(b.numel for b in shared[0] if not b.frozen) if p.zero == 2 else 0
         if stage in token_ranks(config.model, p):
             depths = config.model.mtp_layers if stage == self.layout.placement.ends[1] else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
@@ -234,7 +236,7 @@ class JobMemory:
             heads = {f"{exit_name(after)}.{HEAD}" for after in exits_of(c.model, self.layout, index)}
             if index == self.layout.count - 1:
                 heads.add(TOKEN_EMBEDDING if c.model.tie_embeddings else HEAD)
-            sums = [size * sum(b.numel for b in buckets if b.tables & heads) for buckets in held]
+            sums = [size * sum(b.numel for b in buckets if b.tables & heads and not b.frozen) for buckets in held]
             found.append(tuple((owner, total) for owner, total in enumerate(sums) if total))
         return found
 
@@ -262,7 +264,8 @@ class JobMemory:
         topology, size = topology_of(self.config.parallel), self.sizes.wide
         gradients, whole = list[activations.UnitGradients](), self.storage.gradient_bytes or size
         for module in _by_module(buckets):
-            full, shard = whole * sum(b.numel for b in module), size * sum(b.shard(topology) for b in module)
+            trained = [bucket for bucket in module if not bucket.frozen]
+            full, shard = whole * sum(b.numel for b in trained), size * sum(b.shard(topology) for b in trained)
             in_flight = shard + (full if shard < full else 0)  # a single rank frees the full one at once
             waits = self.config.overlap.dp and not self._coded
             gradients.append(activations.UnitGradients(full, shard, in_flight if waits else 0))
@@ -299,6 +302,13 @@ class JobMemory:
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
         chunk = chunk._replace(backward=chunk.backward + unsharded)
         return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)
+
+
+def _trained_units(units: Sequence[UnitBytes], buckets: Sequence[BucketSize]) -> list[UnitBytes]:
+    """Return a chunk's units with the elements of trained parameters, a share that all have."""
+    numel = sum(bucket.numel for bucket in buckets)
+    share = sum(bucket.numel for bucket in buckets if not bucket.frozen) / max(1, numel)
+    return [unit._replace(elements=int(share * unit.elements), experts=int(share * unit.experts)) for unit in units]
 
 
 def _by_module(buckets: Sequence[BucketSize]) -> list[list[BucketSize]]:

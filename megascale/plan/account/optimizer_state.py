@@ -71,7 +71,7 @@ class StageOptimizer:
         c, p, (_, wide) = self.config, self.config.parallel, self.config.train.element_bytes
         if not is_mixed(c.optimizer):
             chunks = bucket_sizes(c.model, p, c.overlap, c.train, self.stage)
-            elements, _, shard = stage_elements(chunks, topology_of(p))
+            elements, _, shard = stage_elements(chunks, topology_of(p), trained=True)
             return wide * len(ParamGroups(c.optimizer).default.state) * (shard if zero else elements)
         flat = self._flat_elements(bool(zero))
         owned = {

@@ -14,12 +14,13 @@ from megascale.catalog.recipes import TENSOR
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
+from megascale.layout.freezing import matches
 from megascale.layout.loss import loss_chunks
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
 from megascale.layout.pieces import split_rows
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Stages
-from megascale.layout.tensors import padded_vocab
+from megascale.layout.tensors import TOKEN_EMBEDDING, padded_vocab
 from megascale.plan.account.sizes import micro_batch_sizes
 
 
@@ -78,7 +79,7 @@ class StageTraffic:
         for chunk in range(p.vpp):
             layers = self.layout.layers(self.layout.index(self.stage, chunk))
             recompute = recompute_policy(config.train, chunk)
-            kinds = Counter((block_spec(config.model, layer), layer in fp8) for layer in layers)
+            kinds = Counter((block_spec(config.model, layer, config.train.freeze), layer in fp8) for layer in layers)
             for (block, quantized), count in kinds.items():
                 sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
@@ -118,12 +119,13 @@ class StageTraffic:
         columns = padded_vocab(model, p.tp) // p.tp
         width, local = model.hidden_size * sizes.compute, sizes.rows // sizes.parts
         whole = not p.vocab_pp  # embedding and head are in one stage
+        frozen = matches(TOKEN_EMBEDDING, self.config.train.freeze)
         yield from () if whole else self._shared_vocabulary()
         for chunk in range(p.vpp if p.tp > 1 else 0):
             index = self.layout.index(self.stage, chunk)
             if index == 0 and whole:
                 yield sizes.reduce("embedding", sizes.rows, width)
-                yield from sizes.gather("embedding gradient", sizes.rows, width)
+                yield from () if frozen else sizes.gather("embedding gradient", sizes.rows, width)
             chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns))
             heads = count_heads(model, self.layout, index)
             for rows in ((part.stop - part.start) * sizes.parts for part in chunks * heads):
@@ -138,7 +140,8 @@ class StageTraffic:
         width = self.config.model.hidden_size * sizes.compute
         if p.tp > 1:
             yield from (sizes.reduce(label, sizes.rows, width) for label in ("embedding", "hidden gradient"))
-            yield from sizes.gather("embedding gradient", sizes.rows, width)
+            frozen = matches(TOKEN_EMBEDDING, self.config.train.freeze)
+            yield from () if frozen else sizes.gather("embedding gradient", sizes.rows, width)
             yield from sizes.gather("hidden", sizes.rows, width, overlap=True)
         sums = ("embedding", "embedding gradient", "hidden", "hidden gradient")
         yield from (CommOp("pp.pp", "all_reduce", sizes.stream, label) for label in sums)

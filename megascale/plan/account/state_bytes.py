@@ -66,12 +66,13 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     beside = storage.fp8_weights == "beside"
     cast_bytes = (facts["fp8_weight_bytes"] - (0 if beside else compute)) * cast
     chunks = bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
-    elements, shard, state = stage_elements(chunks, topology)
+    weights, weight_shard, _ = stage_elements(chunks, topology, trained=False)
+    elements, shard, state = stage_elements(chunks, topology, trained=True)
     if "weight" in sharded:  # codes
         coded = (bucket for bucket in chain(*chunks) if coded_elements(config, bucket))
         cast_bytes = sum(bucket.shard(topology) for bucket in coded) if beside else 0
-    of_shards = {"weight": shard, "gradient": shard, "state": state}
-    held = {kind: numel if kind in sharded else elements for kind, numel in of_shards.items()}
+    sizes = {"weight": (weights, weight_shard), "gradient": (elements, shard), "state": (elements, state)}
+    held = {kind: sizes[kind][kind in sharded] for kind in sizes}
     averages = {
         "none": 0,
         "ema": 1,

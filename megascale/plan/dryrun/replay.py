@@ -93,7 +93,8 @@ class ModuleCostCache:
         """Have counts of its own for what runs inside, and main gradients for parameters without them."""
         recorder = self.counter_mode.recorder
         outer, recorder.counts = recorder.counts, ResourceCounts()
-        without_grad = [parameter for parameter in module.parameters() if not hasattr(parameter, "main_grad")]
+        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        without_grad = [parameter for parameter in trained if not hasattr(parameter, "main_grad")]
         for parameter in without_grad:
             parameter.main_grad = torch.empty(parameter.shape, dtype=self.grad_dtype)  # type: ignore[attr-defined]
         try:
@@ -328,7 +329,8 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         for modules in (stage.layers, stage.predictions):
             for name, block in list(modules.items()):
                 layer = int(name)
-                key = (kinds[layer], layer in quantized, policy)
+                trained = tuple(parameter.requires_grad for parameter in block.parameters())
+                key = (kinds[layer], layer in quantized, policy, trained)
                 modules[name] = replayed(block, key, layer, policy.full)
         if stage.embedding is not None and stage.embedding.token is not None:
             stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]

@@ -42,7 +42,7 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     """Time every model chunk of every pipeline rank."""
     config = layers.config
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
-    distinct, numbers = distinct_blocks(config.model)
+    distinct, numbers = distinct_blocks(config.model, tuple(config.train.freeze))
     kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
     domino, shared = config.overlap.tp == "domino", config.parallel.vocab_pp
     part, parts = (layers.of_half(), 2) if domino else (layers, 1)

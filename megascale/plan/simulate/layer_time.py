@@ -14,11 +14,12 @@ from functools import cached_property
 
 from megascale.catalog.recipes import TENSOR, QuantizerSpec
 from megascale.config.run import RunConfig
+from megascale.layout.freezing import matches
 from megascale.layout.gpu_overlap import Operand, overlaps_on_gpus
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
 from megascale.layout.parts.part import Part
 from megascale.layout.parts.times import PassTimes, Seconds
-from megascale.layout.tensors import padded_vocab
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
 from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.simulate.gemm_time import HOST_WAIT_S, KernelTimes
 from megascale.plan.simulate.link_time import ContextRoutes, ExpertRoute, TpCollectives, group_route
@@ -120,6 +121,8 @@ class LayerTimes:
         loss = self.passes(LOSS_PASSES * self.tokens * columns, 1)
         gathers = PassTimes(Seconds(tp=gather), Seconds(tp=2 * gather))
         gemms = self._gemms(columns, m.hidden_size, fp8=False)
+        if matches(TOKEN_EMBEDDING if m.tie_embeddings else HEAD, self.config.train.freeze):
+            gemms += PassTimes(backward=gemms.weights * -1)
         return PassTimes(gemms.forward, gemms.backward) + loss + gathers  # the loss has its wgrad beside it
 
     def passes(self, elements: float, backward: int = 2) -> PassTimes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Self
 
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import bucket_sizes, fp8_layers, held_chunks, stages_of
+from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, held_chunks, stages_of
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import joined_chunks
 from megascale.layout.stages import Place
@@ -76,20 +77,31 @@ class PipelineTimes:
         """
         c, p, stages = self.config, self.config.parallel, stages_of(self.config.model, self.config.parallel)
         fp8 = fp8_layers(c.model, c.train, c.fp8)
-        known, sizes = dict[tuple[int, ...], tuple[Buckets, ...]](), dict[Place, tuple[Buckets, ...]]()
+        known, sizes = dict[tuple[Hashable, ...], tuple[Buckets, ...]](), dict[Place, tuple[Buckets, ...]]()
         for rank, chunk in itertools.product(range(p.pp), held_chunks(p)):
             stage, shared = stages.index(rank, chunk), chunk == p.vpp
             layers = range(0) if shared else stages.layers(stage)
             experts, quantized = sum(map(c.model.has_experts, layers)), sum(layer in fp8 for layer in layers)
-            key = len(layers), experts, quantized, stage == 0, stage == stages.count - 1, shared
+            key = (
+                layers if c.train.freeze else len(layers),
+                experts,
+                quantized,
+                stage == 0,
+                stage == stages.count - 1,
+                shared,
+            )
             if key not in known:
                 (buckets,) = bucket_sizes(c.model, p, c.overlap, c.train, rank, [chunk])
                 modules = itertools.groupby(buckets, lambda bucket: bucket.first_module)
-                known[key] = tuple(
-                    tuple((each.reduce_axes, each.numel, gathered_bytes(c, each)) for each in own) for _, own in modules
-                )
+                known[key] = tuple(tuple(map(self._sent, own)) for _, own in modules)
             sizes[rank, chunk] = known[key]
         return sizes
+
+    def _sent(self, bucket: BucketSize) -> tuple[tuple[str, ...], int, int]:
+        """Return what a bucket sends: frozen ones have no gradients, and only sharded weights are gathered of them."""
+        moves = self.config.parallel.zero == 3 or not bucket.frozen
+        sent = gathered_bytes(self.config, bucket) if moves else 0
+        return bucket.reduce_axes, 0 if bucket.frozen else bucket.numel, sent
 
     @cached_property
     def buckets(self) -> dict[Place, Buckets]:

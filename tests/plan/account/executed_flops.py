@@ -5,17 +5,20 @@ masked inside a block of a window's queries, and the scores recomputed by the ba
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
 from megascale.layout.document_shards import row_sharding
+from megascale.layout.freezing import mark_frozen, matches
 from megascale.layout.mask_blocks import mask_blocks, tiles
+from megascale.layout.parameters import layer_params
 from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.sequence_shard import Spans, TokenSpan, sequence_chunk
-from megascale.layout.tensors import padded_vocab
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
 from megascale.layout.windows import count_scores
 from megascale.plan.account.attended import expected_documents
 from megascale.plan.account.flops import recomputed_weights
@@ -32,7 +35,8 @@ def rank_flops(config: RunConfig, pp_rank: int, cp_rank: int = 0) -> int:
         total = sum(_layer_flops(config, layer, recompute, cp_rank) for layer in layout.layers(index))
         heads = sum(after - 1 in layout.layers(index) for after in m.exits)
         heads += 1 + m.mtp_layers if index == layout.count - 1 else 0
-        tokens = 3 * m.seq_length // config.parallel.cp + config.dropped_chunks * config.row_tokens
+        passes = 2 if matches(TOKEN_EMBEDDING if m.tie_embeddings else HEAD, config.train.freeze) else 3
+        tokens = passes * m.seq_length // config.parallel.cp + config.dropped_chunks * config.row_tokens
         total += 2 * config.batch.micro * heads * tokens * m.hidden_size * padded_vocab(m, tp) // tp
         every += layout.placement.visits(pp_rank, chunk, samples) * total
     return every
@@ -44,7 +48,9 @@ def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_r
     """
     m, p, described = config.model, config.parallel, block_spec(config.model, layer)
     weights = sum(part.token_weights for part in described)
-    total = 2 * m.seq_length // p.cp * (3 * weights + recomputed_weights(described, recompute))
+    params = [param for param in mark_frozen(layer_params(m, layer), config.train.freeze) if param.kind == "matrix"]
+    frozen = sum(math.prod(tensor.shape) for param in params if param.frozen for tensor in param.parts)
+    total = 2 * m.seq_length // p.cp * (3 * weights - frozen + recomputed_weights(described, recompute))
     repeated = 0 if p.sp else (p.tp - 1) * sum(part.whole_numel for part in described)  # on every tp rank
     total += 2 * m.seq_length // p.cp * (3 + recompute.full) * repeated
     total += 2 * config.dropped_chunks * config.row_tokens * weights

@@ -86,6 +86,30 @@ def test_gradients_that_travel_as_codes(zero: int, tmp_path: Path) -> None:
     assert LOW < error < 0.15
 
 
+FROZEN = {
+    "zero1": {"tp": 2, "sp": True, "dp": 2},
+    "zero2, split backward": {"pp": 2, "vpp": 2, "schedule": "zb_v", "tp": 2, "sp": True, "dp": 2, "zero": 2},
+    "zero3": {"tp": 2, "dp": 4, "zero": 3},
+    "a stage without trained parameters": {"pp": 2, "dp": 2, "zero": 2},
+}
+
+
+@pytest.mark.parametrize("layout", only_quick(FROZEN, *FROZEN))
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_parameters(layout: str, tied: bool, tmp_path: Path) -> None:
+    """They have no gradients, optimizer state, reductions and wgrad; sharded weights are gathered."""
+    freeze = ["embedding.*", "layers.0.*", "layers.1.*", "layers.*.mlp.down.weight", "layers.2.attention.[qkv].weight"]
+    keys = {f"parallel__{key}": value for key, value in FROZEN[layout].items()}
+    model = LLAMA | {"hidden_size": 256, "ffn_size": 512, "seq_length": 128, "vocab_size": 512, "tie_embeddings": tied}
+    keys |= {"train__freeze": freeze, "train__precision": "bf16"}
+    config = config_of(settings_of(model, tmp_path, batch__global=32, **keys), tmp_path)
+    for rank in (0, config.world_size - 1):
+        _, error = compare(config, rank)
+        assert abs(error) < 0.1  # of megabytes
+    whole = config.model_copy(update={"train": config.train.model_copy(update={"freeze": []})})
+    assert model_flops(config).linear < 0.8 * model_flops(whole).linear
+
+
 @pytest.mark.parametrize("dispatcher", only_quick(["all_to_all", "all_gather"], "all_to_all"))
 def test_tokens_that_travel_to_experts_as_codes(dispatcher: str, tmp_path: Path) -> None:
     """In the layers with FP8, also in recomputation; results and gradients travel in 16 bits."""

@@ -1,0 +1,195 @@
+"""Grown checkpoints: the function stays, moments follow the gradients, and training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.checkpoint import folders, offline
+from megascale.checkpoint.format import manifest
+from megascale.cli.main import main
+from megascale.config.model import ModelConfig
+from megascale.convert.growth import plan_growth
+from megascale.convert.saved_weights import SavedWeights
+from megascale.convert.tensor_map import model_tensors
+from megascale.core.errors import ConfigError
+from megascale.core.rank import Rank
+from megascale.core.storage import Location
+from megascale.train.resume import load_initial_state
+from tests.oracles.ours import Result, compute
+from tests.runs import GEMMA2, GPT, LLAMA, MLA, NEOX, OLMO2, build_run, config_of, curve_of, settings, write_config
+from tests.worlds import run_world
+
+WIDER = {"hidden_size": 64, "head_dim": 8}
+LARGER = WIDER | {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 96}
+MIXTURE = LLAMA | {
+    "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24, "dense_layers": 1, "shared_ffn_size": 16,
+    "shared_gate": True, "router_bias": True, "balance_bias": True,
+}  # fmt: skip
+
+GROWTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt": (GPT, WIDER | {"num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 256}),
+    "gpt, three times as wide": (GPT | {"tie_embeddings": False}, {"hidden_size": 96, "head_dim": 8, "num_layers": 5}),
+    "gpt, parallel": (GPT | {"block": "parallel"}, WIDER | {"num_layers": 6, "num_heads": 6, "num_kv_heads": 6}),
+    "llama": (LLAMA, LARGER),
+    "llama, larger groups": (LLAMA, {"num_heads": 6, "head_dim": 8, "ffn_size": 50}),
+    "llama, sinks and norms of heads": (LLAMA | {"attention_sinks": True, "qk_norm": "head"}, LARGER),
+    "llama, all heads normed": (LLAMA | {"qk_norm": "full"}, WIDER | {"num_layers": 6, "ffn_size": 64}),
+    "llama, windows": (LLAMA | {"window": [5, 0]}, {"num_layers": 8}),
+    "llama, exits": (LLAMA | {"exits": [2]}, WIDER | {"num_layers": 8, "exits": [3]}),
+    "gemma2": (GEMMA2, LARGER),
+    "olmo2": (OLMO2, LARGER),
+    "fog": (OLMO2 | {"block": "fog", "qk_norm": "tanh"}, LARGER),
+    "neox": (NEOX, WIDER | {"num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 200}),
+    "mla": (MLA, WIDER | {"num_layers": 8, "ffn_size": 96}),
+    "experts": (MIXTURE, LARGER | {"num_layers": 6, "expert_ffn_size": 32, "shared_ffn_size": 20, "dense_layers": 1}),
+    "depths": (LLAMA | {"mtp_layers": 1}, {"num_layers": 6, "ffn_size": 64}),
+}
+QUICK = ("gpt", "llama", "gemma2", "experts")
+
+
+def train_and_save(rank: Rank, config: Any, steps: int) -> list[tuple[float, float]]:
+    run = build_run(rank, config)
+    load_initial_state(run, lambda folder: pytest.fail(str(folder)))
+    curve = curve_of(run, steps)
+    run.checkpoints.save(run.progress)
+    return curve
+
+
+def trained(model: dict[str, Any], folder: Path, **keys: Any) -> Path:
+    """Train a model for three steps in two layouts' worth of state, and return its folder."""
+    keys = {"checkpoint__every": 100, "optimizer__lr": 1e-2} | keys
+    config = config_of(settings(model, folder, **keys), folder)
+    run_world(1, train_and_save, config, 3)
+    return config.folder
+
+
+def grown(source: Path, model: dict[str, Any], folder: Path, **keys: Any) -> Path:
+    """Grow by the command line."""
+    config = write_config(settings(model, folder, **keys), folder / "to.toml")
+    assert main(["ckpt", "grow", str(source), str(config), str(folder / "grown")]) == 0
+    return folder / "grown"
+
+
+def weights_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    source = folders.find_checkpoint(Location(str(path)))
+    saved = manifest.read(source)
+    section = {key: value for key, value in saved.facts.config["model"].items() if value is not None}
+    weights, model = SavedWeights(source, saved), ModelConfig.model_validate(section)
+    return section, {tensor.name: weights.read(tensor.name).double().numpy() for tensor in model_tensors(model)}
+
+
+def forward(path: Path, folder: Path) -> Result:
+    section, weights = weights_of(path)
+    return compute(section, weights, folder, "fp64")
+
+
+def copies(gradient: Any, shape: tuple[int, ...]) -> Any:
+    """Sum what copies of the elements of a tensor of `shape` have: rows of the same number modulo."""
+    for dim, size in enumerate(shape):
+        if gradient.shape[dim] != size:
+            gradient = sum(gradient.take(range(at, at + size), dim) for at in range(0, gradient.shape[dim], size))
+    return gradient
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in GROWTHS])
+def test_the_function_stays(name: str, tmp_path: Path) -> None:
+    """Logits in fp64; gradients of the norms before the head and of embeddings, summed over copies, as well."""
+    model, changes = GROWTHS[name]
+    source = trained(model, tmp_path / "small")
+    before = forward(source, tmp_path / "before")
+    after = forward(grown(source, model | changes, tmp_path), tmp_path / "after")
+    assert before.logits is not None and after.logits is not None
+    assert after.loss == pytest.approx(before.loss, rel=1e-12)
+    assert abs(after.logits - before.logits).max() < 1e-12 * abs(before.logits).max()
+    embedding = "embedding.token.weight"
+    small, large = before.gradients[embedding], after.gradients[embedding]
+    assert abs(copies(large, small.shape) - small).max() < 1e-10 * abs(small).max()
+
+
+def test_a_rule_that_is_left_out_shows(tmp_path: Path) -> None:
+    """The final norm before a tied head counts: without its division the logits are others."""
+    growth = plan_growth(model_of(GPT), model_of(GPT | WIDER), 0, "here")
+    gain = torch.ones(32)
+    assert growth.weight("final_norm.weight", gain).tolist() == [0.5] * 64
+    untied = plan_growth(model_of(NEOX), model_of(NEOX | WIDER), 0, "here")
+    assert untied.weight("final_norm.weight", gain).tolist() == [1.0] * 64
+
+
+def model_of(keys: dict[str, Any]) -> ModelConfig:
+    return ModelConfig.model_validate(keys)
+
+
+def test_moments_follow_the_gradients(tmp_path: Path) -> None:
+    """Copies that write the residual stream have half of each first moment and a quarter of each second one; new rows,
+    columns and layers have none. The step and the samples go on.
+    """
+    source = trained(LLAMA, tmp_path / "small")
+    path = folders.find_checkpoint(Location(str(source)))
+    target = Location(str(grown(source, LLAMA | LARGER, tmp_path)))
+    small, large = manifest.read(path), manifest.read(target)
+    assert large.facts.progress == small.facts.progress
+    assert {name.partition(".")[0] for name in large.tensors} == {"weights", "exp_avg", "exp_avg_sq"}
+    for kind, factor in (("exp_avg", 0.5), ("exp_avg_sq", 0.25)):
+        for name, moved in (
+            ("attention.out.weight", factor),
+            ("mlp.up.weight", 1.0),
+            ("attention_norm.weight", factor),
+        ):
+            old = offline.read_tensor(path, small, f"{kind}.layers.1.{name}")
+            new = offline.read_tensor(target, large, f"{kind}.layers.2.{name}")
+            rows, columns = old.shape[0], (*old.shape, 1)[1]
+            assert torch.equal(new.view(len(new), -1)[:rows, :columns], moved * old.view(rows, -1))
+            assert not offline.read_tensor(target, large, f"{kind}.layers.3.{name}").any()
+        new_rows = offline.read_tensor(target, large, f"{kind}.layers.2.mlp.up.weight")[48:]
+        new_columns = offline.read_tensor(target, large, f"{kind}.layers.2.mlp.down.weight")[:, 48:]
+        assert not new_rows.any() and not new_columns.any()
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel__tp": 2, "parallel__pp": 2}], ids=["alone", "tp2 pp2"])
+def test_training_goes_on_without_a_jump(layout: dict[str, Any], tmp_path: Path) -> None:
+    """The first loss is that of the small model's next step, and none of the next ones is above it by a tenth."""
+    source = trained(LLAMA, tmp_path / "small", train__steps=100)
+    keys = {"checkpoint__every": 100, "checkpoint__resume": str(source), "optimizer__lr": 1e-2, "train__steps": 100}
+    alone = config_of(settings(LLAMA, tmp_path / "on", **keys), tmp_path)
+    expected = run_world(1, train_and_save, alone, 8)[0]
+    keys["checkpoint__resume"] = str(grown(source, LLAMA | LARGER, tmp_path, train__steps=100))
+    large = config_of(settings(LLAMA | LARGER, tmp_path / "large", **keys, **layout), tmp_path)
+    curve = run_world(large.world_size, train_and_save, large, 8)[0]
+    assert curve[0][0] == pytest.approx(expected[0][0], rel=1e-10)
+    assert max(loss for loss, _ in curve) < 1.1 * expected[0][0]
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {}, "no size is larger"),
+    (LLAMA, {"hidden_size": 48, "head_dim": 8}, "48 is no a multiple of 32"),
+    (LLAMA, {"hidden_size": 64}, "model.head_dim: 16 here, 8 in the checkpoint"),
+    (LLAMA, {"num_layers": 2}, "2 is less than the checkpoint's 4"),
+    (LLAMA, {"num_layers": 8, "norm_eps": 1e-6}, "model.norm_eps"),
+    (LLAMA, {"num_heads": 8, "head_dim": 8, "num_kv_heads": 8}, "2 heads share a key-value head, and 1 would"),
+    (LLAMA | {"qk_norm": "full"}, {"num_heads": 8, "head_dim": 8}, "the norm's mean is over all heads"),
+    (LLAMA | {"mtp_layers": 1}, WIDER, "their merge reads two vectors"),
+    (MLA, {"num_heads": 8, "head_dim": 8}, "heads of latent attention do not grow"),
+    (LLAMA | {"window": [5, 0, 0]}, {"num_layers": 5, "window": [0, 5]}, "the windows, experts or exits"),
+    (OLMO2 | {"unit_scaling": True}, {"num_layers": 8}, "its factors follow the sizes"),
+    (OLMO2 | {"residual_tau": 0.2}, {"num_layers": 8}, "a layer that adds nothing scales"),
+    (GPT, {"num_layers": 8, "seq_length": 32}, "model.positions"),
+]
+
+
+@pytest.mark.parametrize(("model", "changes", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+def test_what_changes_the_function_is_refused(model: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan_growth(model_of(model), model_of(model | changes), 0, "to.toml")
+    assert message in str(error.value) and "the function would change" in str(error.value)
+
+
+def test_state_without_a_rule_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = trained(LLAMA, tmp_path / "small", optimizer__name="shampoo")
+    config = write_config(settings(LLAMA | LARGER, tmp_path), tmp_path / "to.toml")
+    assert main(["ckpt", "grow", str(source), str(config), str(tmp_path / "grown")]) == 4
+    assert "has no rule by which it grows" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*grown*"))
