@@ -13,6 +13,7 @@ from torch import Tensor
 from megascale.bench.mfu import ALL_LAYERS_FP8, LayerFit, config_with_layers
 from megascale.bench.timed_steps import build_run, take_step
 from megascale.config.run import RunConfig
+from megascale.config.sparse_pattern import SparsePattern
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
@@ -66,8 +67,13 @@ def fit_layers(config: RunConfig, total_layers: int, rank: Rank, device: Device,
     one = config_with_layers(config, 1).model_copy(update={"batch": batch, "train": train, "fp8": fp8})
     available, before = int(device.free_memory() * (1 - RESERVED_SHARE)), device.peak_memory()
     saved, peaks = list[int](), list[int]()
-    for window in dict.fromkeys(config.model.windows):
-        one = one.model_copy(update={"model": one.model.model_copy(update={"window": window})})
+    for reach in dict.fromkeys(config.model.windows):
+        sparse = isinstance(reach, SparsePattern)
+        keys = {
+            "window": None if sparse else reach,
+            "sparse_attention": config.model.sparse_attention if sparse else None,
+        }
+        one = one.model_copy(update={"model": one.model.model_copy(update=keys)})
         log(f"building {one.name} with 1 layers on {device.name}")
         run = build_run(one, device, rank)
         saved.append(saved_by_layer(run))

@@ -27,8 +27,8 @@ class Requirement:
     None for other operations. `dtype`: torch's name. `dropout`: on attention weights.
     `granularity`: of FP8 scales (`catalog.recipes`), None without FP8. `columns`: row length of a norm or activation.
     `has_window`: some layers have a sliding window. `logit_softcap`, `attention_softcap`: the logits, or the scores of
-    attention, have a soft cap. `document_mask`: attention stays within documents, and positions restart. `used`: the
-    model contains the operation.
+    attention, have a soft cap. `sparse`: heads see different blocks of keys. `document_mask`: attention stays within
+    documents, and positions restart. `used`: the model contains the operation.
     """
 
     variant: str | None
@@ -40,6 +40,7 @@ class Requirement:
     has_window: bool
     logit_softcap: bool
     attention_softcap: bool
+    sparse: bool
     document_mask: bool
     used: bool
 
@@ -80,6 +81,7 @@ class Requirement:
             any(model.windows),
             model.logit_softcap is not None,
             operation == "attention" and model.attention_softcap is not None,
+            operation == "attention" and model.sparse_attention is not None,
             document_mask,
             used.get(operation, True),
         )
@@ -89,16 +91,21 @@ UNSUPPORTED = {
     "dropout": "draws dropout of its own, which would depend on the layout",
     "logit_softcap": "has no soft cap of logits",
     "attention_softcap": "has no soft cap of scores",
+    "sparse": "has no mask by head, which sparse attention needs",
     "document_mask": "has no positions that restart within a row",
 }
 """Why a backend cannot run, by the feature whose fact on its card is False."""
+
+
+ONLY_IF_STATED = ("attention_softcap", "sparse")
+"""Features that a card without their fact has not."""
 
 
 def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     """Say which demand a backend does not meet, by the facts of its card; None if all are met.
 
     `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `logit_softcap`,
-    `attention_softcap`, `document_mask`: False if unsupported; the soft cap of scores also if absent.
+    `attention_softcap`, `sparse`, `document_mask`: False if unsupported; those of `ONLY_IF_STATED` also if absent.
     `min_head_dim`, `max_head_dim`, `max_columns`: limits. `window_only`: requires windows, a soft cap or documents.
     """
     facts = card.facts
@@ -110,7 +117,7 @@ def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
         granularity = requirement.granularity
         return f"has no scales by {granularity}" if granularity else "is for train.precision = 'fp8' only"
     for feature, reason in UNSUPPORTED.items():
-        if getattr(requirement, feature) and not facts.get(feature, feature != "attention_softcap"):
+        if getattr(requirement, feature) and not facts.get(feature, feature not in ONLY_IF_STATED):
             return reason
     masked = requirement.has_window or requirement.attention_softcap or requirement.document_mask
     if facts.get("window_only") and not masked:
@@ -142,7 +149,7 @@ def _card(name: str, help: str, body: str, variants: tuple[str, ...] = (), **fac
     defaults = {
         "variants": variants, "dtypes": variants and KERNEL_DTYPES, "granularities": (), "dropout": True,
         "tensor_parallel": True, "min_head_dim": 0, "max_head_dim": math.inf, "max_columns": math.inf,
-        "window_only": False, "logit_softcap": True, "attention_softcap": False, "multi_pass": (),
+        "window_only": False, "logit_softcap": True, "attention_softcap": False, "sparse": False, "multi_pass": (),
     }  # fmt: skip
     return Card(name, help, f"megascale.ops.{body}", defaults | facts)
 
@@ -169,11 +176,11 @@ _CARDS = {
         _card(
             "compile", "torch's FlexAttention, compiled, for layers with a window, a soft cap or documents",
             "flex:FlexAttention", dtypes=KERNEL_DTYPES, dropout=False, min_head_dim=16, window_only=True,
-            attention_softcap=True,
+            attention_softcap=True, sparse=True,
         ),
         _card(
             "torch", "torch's scaled_dot_product_attention, by FlashAttention 3 or 4 if one is installed",
-            "core_attention:TorchAttention", attention_softcap=True,
+            "core_attention:TorchAttention", attention_softcap=True, sparse=True,
         ),
     ],
     "partial_attention": [

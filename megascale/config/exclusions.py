@@ -185,6 +185,13 @@ ATTENTION_SINKS = Exclusions("model.attention_sinks", only(True), (
     ("backends.attention", only(AUTO), "attention with sinks runs by backends.partial_attention", "auto"),
 ))  # fmt: skip
 
+SPARSE_ATTENTION = Exclusions("model.sparse_attention", bool, (
+    ("model.window", only(None, 0), "the local blocks of sparse attention are its window", REMOVE),
+    ("model.kv_lora_rank", only(0), "sparse attention is not supported with latent attention", "0"),
+    ("model.dropout", only(0), "sparse attention has no dropout", "0"),
+    ("model.attention_softcap", only(None), "sparse attention has no soft cap", "no soft cap"),
+))  # fmt: skip
+
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
     ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",
      "tie_embeddings = false, or remove the key"),

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROPE_SCALINGS, ROUTER_SCORES
 from megascale.config.section import AUTO_AS_NONE, Count, Float32, Section, Size, TableChoice, choice, no_choice
+from megascale.config.sparse_pattern import Reach, SparsePattern, check_sparse_pattern
 from megascale.core.registry import closest_name
 
 DERIVED_FROM = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
@@ -138,6 +139,13 @@ class ModelConfig(Section):
         description="sliding-window attention: number of keys per query, counting the query's own position; a list "
         "repeats over the layers; 0: full causal attention",
     )
+    sparse_attention: Annotated[
+        Annotated[dict[str, Any], AfterValidator(check_sparse_pattern)] | None, AUTO_AS_NONE
+    ] = Field(
+        None,
+        description="[sparse attention](long-context.md#sparse-attention): each head sees local blocks of keys and "
+        "every stride-th block before them, a table such as {local_blocks = 4, stride = 8, block = 64}",
+    )
     experts: Annotated[int, Field(ge=0, le=2**16)] = Field(
         0, description="routed experts of a layer, in place of its MLP (mixture of experts); 0: dense layers"
     )
@@ -210,7 +218,7 @@ class ModelConfig(Section):
     def __hash__(self) -> int:
         return hash(
             (self.num_layers, self.hidden_size, self.seq_length)
-        )  # `window` may be a list, which is not hashable
+        )  # `window` may be a list, and `sparse_attention` a table, which are not hashable
 
     @property
     def total_layers(self) -> int:
@@ -286,8 +294,15 @@ class ModelConfig(Section):
         return pattern[layer % len(pattern)]
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Number of keys per query of every layer; None: full causal attention."""
+    def sparse_pattern(self) -> SparsePattern | None:
+        """The pattern of sparse layers."""
+        return SparsePattern(**self.sparse_attention) if self.sparse_attention else None
+
+    @property
+    def windows(self) -> tuple[Reach | None, ...]:
+        """The window or the sparse pattern of every layer; None: full causal attention."""
+        if sparse := self.sparse_pattern:
+            return sparse.by_layer(self.total_layers)
         pattern = self.window if isinstance(self.window, list) else [self.window or 0]
         return _windows(tuple(pattern), self.seq_length, self.total_layers)
 
@@ -350,8 +365,8 @@ EXPERT_KEYS = (
 
 FREE_KEYS = (
     "preset", "seq_length", "norm_eps", "rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta",
-    "softmax_scale", "latent_norm_eps", "attention_softcap", "embedding_scale", "logit_softcap", "window", "dropout",
-    "init_std", "mup_base_width", "unit_scaling",
+    "softmax_scale", "latent_norm_eps", "attention_softcap", "embedding_scale", "logit_softcap", "window",
+    "sparse_attention", "dropout", "init_std", "mup_base_width", "unit_scaling",
 )  # fmt: skip
 """Keys of `[model]` that a run may change when it loads a checkpoint: they change no tensor."""
 

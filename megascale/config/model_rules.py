@@ -122,6 +122,23 @@ def attention_window(model: ModelConfig) -> Iterator[Finding]:
         yield Finding("model.window", message, f"at most {model.num_layers}: fewer repeat over the layers")
 
 
+def sparse_attention(model: ModelConfig) -> Iterator[Finding]:
+    """Check that the heads share the offsets of a sparse pattern evenly, so that together they see all keys, and that
+    the pattern hides some.
+    """
+    if (sparse := model.sparse_pattern) is None:
+        return
+    if model.num_heads % sparse.stride:
+        message = f"{model.num_heads} heads cannot share {sparse.stride} offsets evenly, to see all keys together"
+        strides = [stride for stride in divisors(model.num_heads) if stride > 1]
+        hint = f"stride = one of {join_values(strides)}" if strides else "more heads, or remove the key"
+        yield Finding("model.sparse_attention", message, hint)
+    if sparse.local_blocks * sparse.block >= model.seq_length:
+        message = f"{sparse.local_blocks} local blocks of {sparse.block} tokens reach over all {model.seq_length}"
+        hint = f"blocks of fewer than {model.seq_length} tokens together, or remove the key"
+        yield Finding("model.sparse_attention", message, hint)
+
+
 def experts(model: ModelConfig) -> Iterator[Finding]:
     """Check that tokens can choose as many experts, from as many groups."""
     experts, chosen, groups, top = (

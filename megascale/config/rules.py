@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.qk_norm, model_rules.RESIDUAL_TAU, model_rules.UNIT_SCALING,
     exclusions.NO_LATENT, exclusions.LATENT, model_rules.latent_attention,
     model_rules.attention_window,
-    exclusions.ATTENTION_SINKS,
+    exclusions.ATTENTION_SINKS, exclusions.SPARSE_ATTENTION, model_rules.sparse_attention,
     exclusions.NO_EXPERTS, exclusions.EXPERTS, model_rules.experts, model_rules.new_router,
     parallel_rules.expert_parallel,
     exclusions.NO_BALANCED_EXPERTS, exclusions.NO_BALANCE_LOSS, exclusions.NO_BALANCE_GROUP, exclusions.NO_BALANCE_BIAS,

@@ -51,6 +51,8 @@ def _words(annotation: Any, bounds: Iterable[Any] = ()) -> Iterator[str]:
         yield from (f"`{json.dumps(argument)}`" for argument in arguments)
     elif hasattr(annotation, "__metadata__"):
         yield from _words(arguments[0], annotation.__metadata__)
+    elif origin is dict:
+        yield "table"
     elif origin is list:
         yield f"list of {' or '.join(_words(arguments[0]))}"
     elif origin is tuple:

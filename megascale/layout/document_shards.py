@@ -19,6 +19,7 @@ from typing import Any
 
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
+from megascale.config.sparse_pattern import Reach, SparsePattern
 from megascale.layout.sequence_shard import (
     SequenceShard,
     Spans,
@@ -42,7 +43,7 @@ class RowSharding:
 
     row: SequenceShard
     heads: int
-    windows: Mapping[int | None, int]
+    windows: Mapping[Reach | None, int]
     by: str
 
     def shard(self, starts: Sequence[Sequence[int]] | None) -> SequenceShard:
@@ -95,7 +96,7 @@ def shard_documents(starts: Sequence[int], length: int, keys: int, heads: int, i
     return SequenceShard(length, split_over_heads(wholes, heads), index)
 
 
-def computed_scores(queries: Spans, starts: Sequence[int], length: int, window: int | None) -> int:
+def computed_scores(queries: Spans, starts: Sequence[int], length: int, window: Reach | None) -> int:
     """Count the scores of queries with all keys of their documents, in whole blocks of queries."""
     total = 0
     for start, spans in zip(starts, within_documents(queries, starts, length), strict=True):
@@ -105,7 +106,9 @@ def computed_scores(queries: Spans, starts: Sequence[int], length: int, window: 
     return total
 
 
-def _scores_before(place: int, window: int | None) -> int:
+def _scores_before(place: int, window: Reach | None) -> int:
     """Count the scores of the first queries of a document, up to a place in it."""
+    if isinstance(window, SparsePattern):
+        return round(window.count_scores(place)[1] + place / 2)
     near = place if window is None else min(place, window)
     return near * (near + 1) // 2 + (place - near) * near

@@ -92,17 +92,17 @@ def tiles(block: MaskBlock) -> Iterator[Tile]:
             yield Tile(slice(start, stop), seen, band=(low, high))
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """The positions from `start` up to `stop`, held from `place` on in a tensor."""
 
     start: int
     stop: int
     place: int
 
-    def cut(self, start: int, stop: int) -> _Run:
+    def cut(self, start: int, stop: int) -> Run:
         """Return the part of the run within these positions."""
         low = max(self.start, start)
-        return _Run(low, min(self.stop, stop), self.place + low - self.start)
+        return Run(low, min(self.stop, stop), self.place + low - self.start)
 
     @property
     def places(self) -> slice:
@@ -119,20 +119,29 @@ def mask_blocks(
     """List the blocks of visible scores. `starts`: for each row of a micro-batch of rows of `length`, the positions at
     which its documents begin; None: every row is a single document.
     """
-    runs = _runs(queries), _runs(keys)
+    if starts is None and window is None and tuple(queries) == tuple(keys):
+        size = count(queries)  # spans ascend: a triangle also where they are held
+        return MaskBlocks([MaskBlock(slice(0, size), slice(0, size), None, 0)])
+    documents = documents_of(queries, keys, starts, length)
+    blocks = (block for row, _, *runs in documents for block in band_blocks(itertools.product(*runs), window, row))
+    return MaskBlocks(merge_rectangles(blocks) if starts is None else blocks)
+
+
+def documents_of(
+    queries: Sequence[TokenSpan], keys: Sequence[TokenSpan], starts: Sequence[Sequence[int]] | None, length: int
+) -> Iterator[tuple[int | None, int, list[Run], list[Run]]]:
+    """Yield of every document its row, the position where it begins, and the runs of queries and of keys in it.
+    `starts`, `length`: as in `mask_blocks`.
+    """
+    sides = _runs(queries), _runs(keys)
     if starts is None:
-        if window is None and tuple(queries) == tuple(keys):  # ascending: a triangle also where they are held
-            size = count(queries)
-            return MaskBlocks([MaskBlock(slice(0, size), slice(0, size), None, 0)])
-        return MaskBlocks(_merged(_blocks(itertools.product(*runs), window, None)))
-    blocks = list[MaskBlock]()
-    for row, begins in enumerate(starts):
-        for parts in zip(*(within_documents(side, begins, length) for side in runs), strict=True):
-            blocks += _blocks(itertools.product(*parts), window, row)
-    return MaskBlocks(blocks)
+        yield None, 0, *sides
+    for row, begins in enumerate(starts or ()):
+        in_queries, in_keys = (within_documents(side, begins, length) for side in sides)
+        yield from zip(itertools.repeat(row), begins, in_queries, in_keys)
 
 
-def _merged(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
+def merge_rectangles(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
     """Merge each block with the one before it, where both are visible as a whole and make a rectangle."""
     merged = list[MaskBlock]()
     for block in blocks:
@@ -147,12 +156,12 @@ def _merged(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
     return merged
 
 
-def _runs(spans: Sequence[TokenSpan]) -> list[_Run]:
+def _runs(spans: Sequence[TokenSpan]) -> list[Run]:
     ends = itertools.accumulate(span.size for span in spans)
-    return [_Run(*span, end - span.size) for span, end in zip(spans, ends, strict=True)]
+    return [Run(*span, end - span.size) for span, end in zip(spans, ends, strict=True)]
 
 
-def _blocks(pairs: Iterable[tuple[_Run, _Run]], window: int | None, row: int | None) -> Iterator[MaskBlock]:
+def band_blocks(pairs: Iterable[tuple[Run, Run]], window: int | None, row: int | None) -> Iterator[MaskBlock]:
     """Yield the blocks of pairs of a run of queries and a run of keys."""
     for queries, keys in pairs:
         q = queries.cut(keys.start, queries.stop if window is None else keys.stop - 1 + window)  # that see a key

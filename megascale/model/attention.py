@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import NORMS
+from megascale.config.sparse_pattern import SparsePattern
 from megascale.layout.sequence_shard import TokenSpan
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.model.query_norm import QueryNorm, query_norm
@@ -35,7 +36,7 @@ class Attention(nn.Module):
         self._attend = context.operators.attend
         self._partial_attend = context.operators.partial_attend
         self._rotate = context.operators.rotate
-        self._window = model.windows[index]
+        self._reach = model.windows[index]
         self.q_norm, self.k_norm = (query_norm(context, f"{name}.{part}_norm") for part in "qk")
         self.sinks = context.parameters.get(f"{name}.sinks")
         self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
@@ -45,6 +46,7 @@ class Attention(nn.Module):
         self._qkv_label, self._out_label = (Label.for_layer(index, part) for part in ("qkv", "out"))
         self._heads = model.num_heads // tp.size
         self._kv_heads = model.num_kv_heads // tp.size
+        self._numbers = range(tp.index * self._heads, (tp.index + 1) * self._heads)
         self._counts = [self._heads, self._kv_heads, self._kv_heads]
         self._add_projections(context)
 
@@ -99,10 +101,10 @@ class Attention(nn.Module):
         s, angles = parts[0].shape[0], None
         if self._model.position == "rope":
             angles = self._angles(s, batch, parts[0])
-        first = self._tp.index * self._heads
-        keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
+        keep = batch.dropout.attention_keep_mask(self._place, self._numbers, s)
         # not compiled: a graph would be compiled for the documents of every row, and broken by communication or blocks
-        if batch.boundaries is not None or batch.shard is not None or self.sinks is not None:
+        in_blocks = self.sinks is not None or isinstance(self._reach, SparsePattern)
+        if batch.boundaries is not None or batch.shard is not None or in_blocks:
             return self.rope_and_attend(parts, angles, keep, batch)
         return self._rope_and_attend(parts, angles, keep)
 
@@ -147,22 +149,22 @@ class Attention(nn.Module):
             parts = [*rotated, *parts[len(turned) :]]
         q, k, v = parts[0].split(self._counts, dim=2) if len(parts) == 1 else parts
         boundaries, shard = (None, None) if batch is None else (batch.boundaries, batch.shard)
+        mask = AttentionMask(self._reach, boundaries, keep, self._model.dropout, self._numbers.start)
         if shard is not None and self._cp is not None:
-            place = self._window, shard, boundaries, self._index
-            return self._join(self._cp.attention(q, k, v, *place, self.sinks))
+            return self._join(self._cp.attention(q, k, v, mask, shard, self._index, self.sinks))
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         exchange: KVExchange | None = None
         if batch is not None and batch.keys is not None:
             assert shard is not None, "a chunk has a place in its sequence"
-            exchange = batch.keys.exchange(shard, boundaries, self._window, self._index)
+            exchange = batch.keys.exchange(shard, boundaries, self._reach, self._index, self._numbers)
         elif self.sinks is not None:
             whole = ((TokenSpan(0, q.shape[2]),),)
-            exchange = RingKV(None, VisibleScores(whole, 0, q.shape[2], self._window, boundaries), self._index)
+            visible = VisibleScores(whole, 0, q.shape[2], self._reach, boundaries, self._numbers)
+            exchange = RingKV(None, visible, self._index)
         if exchange is not None:
             assert self._partial_attend is not None, "chunks and sinks need the log-sum-exp of scores"
             out_bhsd = attend_to_all(q, k, v, exchange, self._partial_attend, self.sinks)
         else:
-            mask = AttentionMask(self._window, boundaries, keep, self._model.dropout)
             out_bhsd = self._attend(q, k, v, mask)
         return self._join(out_bhsd.permute(2, 0, 1, 3))
 

@@ -2,6 +2,8 @@
 
     softmax(scale q k^T + mask) v        with a window w, query i attends to the w keys j, i - w < j <= i
 
+or with a sparse pattern, by head (`config.sparse_pattern`).
+
 A soft cap c replaces the scores S = scale q k^T by c tanh(S / c) (Gemma 2).
 
 `TorchAttention`, `causal_attention`, `sliding_attention`, `visible`: torch's implementation. The rest tells which
@@ -20,22 +22,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascale.config.sparse_pattern import Reach, SparsePattern
+from megascale.layout.sequence_shard import TokenSpan
 from megascale.layout.windows import QUERY_BLOCK, window_blocks
 from megascale.ops.boundaries import Boundaries
+from megascale.ops.head_blocks import attend_within, visible_within
 from megascale.ops.library import FLASH3, FLASH4, Library
+from megascale.ops.partial_attention import TorchPartialAttention
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 
 class AttentionMask(NamedTuple):
-    """The mask of attention. `window`: keys up to a query's own, None for all; `boundaries`: of the documents
-    that attention stays in, None for whole rows; `keep`, bool [b, heads, s, s]: the attention weights that survive
-    dropout of probability `dropout`, None for all.
+    """The mask of attention. `reach`: a window of keys up to a query's own, or a pattern by head, None for all keys;
+    `boundaries`: of the documents that attention stays in, None for whole rows; `keep`, bool [b, heads, s, s]: the
+    attention weights that survive dropout of probability `dropout`, None for all. `first_head`: the number of the first
+    head of q, over all ranks.
     """
 
-    window: int | None = None
+    reach: Reach | None = None
     boundaries: Boundaries | None = None
     keep: Tensor | None = None
     dropout: float = 0.0
+    first_head: int = 0
+
+    def heads(self, q_bhsd: Tensor) -> range:
+        """The numbers of the heads of q."""
+        return range(self.first_head, self.first_head + q_bhsd.shape[1])
+
+    @property
+    def window(self) -> int | None:
+        """The window. Raises: TypeError for a pattern"""
+        if isinstance(self.reach, SparsePattern):
+            raise TypeError("a sparse pattern is no window")
+        return self.reach
 
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
@@ -45,7 +64,13 @@ and k, v [b, kv heads, s, d] to a result as q.
 
 
 class TorchAttention(OpBackend):
-    """torch's fused kernels, blockwise for a sliding window; with dropout, unfused with all scores in memory."""
+    """torch's fused kernels, blockwise for a sliding window, on CPUs also for a sparse pattern; with dropout, unfused
+    with all scores in memory.
+    """
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        sparse = context.model.sparse_attention is not None
+        return "computes sparse attention on CPUs alone" if sparse and not context.device.is_cpu else None
 
     def build(self, context: OpContext) -> CoreAttention:
         activate_newer_flash(context)
@@ -56,6 +81,8 @@ def torch_attend(scale: float | None = None, softcap: float | None = None) -> Co
     """Attention by torch's kernels, in rows or within documents."""
 
     def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
+        if isinstance(mask.reach, SparsePattern):
+            return _sparse_attention(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         if mask.boundaries is None:
             return causal_attention(q_bhsd, k_bhsd, v_bhsd, mask.window, mask.keep, mask.dropout, scale, softcap)
         factor = q_bhsd.shape[-1] ** -0.5 if scale is None else scale
@@ -67,6 +94,16 @@ def torch_attend(scale: float | None = None, softcap: float | None = None) -> Co
         return _document_attention(q_bhsd, k_bhsd, v_bhsd, mask.boundaries, alone)
 
     return attend
+
+
+def _sparse_attention(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask, scale: float | None
+) -> Tensor:
+    """Attend to the blocks that each head sees; others are not computed."""
+    s = q_bhsd.shape[2]
+    whole = (TokenSpan(0, s),)
+    visible = visible_within(whole, whole, mask.reach, mask.heads(q_bhsd), mask.boundaries, s)
+    return attend_within(q_bhsd, k_bhsd, v_bhsd, visible, TorchPartialAttention(scale))
 
 
 def _document_attention(

@@ -1,5 +1,5 @@
-"""Attention in sliding windows, with a soft cap, or within documents by FlexAttention (Dong et al. 2024). torch.compile
-generates a single kernel over the blocks of scores with unmasked elements.
+"""Attention in sliding windows, in sparse patterns, with a soft cap, or within documents by FlexAttention (Dong et al.
+2024). torch.compile generates a single kernel over the blocks of scores with unmasked elements.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from megascale.config.sparse_pattern import SparsePattern
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, CoreAttention, causal_attention, not_by_default
@@ -22,7 +23,7 @@ BLOCK = 128  # side of a block of scores, in queries and keys: FlexAttention's d
 
 
 class FlexAttention:
-    """FlexAttention for layers with a window, a soft cap or documents, torch's kernels for full attention."""
+    """FlexAttention for layers with a window, a pattern, a soft cap or documents, torch's kernels for all attention."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         if context.device.is_cpu:
@@ -44,8 +45,11 @@ def flex(attention: Callable[..., Any], scale: float | None = None, softcap: flo
     score_mod = None if softcap is None else capped
 
     def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
-        s, window = q_bhsd.shape[2], mask.window
-        if mask.boundaries is not None:
+        s, reach = q_bhsd.shape[2], mask.reach
+        window = None if isinstance(reach, SparsePattern) else reach
+        if isinstance(reach, SparsePattern):
+            blocks = sparse_block_mask(reach, mask.heads(q_bhsd), s, q_bhsd.device, mask.boundaries)
+        elif mask.boundaries is not None:
             blocks = document_block_mask(mask.boundaries, min(window or s, s))
         elif (window is None or window >= s) and softcap is None:
             return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, mask.keep, mask.dropout, scale)
@@ -100,6 +104,50 @@ def document_block_mask(boundaries: Boundaries, window: int) -> BlockMask:
         return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(s, s))
 
     return boundaries.shared(("blocks", window), classify)
+
+
+def sparse_block_mask(
+    pattern: SparsePattern, heads: range, s: int, device: torch.device, boundaries: Boundaries | None
+) -> BlockMask:
+    """Classify blocks of scores by head under a sparse pattern, in rows or within documents. All layers share it."""
+    if boundaries is None:
+        return _sparse_mask_of_rows(pattern, heads, s, device)
+    positions, documents = boundaries.positions.t().contiguous(), boundaries.documents
+    key = ("sparse blocks", pattern, heads)
+    return boundaries.shared(key, lambda: _sparse_mask(pattern, heads, positions, documents))
+
+
+@cache
+def _sparse_mask_of_rows(pattern: SparsePattern, heads: range, s: int, device: torch.device) -> BlockMask:
+    positions = torch.arange(s, device=device)[None]
+    return _sparse_mask(pattern, heads, positions, torch.zeros_like(positions))
+
+
+def _sparse_mask(pattern: SparsePattern, heads: range, positions: Tensor, documents: Tensor) -> BlockMask:
+    """Classify blocks from `positions` in documents and numbers of `documents` [b, s], equal rows for b = 1."""
+    size, stride, local, s = pattern.block, pattern.stride, pattern.local_blocks, positions.shape[1]
+    rows, first_head = len(positions), heads.start
+
+    def mask(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        row = b % rows
+        own, theirs = positions[row, query] // size, positions[row, key] // size
+        seen = (own - theirs < local) | ((theirs + h + first_head) % stride == 0)
+        return seen & (key <= query) & (documents[row, key] == documents[row, query])
+
+    first = torch.arange(0, s, BLOCK, device=positions.device)
+    last = (first + BLOCK - 1).clamp(max=s - 1)
+    begins, ends = documents[:, first], documents[:, last]
+    low, high = positions[:, first] // size, positions[:, last] // size  # pattern blocks, of those in one document
+    shared = (begins[:, :, None] <= ends[:, None]) & (ends[:, :, None] >= begins[:, None])  # [b, queries, keys]
+    alone = (begins[:, :, None] == ends[:, None]) & (ends[:, :, None] == begins[:, None])
+    numbers = torch.arange(heads.start, heads.stop, device=positions.device)[:, None]
+    turns = (high[:, None] + numbers) // stride - (low[:, None] + numbers - 1) // stride  # strided blocks [b, h, keys]
+    some, only = turns[:, :, None] > 0, (turns[:, :, None] > 0) & (low == high)[:, None, None]
+    near, all_near = low[:, :, None] - high[:, None] < local, high[:, :, None] - low[:, None] < local
+    visible = ((first <= last[:, None]) & shared)[:, None] & (some | (near | ~alone)[:, None])
+    full = ((last <= first[:, None]) & alone)[:, None] & (only | all_near[:, None])
+    lists = *_block_lists(visible & ~full), *_block_lists(full & visible)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(s, s))
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:

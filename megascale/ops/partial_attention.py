@@ -17,6 +17,7 @@ dS = P (dO v^T - rowsum(dO out)) are those of the whole, and give its share of d
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,6 +58,12 @@ class Accumulator:
         b, heads, n, d = q_bhsd.shape  # out has the memory order of the next linear layer's input
         self.out = torch.zeros(n, b, heads, d, dtype=wide, device=q_bhsd.device).permute(1, 2, 0, 3)
         self.lse = torch.full(q_bhsd.shape[:-1], -math.inf, dtype=wide, device=q_bhsd.device)
+
+    def part(self, rows: slice, heads: slice) -> Accumulator:
+        """The sum of some rows and heads, a view."""
+        part = copy(self)
+        part.out, part.lse = self.out[rows, heads], self.lse[rows, heads]
+        return part
 
     def add(self, rows: slice, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Add a part for some rows and queries; every one of these queries sees a key."""

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.layers import NORMS
-from megascale.layout.mask_blocks import mask_blocks
+from megascale.config.sparse_pattern import Reach
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence
+from megascale.layout.sparse_blocks import visible_blocks
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.cross_entropy import Targets, no_reduce
+from megascale.ops.head_blocks import add_backward, add_forward
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.ops.select import OpContext
@@ -61,36 +63,38 @@ def _attention(context: OpContext) -> list[Tensor]:
     return draw(*((SAMPLES, n, tokens, m.qk_head_dim) for n in heads))
 
 
-def _mask(context: OpContext, s: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """Return the model's smallest window, or a third of the sequence if smaller, and with a document mask the starts of
-    three documents in a row.
+def _mask(context: OpContext, s: int) -> tuple[Reach | None, tuple[int, ...] | None]:
+    """Return the model's sparse pattern, or its smallest window, or a third of the sequence if smaller, and with a
+    document mask the starts of three documents in a row.
     """
-    windows = [window for window in context.model.windows if window]
+    windows = [window for window in context.model.windows if isinstance(window, int)]
     starts = tuple(sorted({0, s // 3, s // 2})) if context.document_mask else None
-    return min(*windows, max(1, s // 3)) if windows else None, starts
+    return context.model.sparse_pattern or (min(*windows, max(1, s // 3)) if windows else None), starts
 
 
 def _attend(attend: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
     b, _, s, _ = leaves[0].shape
-    window, starts = _mask(context, s)
+    reach, starts = _mask(context, s)
     boundaries = None if starts is None else Boundaries((starts,) * b, s, leaves[0].device)
-    return attend(*leaves, AttentionMask(window, boundaries))
+    return attend(*leaves, AttentionMask(reach, boundaries))
 
 
 def _attend_in_parts(partial: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
     """Return the results of two parts of a sequence that two ranks share, and the gradients, as `_attend` attends."""
     s = leaves[0].shape[2] // 4 * 4
     q, k, v = (t[:, :, :s] for t in leaves)
-    window, starts = _mask(context, s)
+    reach, starts = _mask(context, s)
+    rows, heads = None if starts is None else [starts] * len(q), range(q.shape[1])
     results = []
     for rank in range(2):
         shard = shard_sequence(s, 2, 1, rank)
-        blocks = mask_blocks(shard.spans, (TokenSpan(0, s),), window, None if starts is None else [starts] * len(q), s)
+        visible = visible_blocks(shard.spans, (TokenSpan(0, s),), reach, heads, rows, s)
         own, total = torch.cat([q[:, :, slice(*span)] for span in shard.spans], 2), Accumulator(q[:, :, : shard.size])
-        partial.add_forward(total, own, k, v, blocks)
+        add_forward(partial, total, own, k, v, visible)
         out = total.out.to(q.dtype)
         grads = Gradients(*(torch.zeros(t.shape, dtype=total.lse.dtype, device=t.device) for t in (own, k, v)))
-        partial.add_backward(grads, AttentionResult(own, out, total.lse, torch.ones_like(out)), k, v, blocks)
+        attended = AttentionResult(own, out, total.lse, torch.ones_like(out))
+        add_backward(partial, grads, attended, k, v, visible)
         results += [total.out, *grads]
     return results
 

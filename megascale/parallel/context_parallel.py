@@ -25,7 +25,6 @@ from torch import Tensor
 from megascale.comm.collectives import all_to_all
 from megascale.comm.group import Group
 from megascale.layout.sequence_shard import SequenceShard
-from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, CoreAttention
 from megascale.ops.partial_attention import PartialAttention
 from megascale.parallel.kv_exchange import AllGatherKV, RingKV, VisibleScores, attend_to_all
@@ -51,29 +50,31 @@ class ContextParallel:
         q_sbnd: Tensor,
         k_sbnd: Tensor,
         v_sbnd: Tensor,
-        window: int | None,
+        mask: AttentionMask,
         shard: SequenceShard,
-        boundaries: Boundaries | None,
         layer: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with this rank's q [s / cp, b, heads, d] and k, v [s / cp, b, kv heads, d], and to `sinks` [heads];
-        result as q.
+        result as q. `mask`: of this rank's heads, without dropout.
         """
         if self.heads.size > 1:
             label = Label.for_layer(layer, "heads")
             q_sbnd, k_sbnd, v_sbnd = _exchange_tokens(q_sbnd, k_sbnd, v_sbnd, self.heads, label)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q_sbnd, k_sbnd, v_sbnd))
+        own = self.heads.index * q.shape[1]  # the place of the first of this rank's heads among those of q
+        mask = mask._replace(first_head=mask.first_head + own)
         if self.keys.size == 1 and sinks is None:
-            out = self.attend(q, k, v, AttentionMask(window, boundaries))
+            out = self.attend(q, k, v, mask)
         else:
             assert self.partial is not None, "ranks that exchange keys attend to some keys at a time"
             firsts = range(0, len(shard.parts), self.heads.size)
             parts = tuple(shard.joined(first, self.heads.size) for first in firsts)
-            visible = VisibleScores(parts, shard.index // self.heads.size, shard.length, window, boundaries)
+            seen = mask.reach, mask.boundaries, mask.heads(q)
+            visible = VisibleScores(parts, shard.index // self.heads.size, shard.length, *seen)
             ring = partial(RingKV, first=shard.first, overlap=self.overlap)
             exchange = (AllGatherKV if self.gathers else ring)(self.keys, visible, layer)
-            out = attend_to_all(q, k, v, exchange, self.partial, sinks, self.heads.index * q.shape[1])
+            out = attend_to_all(q, k, v, exchange, self.partial, sinks, own)
         out_sbnd = out.permute(2, 0, 1, 3)
         if self.heads.size > 1:
             out_sbnd = _exchange_heads(out_sbnd, self.heads, Label.for_layer(layer, "attention"))

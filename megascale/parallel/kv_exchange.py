@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -20,9 +19,11 @@ from torch import Tensor
 from megascale.comm.collectives import all_gather, reduce_scatter, send_on
 from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
-from megascale.layout.mask_blocks import MaskBlocks, mask_blocks
+from megascale.config.sparse_pattern import Reach
 from megascale.layout.sequence_shard import Spans, TokenSpan, count
+from megascale.layout.sparse_blocks import HeadBlocks
 from megascale.ops.boundaries import Boundaries
+from megascale.ops.head_blocks import add_backward, add_forward, visible_within
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention, sinks_gradient
 from megascale.parallel.grad_accumulation import accumulate_grad
 from megascale.record.label import Label
@@ -31,38 +32,33 @@ from megascale.record.label import Label
 @dataclass(frozen=True)
 class VisibleScores:
     """The scores between the queries of rank `index` and keys: `parts` are the positions of every rank that exchanges
-    keys, in a sequence of `length`.
+    keys, in a sequence of `length`. `reach`: what a query sees of it; `heads`: the numbers of the heads of the queries,
+    over all ranks.
     """
 
     parts: tuple[Spans, ...]
     index: int
     length: int
-    window: int | None
+    reach: Reach | None
     boundaries: Boundaries | None
+    heads: range = range(0)
 
-    def to_rank(self, rank: int) -> MaskBlocks:
+    def to_rank(self, rank: int) -> tuple[HeadBlocks, ...]:
         """The blocks of scores with the keys of a rank."""
         return self._blocks(self.parts[rank])
 
-    def to_all(self) -> MaskBlocks:
+    def to_all(self) -> tuple[HeadBlocks, ...]:
         """The blocks of scores with all keys, in the order of the sequence."""
         return self._blocks((TokenSpan(0, self.length),))
 
-    def _blocks(self, keys: Spans) -> MaskBlocks:
-        queries = self.parts[self.index]
-        if self.boundaries is None:
-            return _blocks_of_whole_rows(queries, keys, self.window)
-        starts, key = self.boundaries.starts, ("blocks", queries, keys, self.window)
-        return self.boundaries.shared(key, lambda: mask_blocks(queries, keys, self.window, starts, self.length))
+    def _blocks(self, keys: Spans) -> tuple[HeadBlocks, ...]:
+        return visible_within(self.parts[self.index], keys, self.reach, self.heads, self.boundaries, self.length)
 
 
-_blocks_of_whole_rows = lru_cache(256)(mask_blocks)
-
-
-AttendForward = Callable[[Tensor, MaskBlocks], None]
+AttendForward = Callable[[Tensor, Sequence[HeadBlocks]], None]
 """Attends to keys and values [2, b, kv heads, m, d] within blocks."""
 
-AttendBackward = Callable[[Tensor, MaskBlocks, Tensor], None]
+AttendBackward = Callable[[Tensor, Sequence[HeadBlocks], Tensor], None]
 """As in forward; adds to their gradient [2, b, kv heads, m, d], in fp32 or wider."""
 
 
@@ -201,7 +197,7 @@ class _AttentionInParts(torch.autograd.Function):
         sinks: Tensor | None, first: int,
     ) -> Tensor:  # fmt: skip
         own, total = torch.stack((k, v)), Accumulator(q)
-        exchange.forward(own, lambda block, blocks: partial.add_forward(total, q, block[0], block[1], blocks))
+        exchange.forward(own, lambda block, blocks: add_forward(partial, total, q, block[0], block[1], blocks))
         if sinks is not None:
             total.add_sinks(sinks[first : first + q.shape[1]])
         out = total.out.to(q.dtype)
@@ -219,8 +215,8 @@ class _AttentionInParts(torch.autograd.Function):
             grad_sinks = accumulate_grad(sinks, total)
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
 
-        def attend(block: Tensor, blocks: MaskBlocks, grad: Tensor) -> None:
-            ctx.partial.add_backward(Gradients(grad_q, *grad), queries, block[0], block[1], blocks)
+        def attend(block: Tensor, blocks: Sequence[HeadBlocks], grad: Tensor) -> None:
+            add_backward(ctx.partial, Gradients(grad_q, *grad), queries, block[0], block[1], blocks)
 
         grad_k, grad_v = ctx.exchange.backward(own, attend).to(own.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, grad_sinks, None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megascale.config.sparse_pattern import Reach
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.parallel.kv_exchange import (
@@ -34,9 +35,13 @@ class KVStore:
     blocks: dict[Place, Tensor] = field(default_factory=dict)
     grads: dict[Place, Tensor] = field(default_factory=dict)
 
-    def exchange(self, chunk: SequenceShard, boundaries: Boundaries | None, window: int | None, layer: int) -> StoredKV:
-        """The keys and values that a chunk attends to in a layer: those of its sequence up to there."""
-        return StoredKV(self, VisibleScores(chunk.parts, chunk.index, chunk.length, window, boundaries), layer)
+    def exchange(
+        self, chunk: SequenceShard, boundaries: Boundaries | None, reach: Reach | None, layer: int, heads: range
+    ) -> StoredKV:
+        """The keys and values that a chunk attends to in a layer: those of its sequence up to there. `heads`: the
+        numbers of its heads, over all ranks.
+        """
+        return StoredKV(self, VisibleScores(chunk.parts, chunk.index, chunk.length, reach, boundaries, heads), layer)
 
     def clear(self) -> None:
         """Free the keys and values, after the last forward of an evaluation."""

@@ -34,6 +34,7 @@ LATENT = {f"model__{key}": value for key, value in MLA.items() if MLA[key] != GP
 UNIT = {
     "model__unit_scaling": True, "model__block": "post_norm", "model__position": "rope", "model__tie_embeddings": False,
 }  # fmt: skip
+SPARSE = {"local_blocks": 1, "stride": 2, "block": 2}
 MOE = {"model__experts": 8, "model__bias": False}
 DOMINO = {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2}
 REBUILT = {
@@ -256,6 +257,28 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ({"model__attention_softcap": 5.0}, "model.attention_softcap", "has no soft cap"),
             ({"backends__attention": "torch"}, "backends.attention", "runs by backends.partial_attention"),
         )
+    ),
+    *(
+        ("SPARSE_ATTENTION", {"model__sparse_attention": SPARSE} | changes, {key: message})
+        for changes, key, message in (
+            ({"model__window": 4}, "model.window", "local blocks of sparse attention are its window"),
+            (LATENT, "model.kv_lora_rank", "not supported with latent attention"),
+            ({"model__dropout": 0.1}, "model.dropout", "sparse attention has no dropout"),
+            ({"model__attention_softcap": 5.0}, "model.attention_softcap", "has no soft cap"),
+        )
+    ),
+    *(
+        ("sparse_attention", {"model__sparse_attention": SPARSE | keys}, {"model.sparse_attention": message})
+        for keys, message in (
+            ({"stride": 3}, "4 heads cannot share 3 offsets evenly"),
+            ({"stride": 8}, "4 heads cannot share 8 offsets evenly"),
+            ({"local_blocks": 8}, "8 local blocks of 2 tokens reach over all 16"),
+        )
+    ),
+    (
+        "supported_backends",
+        {"model__sparse_attention": SPARSE, "backends__attention": "flash", "train__precision": "bf16"},
+        {"backends.attention": "flash has no mask by head, which sparse attention needs"},
     ),
     *(
         ("EXPERTS", MOE | changes, {key: message})

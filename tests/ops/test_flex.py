@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from megascale.config.sparse_pattern import SparsePattern
 from megascale.ops import compiled
-from megascale.ops.core_attention import AttentionMask, causal_attention
-from megascale.ops.flex import BLOCK, block_mask, flex
+from megascale.ops.boundaries import Boundaries
+from megascale.ops.core_attention import AttentionMask, causal_attention, torch_attend
+from megascale.ops.flex import BLOCK, block_mask, flex, sparse_block_mask
 
 CPU = torch.device("cpu")
 
@@ -84,3 +87,52 @@ def test_every_window_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         for window in range(1, 11):
             torch.testing.assert_close(attend(*given, AttentionMask(window)), causal_attention(*given, window))
+
+
+SPARSE = [SparsePattern(1, 2, 128), SparsePattern(2, 4, 64), SparsePattern(1, 3, 200), SparsePattern(3, 4, 50)]
+STARTS = ((0, 100, 128, 300, 301), (0,))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("pattern", SPARSE, ids=repr)
+def test_sparse_block_classes_match_the_mask(pattern: SparsePattern, packed: bool) -> None:
+    """Every block with a visible element is listed for its head, and full blocks have no masked element."""
+    s, heads = 3 * BLOCK + 9, range(3, 7)
+    boundaries = Boundaries(STARTS, s, CPU) if packed else None
+    blocks = sparse_block_mask(pattern, heads, s, CPU, boundaries)
+    places = torch.arange(s)
+    skipped = full = 0
+    for row, head in itertools.product(range(2 if packed else 1), range(len(heads))):
+        place = torch.tensor(row), torch.tensor(head), places[:, None], places
+        visible = blocks.mask_mod(*place)
+        assert torch.equal(visible, seen_by(pattern, heads[head], s, STARTS[row] if packed else (0,)))
+        for line, column in itertools.product(range(4), range(4)):
+            part = visible[line * BLOCK : (line + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            at = row, head, line
+            partly = column in blocks.kv_indices[at][: blocks.kv_num_blocks[at]]
+            wholly = column in blocks.full_kv_indices[at][: blocks.full_kv_num_blocks[at]]
+            assert bool(part.all()) or not wholly
+            assert partly or wholly or not part.any()
+            assert not (partly and wholly)
+            skipped, full = skipped + (not partly and not wholly and column <= line), full + wholly
+    assert pattern.block != BLOCK or (full > 0 and skipped > 0), "blocks of the kernel's size cost nothing more"
+
+
+def seen_by(pattern: SparsePattern, head: int, s: int, starts: tuple[int, ...]) -> Tensor:
+    places = torch.arange(s)
+    document = torch.bucketize(places, torch.tensor(starts), right=True) - 1
+    own = (places - torch.tensor(starts)[document]) // pattern.block
+    near, strided = own[:, None] - own < pattern.local_blocks, (own + head) % pattern.stride == 0
+    return (near | strided) & (places <= places[:, None]) & (document == document[:, None])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+def test_sparse_attention_equals_torchs(heads: int, kv_heads: int, packed: bool) -> None:
+    given = qkv(2 * BLOCK + 50, heads, kv_heads, torch.float64)
+    boundaries = Boundaries(tuple(row[:4] for row in STARTS), 2 * BLOCK + 50, CPU) if packed else None
+    for pattern in SPARSE[:2]:
+        mask = AttentionMask(pattern, boundaries, first_head=3)
+        torch.testing.assert_close(
+            flex(flex_attention)(*given, mask), torch_attend()(*given, mask), rtol=1e-12, atol=1e-12
+        )

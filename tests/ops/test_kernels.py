@@ -208,6 +208,17 @@ def test_without_a_window_auto_selects_torch(installed: Callable[..., None]) -> 
     )
 
 
+def test_sparse_attention_selects_what_has_masks_by_head(installed: Callable[..., None]) -> None:
+    sparse = {"window": None, "sparse_attention": {"local_blocks": 1, "stride": 4, "block": 2}}
+    installed("flash_attn", "transformer_engine", "triton")
+    choice, reason = select_backend("attention", setting(**sparse)), "has no mask by head, which sparse attention needs"
+    assert (choice.backend, choice.rejected) == ("compile", {"flash": reason, "te": reason})
+    installed("flash_attn", "transformer_engine")
+    with pytest.raises(MegascaleError, match="torch: computes sparse attention on CPUs alone"):
+        select_backend("attention", setting(**sparse))
+    assert select_backend("attention", setting(detect_device(allow_gpu=False), **sparse)).backend == "torch"
+
+
 @pytest.mark.parametrize(
     ("libraries", "capability", "kernel", "selected"),
     [

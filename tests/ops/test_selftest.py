@@ -152,7 +152,12 @@ def test_torch_passes(operation: str, dtype: torch.dtype, model: dict[str, Any])
 
 @pytest.mark.parametrize(
     "model",
-    [{"num_heads": 16, "num_kv_heads": 16, "hidden_size": 256}, {"window": 1}, {"window": 3, "num_kv_heads": 4}],
+    [
+        {"num_heads": 16, "num_kv_heads": 16, "hidden_size": 256},
+        {"window": 1},
+        {"window": 3, "num_kv_heads": 4},
+        {"sparse_attention": {"local_blocks": 1, "stride": 2, "block": 32}, "seq_length": 300},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

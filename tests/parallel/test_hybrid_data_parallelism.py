@@ -56,6 +56,11 @@ def test_sinks_of_attention_in_packs_and_rings(tmp_path: Path) -> None:
     check("llama", POOLS["dp4"], {"batch__global": 4} | sinks, tmp_path)
 
 
+def test_sparse_attention_in_packs_and_rings(tmp_path: Path) -> None:
+    sparse = {"model__sparse_attention": {"local_blocks": 1, "stride": 4, "block": 2}, "model__init_std": 0.3}
+    check("llama", POOLS["dp4"], {"batch__global": 4} | sparse, tmp_path)
+
+
 def test_rings_meet_in_pipelines(tmp_path: Path) -> None:
     """Pipelines with micro-batches of different lengths and numbers."""
     check("gpt", layout(dp=2, pp=2) | {"data__max_tokens_per_rank": 12}, {"batch__global": 4}, tmp_path)

@@ -156,6 +156,7 @@ GEMMA_LIKE = {
 DOCUMENTS = {"data__attention_mask": "document", "data__document_length": 5}
 FROZEN_STAGE = {"train__freeze": ["embedding.*", "layers.[01].*", "layers.*.mlp.*.bias"]}
 FROZEN_WEIGHTS = {"train__freeze": ["layers.*.attention.[qkv].*", "layers.2.mlp.down.weight", "head.*", "*norm*"]}
+SPARSE = {"local_blocks": 1, "stride": 2, "block": 2, "dense_every": 3}
 OLMO_LIKE = {"qk_norm": "full", "qkv_bias": True, "rotary_fraction": 0.5}
 
 CASES = [
@@ -174,6 +175,7 @@ CASES = [
     Case("llama", 0.0, "fp64", 1e-10, data=FROZEN_WEIGHTS),
     Case("gpt", 0.1, "fp64", 1e-10, data=DOCUMENTS),
     Case("gemma2", 0.0, "fp64", 1e-10, model=GEMMA_LIKE, data=DOCUMENTS),
+    Case("llama", 0.0, "fp64", 1e-10, model={"sparse_attention": SPARSE}, data=DOCUMENTS, quick=True),
     Case("gpt", 0.1, "fp32", 1e-5),
     Case("llama", 0.0, "fp32", 1e-5),
     # bfloat16 has 8 bits of precision: another order of sums changes the third digit, and Adam amplifies the change

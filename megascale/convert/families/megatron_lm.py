@@ -28,7 +28,8 @@ VOCAB_MULTIPLE = 128  # default of --make-vocab-size-divisible-by
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
     """The arguments of a model. What Megatron-LM cannot express is lost."""
     rope, tanh, dense = model.rope_scaling or {}, model.activation == "gelu_tanh", model.dense_layers
-    widest = max(window or 0 for window in model.windows)
+    windows = [window if isinstance(window, int) else 0 for window in model.windows]
+    widest = max(windows)
     keys = {plain(name): row.key.removeprefix("model.") for row in SETTINGS for name in row.names}
     return {name: getattr(model, keys[name]) for name in SAME} | {
         "group_query_attention": model.num_kv_heads != model.num_heads,
@@ -47,7 +48,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
         "padded_vocab_size": -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "window_size": (widest - 1, 0) if widest else None,
-        "window_attn_skip_freq": [int(window is not None) for window in model.windows] if widest else None,
+        "window_attn_skip_freq": [int(window > 0) for window in windows] if widest else None,
         "num_experts": model.experts or None,
         "moe_router_pre_softmax": not model.router_normalize,
         "moe_layer_freq": [0] * dense + [1] * (model.num_layers - dense) if dense else 1,

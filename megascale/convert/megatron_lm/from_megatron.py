@@ -71,7 +71,7 @@ def _model(args: Mapping[str, Any], path: Path, here: ModelConfig | None) -> Mod
     if different := model_differences(there.model_dump(by_alias=True), here):
         raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
     rotary = ("rope_theta", "rotary_fraction", "rope_scaling") if there.position == "rope" else ()
-    stored = {key: getattr(there, key) for key in ("norm_eps", "window", *rotary)}
+    stored = {key: getattr(there, key) for key in ("norm_eps", "window", "sparse_attention", *rotary)}
     stored["vocab_size"] = args.get("vocab_size") or here.vocab_size
     for key, value in stored.items():
         if value != (ours := getattr(here, key)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megascale.config.model import ModelConfig
+from megascale.config.sparse_pattern import Reach, SparsePattern
 from megascale.layout.parts.elementwise import gain_init
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import Part, Scores, Surroundings, TokenFlops
@@ -18,16 +19,16 @@ from megascale.layout.windows import QUERY_BLOCK, count_scores
 
 @dataclass(frozen=True)
 class AttentionSpec(Part):
-    """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions.
-    `qk_norm`: the norms of q and k before it, over each "head", without a gain if "fixed", or over all heads ("full"),
-    or a "tanh", or "none". `softcap`: the scores have a soft cap. `sinks`: beside the scores of a query's keys is a
-    learned logit of its head.
+    """The attention core, softmax(q k^T) v. `window`: keys visible to a query, or a sparse pattern; None for all
+    earlier positions. `qk_norm`: the norms of q and k before it, over each "head", without a gain if "fixed", or over
+    all heads ("full"), or a "tanh", or "none". `softcap`: the scores have a soft cap. `sinks`: beside the scores of a
+    query's keys is a learned logit of its head.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    window: int | None
+    window: Reach | None
     qk_norm: str = "none"
     softcap: bool = False
     sinks: bool = False
@@ -115,6 +116,8 @@ class AttentionSpec(Part):
             weights = sizes.batch * heads * s * s * sizes.compute
             capped = weights if self.softcap else 0
             tensors = qkv + normed + 2 * result + 2 * weights + capped + weights // sizes.compute + s * s
+        elif isinstance(self.window, SparsePattern):
+            forming = max(forming, (qkv if whole else 0) // sizes.compute * sizes.wide * sizes.narrow)
         elif self.softcap:
             longest = max(sizes.documents, default=s)
             keys = min(longest, (self.window or longest) + QUERY_BLOCK)
@@ -134,6 +137,7 @@ class AttentionSpec(Part):
         """True if the kernels' result is not the next layer's saved input."""
         whole = sizes.key_parts == 1 and not self.sinks
         in_pieces = whole and (sizes.documents or (self.window and not self.softcap))
+        in_pieces = in_pieces and not isinstance(self.window, SparsePattern)
         return bool(sizes.cp_heads > 1 or sizes.saves_codes or in_pieces)
 
     def _shared_memory(self, sizes: MicroBatchSizes, saved: int, forming: int) -> UnitBytes:

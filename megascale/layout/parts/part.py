@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from megascale.config.model import ModelConfig
+from megascale.config.sparse_pattern import Reach
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.times import FieldSums, OperationTimes, PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import ParamSpec
 
-Scores = Mapping[int | None, tuple[float, float]]
-"""Scores of a head in the two conventions, full and causal, by the layer's window; None for full attention."""
+Scores = Mapping[Reach | None, tuple[float, float]]
+"""Scores of a head in the two conventions, full and causal, by the layer's window or sparse pattern; None for full
+attention."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Protocol, Self
 
+from megascale.config.sparse_pattern import Reach
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
 
 
@@ -113,7 +114,9 @@ class OperationTimes(Protocol):
     def sums(self, nbytes: int) -> PassTimes:
         """Time exposed all-reduces over tp of `nbytes`, one in forward and one in backward."""
 
-    def attention(self, heads: int, window: int | None, width: int, exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:
+    def attention(
+        self, heads: int, window: Reach | None, width: int, exchanges: Sequence[Iterable[CommOp]]
+    ) -> PassTimes:
         """Time attention of `heads` of `width` over all ranks, with the `exchanges` of context parallelism in forward
         and in backward.
         """

@@ -1,7 +1,9 @@
-"""Scores of attention by window: of whole sequences, of documents packed in a row, or as counted in training.
+"""Scores of attention by window or sparse pattern: of whole sequences, of documents packed in a row, or as counted in
+training.
 
 Two conventions (`account.flops`): `full`, keys x queries, or the window of every query; `causal`, what a causal mask
-leaves. In a document of n tokens a window of w >= n leaves n^2 and n^2 / 2, a shorter one n w and n w - w^2 / 2.
+leaves. In a document of n tokens a window of w >= n leaves n^2 and n^2 / 2, a shorter one n w and n w - w^2 / 2, and a
+sparse pattern what `SparsePattern.count_scores` says.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ from collections.abc import Iterable
 
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
+from megascale.config.sparse_pattern import Reach, SparsePattern
 from megascale.layout.packs import equal_documents
 from megascale.layout.parts.part import Scores
 
 
-def windows_of(model: ModelConfig) -> list[int | None]:
-    """The distinct windows of a model's layers."""
+def windows_of(model: ModelConfig) -> list[Reach | None]:
+    """The distinct windows and patterns of a model's layers."""
     return list(dict.fromkeys(model.windows))
 
 
-def count_scores_in(lengths: Iterable[int], window: int | None) -> tuple[float, float]:
-    """Count the scores of documents of these lengths: full, causal."""
+def count_scores_in(lengths: Iterable[int], window: Reach | None) -> tuple[float, float]:
+    """Count the scores of documents of these lengths, the mean over heads: full, causal."""
+    if isinstance(window, SparsePattern):
+        fulls, causals = zip((0.0, 0.0), *map(window.count_scores, lengths), strict=True)
+        return sum(fulls), sum(causals)
     full = causal = 0.0
     for length in lengths:
         keys = length if window is None else min(window, length)

@@ -4,10 +4,11 @@ A multiply-add is two FLOPs; only GEMMs and attention count, and a backward cost
 weights. Attention is
 counted by two conventions: `full`, s x s scores per head, as in PaLM, torchtitan, and Megatron-LM before core 0.12;
 `causal`, the half left by a causal mask, as in Megatron-LM since. With a window of w keys, a query has w scores in
-`full` and w - w^2 / (2 s) on average in `causal`. For hidden size h, l layers, vocabulary V, f = 4 h and no grouped
-heads, `full` is 72 l h^2 (1 + s/(6 h) + V/(12 l h)) per token (Narayanan et al. 2021). HFU counts recomputation
-(`hardware_flops`), MFU does not (`token_flops`, `mfu`). With a document mask only scores within documents count, in
-both conventions (`account.attended`).
+`full` and w - w^2 / (2 s) on average in `causal`; a sparse pattern counts by its density
+(`SparsePattern.count_scores`). For hidden size h, l layers, vocabulary V, f = 4 h and no grouped heads, `full` is
+72 l h^2 (1 + s/(6 h) + V/(12 l h)) per token (Narayanan et al. 2021). HFU counts recomputation (`hardware_flops`), MFU
+does not (`token_flops`, `mfu`). With a document mask only scores within documents count, in both conventions
+(`account.attended`).
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ def computed_shares(model: ModelConfig, parallel: ParallelConfig, m: int) -> dic
 
 def sequence_flops(model: ModelConfig) -> SequenceWork:
     """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token in
-    layers without a window.
+    layers without a window; a sparse one has the share of its stride.
     """
     from megascale.layout.hybrid.sequence_work import SequenceWork
 
-    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * model.windows.count(None)
+    sparse = model.sparse_pattern
+    layers = model.windows.count(None) + (model.windows.count(sparse) / sparse.stride if sparse else 0)
+    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * layers
     return SequenceWork(token_flops(model).linear, float(quadratic))
 
 

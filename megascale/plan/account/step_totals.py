@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megascale.catalog.data import DATA_POLICIES
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
+from megascale.config.sparse_pattern import Reach
 from megascale.config.train import BatchConfig, TrainConfig
 from megascale.layout.tensors import exit_name
 from megascale.plan.account.attended import windows_of
@@ -55,7 +56,7 @@ def loss_of(module: str) -> str:
     return f"loss of {module}"
 
 
-def score_totals(model: ModelConfig) -> Mapping[int | None, tuple[str, str]]:
+def score_totals(model: ModelConfig) -> Mapping[Reach | None, tuple[str, str]]:
     """Name the totals of attention's scores in both conventions, full and causal, by window."""
     shown = {window: window or "all" for window in windows_of(model)}
     return {window: (f"scores full {name}", f"scores causal {name}") for window, name in shown.items()}

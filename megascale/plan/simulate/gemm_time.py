@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megascale.config.sparse_pattern import Reach
+from megascale.plan.account.attended import count_scores_in
 from megascale.plan.simulate.profiles import AttentionShares, Hardware, Measured, Stack
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
@@ -84,12 +86,11 @@ class KernelTimes:
         own = self.gemm(rows, n, k, count=groups, grain=grain)
         return own, self.gemm(n, k, rows, count=groups, grain=wgrad_grain)
 
-    def attention(self, heads: int, keys: int, window: int | None, width: int) -> tuple[float, float]:
+    def attention(self, heads: int, keys: int, window: Reach | None, width: int) -> tuple[float, float]:
         """Time attention of `heads` of `width` on sequences of `keys`: forward and backward."""
         if self.stack.attention == "unfused":
             return self._scores(heads, keys, width)
-        span = keys if window is None else window
-        seen = span - span * span / (2 * keys)  # the mean over queries
+        seen = count_scores_in([keys], window)[1] / keys  # the mean over queries
         flops, back = 4 * heads * keys * seen * width, FLASH_BACKWARD
         if core := self.measured:
             costs = [

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from megascale.catalog.recipes import TENSOR, QuantizerSpec
 from megascale.config.run import RunConfig
+from megascale.config.sparse_pattern import Reach
 from megascale.layout.freezing import matches
 from megascale.layout.gpu_overlap import Operand, overlaps_on_gpus
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
@@ -152,7 +153,9 @@ class LayerTimes:
         again = exchange.regathered(wgrad) if enters or split else 0.0
         return gemms + PassTimes(Seconds(tp=forward), Seconds(tp=backward + again), Seconds(tp=again))
 
-    def attention(self, heads: int, window: int | None, width: int, exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:
+    def attention(
+        self, heads: int, window: Reach | None, width: int, exchanges: Sequence[Iterable[CommOp]]
+    ) -> PassTimes:
         """Time attention document by document; unfused with all scores. Ranks that share sequences have equal shares of
         it, as chunks are taken to have.
         """
@@ -161,7 +164,7 @@ class LayerTimes:
             times = [self.kernels.attention(heads, m.seq_length, window, width)]
         else:
             times = [
-                self.kernels.attention(count * heads, keys, min(window or keys, keys), width)
+                self.kernels.attention(count * heads, keys, window, width)
                 for keys, count in Counter(self.sizes.documents or [m.seq_length]).items()
             ]
         parts = m.seq_length / self.config.row_tokens

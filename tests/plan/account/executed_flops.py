@@ -9,15 +9,17 @@ import math
 from collections.abc import Iterable, Iterator
 
 from megascale.config.run import RunConfig
+from megascale.config.sparse_pattern import SparsePattern
 from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.freezing import mark_frozen, matches
-from megascale.layout.mask_blocks import mask_blocks, tiles
+from megascale.layout.mask_blocks import tiles
 from megascale.layout.parameters import layer_params
 from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.sequence_shard import Spans, TokenSpan, sequence_chunk
+from megascale.layout.sparse_blocks import visible_blocks
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
 from megascale.layout.windows import count_scores
 from megascale.plan.account.attended import expected_documents
@@ -72,7 +74,10 @@ def _computed_scores(config: RunConfig, core: AttentionSpec, cp_rank: int) -> It
         pairs = [(queries, list(chunks[: index + 1])) for index, queries in enumerate(chunks)]
     elif m.dropout:
         yield s**2
+    elif isinstance(core.window, SparsePattern) and p.cp_keys == 1:
+        pairs = [((TokenSpan(0, s),), [(TokenSpan(0, s),)])]
     elif p.cp_keys == 1:
+        assert not isinstance(core.window, SparsePattern)
         yield count_document_scores(lengths, core.window or (s if core.softcap else None))
     else:
         recipe = config.fp8.facts if config.train.quantizes else None
@@ -83,12 +88,19 @@ def _computed_scores(config: RunConfig, core: AttentionSpec, cp_rank: int) -> It
         keys = everything if p.cp_mode == "allgather" else [shard.joined(first, p.cp_heads) for first in firsts]
         pairs = [(shard.joined(cp_rank - cp_rank % p.cp_heads, p.cp_heads), keys)]
     within = starts if config.data.attention_mask == "document" else None
+    heads = range(core.heads)
     for queries, keys in pairs:
-        blocks = (block for spans in keys for block in mask_blocks(queries, spans, core.window, within, s))
-        yield sum(
-            (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
-            for block in blocks
-            for tile in tiles(block)
+        visible = (seen for spans in keys for seen in visible_blocks(queries, spans, core.window, heads, within, s))
+        yield (
+            sum(
+                (tile.queries.stop - tile.queries.start)
+                * (tile.keys.stop - tile.keys.start)
+                * len(heads[seen.heads or slice(None)])
+                for seen in visible
+                for block in seen.blocks
+                for tile in tiles(block)
+            )
+            // core.heads
         )
 
 

@@ -33,6 +33,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"train__precision": "bf16", "model__window": [5, 0]},
     {"train__precision": "bf16", "model__attention_sinks": True, "model__window": [5, 0]},
     {"train__precision": "fp32", "model__attention_sinks": True, "batch__micro": 2},
+    {"train__precision": "bf16", "model__sparse_attention": {"local_blocks": 2, "stride": 4, "block": 8}},
+    {"train__precision": "fp32", "model__sparse_attention": {"local_blocks": 2, "stride": 2, "block": 8}},
     {"train__precision": "fp32", "model__block": "sandwich", "model__norm": "rmsnorm_1p", "model__dropout": 0.1},
     {"train__precision": "bf16", "model__block": "post_norm", "model__logit_softcap": 30.0},
     {"train__precision": "bf16", "model__block": "fog", "model__qk_norm": "fixed", "model__norm": "rmsnorm"},

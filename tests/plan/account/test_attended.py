@@ -26,6 +26,7 @@ from tests.plan.account.executed_flops import rank_flops
 from tests.runs import GPT, LLAMA, config_of, settings
 
 SIZES = {"hidden_size": 256, "num_heads": 8, "seq_length": 700, "vocab_size": 512}
+SPARSE = {"local_blocks": 2, "stride": 4, "block": 16, "dense_every": 2}
 WITHIN = {"data__attention_mask": "document", "data__document_length": 150}
 
 
@@ -54,6 +55,20 @@ def test_a_row_of_documents_has_the_flops_of_each(window: Any, tmp_path: Path) -
     assert packed.linear == token_flops(model).linear and packed.full < token_flops(model).full
 
 
+def test_sparse_layers_count_by_their_density(tmp_path: Path) -> None:
+    """In both conventions, of a row and of each of its documents; dense layers as without a pattern."""
+    dense, sparse = (configure(LLAMA | keys, tmp_path).model for keys in ({}, {"sparse_attention": SPARSE}))
+    pattern, lengths = sparse.sparse_pattern, [300, 1, 99, 300]
+    assert pattern is not None
+    for row in ([700], lengths):
+        both = [token_flops(model, scores_per_token(model, row)) for model in (dense, sparse)]
+        for at, convention in enumerate(("full_attention", "causal_attention")):
+            share = sum(pattern.count_scores(n)[at] for n in row) / sum(count_scores_in([n], None)[at] for n in row)
+            found, of_dense = (getattr(flops, convention) for flops in reversed(both))
+            assert found == pytest.approx(of_dense * (1 + share) / 2, rel=1e-12)
+    assert both[0].linear == both[1].linear
+
+
 def test_without_an_expected_length_whole_rows_are_the_upper_bound(tmp_path: Path) -> None:
     plain, open_ended = configure(GPT, tmp_path), configure(GPT, tmp_path, data__attention_mask="document")
     assert expected_documents(plain.model, plain.data) == expected_documents(open_ended.model, open_ended.data) == [700]
@@ -65,7 +80,11 @@ def test_without_an_expected_length_whole_rows_are_the_upper_bound(tmp_path: Pat
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("model", [GPT, LLAMA | {"window": [100, 0]}], ids=["gpt", "llama with a window"])
+@pytest.mark.parametrize(
+    "model",
+    [GPT, LLAMA | {"window": [100, 0]}, LLAMA | {"sparse_attention": SPARSE}],
+    ids=["gpt", "llama with a window", "llama, sparse"],
+)
 def test_flops_equal_a_dry_run_with_documents(model: dict[str, Any], recompute: str, tmp_path: Path) -> None:
     from megascale.plan.dryrun.dry_run import dry_run
 

@@ -25,14 +25,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("window", only_quick([None, [300, 0]], None))
+SPARSE = {"local_blocks": 2, "stride": 4, "block": 64, "dense_every": 2}
+
+
+@pytest.mark.parametrize("window", only_quick([None, [300, 0], SPARSE], None))
 @pytest.mark.parametrize("case", only_quick(list(CASES), "usp, tp"))
 def test_formulas_are_the_dry_run(case: str, window: Any, tmp_path: Path) -> None:
     from megascale.plan.dryrun.dry_run import dry_run
 
     model, parallel = CASES[case]
     keys = {f"parallel__{key}": value for key, value in parallel.items()}
-    tree = settings(model, tmp_path, train__precision="bf16", batch__global=2, model__window=window or 0, **keys)
+    key = "sparse_attention" if window is SPARSE else "window"
+    tree = settings(model | {key: window or 0}, tmp_path, train__precision="bf16", batch__global=2, **keys)
     config = config_of(tree, tmp_path)
     dry = dry_run(config, 0)  # whose chunks are apart
     assert step_traffic(config, dry.coord) == sent_by(dry)

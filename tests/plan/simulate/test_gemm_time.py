@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale.config.sparse_pattern import SparsePattern
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.gemm_time import KernelTimes, shape_share
 from megascale.plan.simulate.profiles import AttentionShares, Cost
@@ -57,6 +58,15 @@ def test_windowed_attention_takes_its_share_of_the_scores() -> None:
     assert full[0] == pytest.approx(flops / (312e12 * 0.6) * kernels.stack.attained.slowdown)
     assert full[1] == pytest.approx(2.5 * full[0] * 0.6 / 0.5)
     assert windowed[0] == pytest.approx(full[0] * (512 - 512**2 / 4096) / 1024)
+
+
+def test_sparse_attention_takes_its_share_of_the_scores() -> None:
+    kernels, pattern = (
+        KernelTimes(profiles.hardware("a100-80g"), profiles.stack("megascale"), "bf16", 2),
+        SparsePattern(4, 8),
+    )
+    full, sparse = kernels.attention(16, 2048, None, 128), kernels.attention(16, 2048, pattern, 128)
+    assert sparse[0] == pytest.approx(full[0] * pattern.count_scores(2048)[1] / (2048**2 / 2))
 
 
 def test_gemm_rates_by_year_of_the_libraries() -> None:

@@ -19,13 +19,18 @@ from tests.bench.test_profile import truth
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
 
 
+SPARSE = "model.sparse_attention={local_blocks = 1, stride = 8, block = 64}"
+
+
 def times_of(*overrides: str, max_tokens: int = 8192) -> SequenceTimes:
     keys = ["batch.global=64", "parallel.vpp=1", *overrides]
     config = load_config("configs/gpu/llama3-8b.toml", keys, world_size=64, skip_sections=["data"])
     return SequenceTimes(config, HARDWARE, STACK, max_tokens)
 
 
-@pytest.mark.parametrize("keys", [[], ["parallel.pp=2"], ["train.recompute=full"], ["model.window=1024"]], ids=str)
+@pytest.mark.parametrize(
+    "keys", [[], ["parallel.pp=2"], ["train.recompute=full"], ["model.window=1024"], [SPARSE]], ids=str
+)
 def test_work_is_the_stage_s_time_at_other_lengths(keys: list[str]) -> None:
     times = times_of(*keys)
     for length in (8192, 32768):
@@ -43,6 +48,10 @@ def test_rows_have_padding_on_accelerators() -> None:
 
 def test_windows_make_attention_linear() -> None:
     assert times_of("model.window=1024").work.quadratic < 0.05 * times_of().work.quadratic
+
+
+def test_sparse_attention_has_the_share_of_its_stride() -> None:
+    assert times_of(SPARSE).work.quadratic == pytest.approx(times_of().work.quadratic / 8, rel=0.01)
 
 
 def test_a_document_length_of_the_run_does_not_cut_sequences() -> None:

@@ -1,0 +1,94 @@
+"""The scores that heads see under a window or a sparse pattern, as blocks in which a band is visible (`mask_blocks`).
+
+A window is the same for all heads, and so are the local blocks of a pattern. Of the blocks of keys before them, heads
+with the same offset see the same ones: laid end to end, those keys have no mask but for the queries that are too early.
+Queries between two borders, `stride` blocks apart, see equally many of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from megascale.config.sparse_pattern import Reach, SparsePattern
+from megascale.layout.mask_blocks import (
+    MaskBlock,
+    MaskBlocks,
+    Run,
+    band_blocks,
+    documents_of,
+    mask_blocks,
+    merge_rectangles,
+)
+from megascale.layout.sequence_shard import TokenSpan
+
+
+class HeadBlocks(NamedTuple):
+    """The blocks of some heads. `heads`: their places in the tensor of queries; `row`: of the micro-batch; `keys`: the
+    places of the keys that the blocks count, laid end to end. None each: all.
+    """
+
+    blocks: MaskBlocks
+    heads: slice | None = None
+    row: int | None = None
+    keys: tuple[slice, ...] | None = None
+
+
+def visible_blocks(
+    queries: Sequence[TokenSpan],
+    keys: Sequence[TokenSpan],
+    reach: Reach | None,
+    heads: range,
+    starts: Sequence[Sequence[int]] | None = None,
+    length: int = 0,
+) -> tuple[HeadBlocks, ...]:
+    """List what heads see; empty if nothing. `heads`: the numbers, over all ranks, of the heads of the queries;
+    `starts`, `length`: as in `mask_blocks`.
+    """
+    if not isinstance(reach, SparsePattern):
+        blocks = mask_blocks(queries, keys, reach, starts, length)
+        return (HeadBlocks(blocks),) if blocks else ()
+    near, far = list[MaskBlock](), list[HeadBlocks]()
+    for row, start, own, theirs in documents_of(queries, keys, starts, length):
+        near += _near(reach, start, own, theirs, row)
+        for place in range(min(reach.stride, len(heads))):
+            seen = _far(reach, -heads[place] % reach.stride, start, own, theirs)
+            if seen.blocks:
+                far.append(seen._replace(heads=slice(place, len(heads), reach.stride), row=row))
+    return (HeadBlocks(MaskBlocks(near)), *far) if near else tuple(far)
+
+
+def _near(
+    pattern: SparsePattern, start: int, queries: Iterable[Run], keys: Sequence[Run], row: int | None
+) -> Iterator[MaskBlock]:
+    """Yield the local blocks of a document that begins at `start`."""
+    size = pattern.block
+    for run in queries:
+        for block in range((run.start - start) // size, -(-(run.stop - start) // size)):
+            own = run.cut(start + block * size, start + (block + 1) * size)
+            first = start + (block + 1 - pattern.local_blocks) * size
+            yield from band_blocks(((own, theirs.cut(first, own.stop)) for theirs in keys), None, row)
+
+
+def _far(pattern: SparsePattern, first: int, start: int, queries: Iterable[Run], keys: Iterable[Run]) -> HeadBlocks:
+    """Return the earlier blocks that heads see in a document that begins at `start`: number `first` and every
+    stride-th after it.
+    """
+    size, stride = pattern.block, pattern.stride
+    parts = list[tuple[int, slice]]()
+    for run in sorted(keys):
+        low = (run.start - start) // size
+        for number in range(low + (first - low) % stride, -(-(run.stop - start) // size), stride):
+            parts.append((number, run.cut(start + number * size, start + (number + 1) * size).places))
+    numbers, places = [number for number, _ in parts], tuple(place for _, place in parts)
+    ends = [0, *accumulate(place.stop - place.start for place in places)]
+    blocks, step = list[MaskBlock](), stride * size
+    border = start + (first + pattern.local_blocks) * size  # from here on queries see block `first`
+    for run in queries:
+        for turn in range(max(0, (run.start - border) // step), -(-(run.stop - border) // step)):
+            own = run.cut(border + turn * step, border + (turn + 1) * step)
+            if count := ends[bisect_right(numbers, first + turn * stride)]:
+                blocks.append(MaskBlock(own.places, slice(0, count), None, None))
+    return HeadBlocks(MaskBlocks(merge_rectangles(blocks)), keys=places)
