@@ -110,6 +110,9 @@ class HostBuffers(Protocol):
     def save(self, x: Tensor, host: Tensor) -> Wait:
         """Start to copy x to the first bytes of a buffer. Until the returned wait, neither may be written or freed."""
 
+    def read(self, x: Tensor, host: Tensor) -> Wait:
+        """Save x for the host, which waits itself in the returned wait."""
+
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
         """Start to copy a saved tensor to the device. Until the returned wait, it may not be read, nor host written."""
 
@@ -123,6 +126,9 @@ class PlainBuffers:
     def save(self, x: Tensor, host: Tensor) -> Wait:
         _saved_view(host, x.shape, x.dtype).copy_(x)
         return _nothing
+
+    def read(self, x: Tensor, host: Tensor) -> Wait:
+        return self.save(x, host)
 
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
         return _saved_view(host, shape, dtype).clone(), _nothing
@@ -139,13 +145,16 @@ class PinnedBuffers:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def save(self, x: Tensor, host: Tensor) -> Wait:
-        return self._copy(self._save, _saved_view(host, x.shape, x.dtype), x)
+        return self._wait_for(self._copy(self._save, _saved_view(host, x.shape, x.dtype), x))
+
+    def read(self, x: Tensor, host: Tensor) -> Wait:
+        return self._copy(self._save, _saved_view(host, x.shape, x.dtype), x).synchronize
 
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
         x = torch.empty(shape, dtype=dtype, device=self._device)
-        return x, self._copy(self._load, x, _saved_view(host, shape, dtype))
+        return x, self._wait_for(self._copy(self._load, x, _saved_view(host, shape, dtype)))
 
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Wait:
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:
         """Start a copy in a stream. The caller waits before either tensor is freed, so that the allocator need not know
         of the stream.
         """
@@ -154,6 +163,9 @@ class PinnedBuffers:
             target.copy_(source, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
+        return copied
+
+    def _wait_for(self, copied: torch.cuda.Event) -> Wait:
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
 

@@ -14,6 +14,7 @@ from megascale.layout.topology import topology_of
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.site_traffic import describe_sites
+from megascale.plan.account.state_bytes import host_state_bytes
 from megascale.train.run_splits import mixture_spec
 
 
@@ -21,7 +22,8 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
     """Return the peak memory of the rank with the highest peak, and of its host, in bytes by kind.
 
     `reader_bytes`: of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks, 0 without one;
-    `host_activation_bytes`: of the rank with most block inputs there, 0 without `train.activation_offload`.
+    `host_activation_bytes`: of the rank with most block inputs there, 0 without `train.activation_offload`;
+    `host_optimizer_bytes`: of the rank with most optimizer state there, 0 without `optimizer.offload`.
     """
     rank, reader = JobMemory(config).fullest(), 0
     if config.data.reader == "host":
@@ -41,6 +43,7 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
         "total_bytes": rank.total,
         "reader_bytes": reader,
         "host_activation_bytes": max((JobMemory(config).host_bytes(stage) for stage in stages), default=0),
+        "host_optimizer_bytes": max(host_state_bytes(config, stage) for stage in range(config.parallel.pp)),
     }
 
 
@@ -69,6 +72,8 @@ def summary(config: RunConfig) -> str:
         lines.append(text)
     if size := memory["host_activation_bytes"]:
         lines.append(f"block inputs of a rank in host memory {format_bytes(size)}")
+    if size := memory["host_optimizer_bytes"]:
+        lines.append(f"optimizer state of a rank in host memory {format_bytes(size)}")
     if size := memory["reader_bytes"]:
         lines.append(f"memory of a host's reader {format_bytes(size)}")
     return "\n".join(

@@ -186,6 +186,19 @@ class OptimizerConfig(Section):
         description="master weights of bf16 weights: full, in fp32; bf16_compensated, as the bf16 weights and what "
         "rounding leaves over, 2 bytes less ([compensated weights](optimizers.md#compensated-weights))",
     )
+    offload: Literal["none", "host"] = Field(
+        "none",
+        description="host: master weights and the state of element-wise rules are in host memory, and updated there "
+        "([offload](optimizers.md#state-in-host-memory))",
+    )
+    offload_stride: Annotated[NonNegativeInt | None, AUTO_AS_NONE] = Field(
+        None,
+        description="with offload, every how many sub-groups one is updated on the device; 1: all, 0: none; auto: by "
+        "the rates of the hardware's profile",
+    )
+    offload_subgroup: Count = Field(
+        1 << 24, description="elements of a sub-group of offload, which is updated at a time"
+    )
     lr: Float32 = Field(gt=0, description="learning rate after the warm-up")
     min_lr: Float32 = Field(0.0, ge=0, description="learning rate at the end")
     warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up from 0 to lr")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_gather
 from megascale.comm.mesh import Mesh
+from megascale.device import HostBuffers
 from megascale.layout.buckets import SlotRange, joined
 from megascale.layout.param_groups import ParamGroup
 from megascale.layout.shard_slices import shard_slices
@@ -30,18 +31,20 @@ class OptimizerShard:
 
     `master` [size of the shard] is a view of the bucket's weights if the weights have the optimizer's dtype, or if they
     are compensated: then state `LOW` has what rounding left over. `state`: tensors by name, for the elements of those
-    `ranges` whose group has that state, end to end; of names that no group has [size of the shard].
+    `ranges` whose group has that state, end to end; of names that no group has [size of the shard]. `in_host`: both are
+    in host memory.
     """
 
     bucket: Bucket
     master: Tensor
     state: dict[str, Tensor]
     ranges: GroupedRanges = ()
+    in_host: bool = False
 
     @property
     def has_own_master(self) -> bool:
         """True if `master` is a separate tensor, to be rounded into the bucket's weights after an update."""
-        return self.master.dtype != self.bucket.weights.dtype
+        return self.in_host or self.master.dtype != self.bucket.weights.dtype
 
     @property
     def residual(self) -> Tensor | None:
@@ -100,19 +103,31 @@ def state_ranges(ranges: GroupedRanges) -> dict[str, list[SlotRange]]:
     return {name: joined(item for group, item in ranges if name in group.state) for name in names}
 
 
-def new_shard(bucket: Bucket, ranges: GroupedRanges, *, compensated: bool) -> OptimizerShard:
-    """Copy the weights of a bucket's shard as master weights, and allocate state of zero for `ranges`. Frozen weights
-    are their own master weights.
+def new_shard(
+    bucket: Bucket, ranges: GroupedRanges, *, compensated: bool, host: HostBuffers | None = None
+) -> OptimizerShard:
+    """Copy the weights of a bucket's shard as master weights, and allocate state of zero for `ranges`; both in `host`
+    memory, if it is given. Frozen weights are their own master weights.
     """
     weights, grad = bucket.shard_weights, bucket.grad
     if bucket.frozen:
         return OptimizerShard(bucket, weights, {})
+
+    def zeros(size: int) -> Tensor:
+        return grad.new_zeros(size) if host is None else host_tensor(host, size, grad.dtype).zero_()
+
+    state = {name: zeros(sum(item.numel for item in found)) for name, found in state_ranges(ranges).items()}
+    if host is not None:
+        return OptimizerShard(bucket, zeros(weights.numel()).copy_(weights), state, ranges, in_host=True)
     master = weights if compensated or weights.dtype == grad.dtype else weights.to(grad.dtype)
-    sizes = {name: sum(item.numel for item in found) for name, found in state_ranges(ranges).items()}
-    state = {name: grad.new_zeros(size) for name, size in sizes.items()}
     if compensated:
         state[LOW] = torch.zeros_like(weights)
     return OptimizerShard(bucket, master, state, ranges)
+
+
+def host_tensor(host: HostBuffers, size: int, dtype: torch.dtype) -> Tensor:
+    """Allocate a tensor [size] in host memory."""
+    return host.allocate(size * dtype.itemsize).view(dtype)
 
 
 def global_tensors(optimizer_shards: Sequence[OptimizerShard], mesh: Mesh) -> dict[str, GlobalTensor]:
@@ -158,4 +173,6 @@ def gather_shares(optimizer_shards: Sequence[OptimizerShard]) -> None:
         share = SlotRange(bucket.layout.slots[0], *bucket.storage.share)
         for _, start, flat in shard.tensors() if bucket.replicas.size > 1 else ():
             if (start, start + flat.numel()) == bucket.shard:
-                all_gather(bucket.replicas, flat, share.view(flat, start))
+                whole = flat.to(bucket.grad.device)
+                all_gather(bucket.replicas, whole, share.view(whole, start))
+                flat.copy_(whole)

@@ -23,8 +23,9 @@ from megascale.layout.param_groups import ParamGroups, element_ranges
 from megascale.optim.clipping import Clipping, local_sq_norm
 from megascale.optim.compensated import KeptUpdates
 from megascale.optim.element_updates import ElementUpdates
+from megascale.optim.host_updates import HostUpdates
 from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
-from megascale.optim.updates import Parts, Rules, Updates
+from megascale.optim.updates import HostUpdate, Parts, Rules, Updates
 from megascale.parallel.bucket import Bucket
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 
@@ -56,12 +57,13 @@ class ShardedOptimizer:
     whole matrices compute theirs.
 
     `rules`: the rules of all groups by name, as `ops.optimizer` describes them. `guard`: of steps against spikes.
-    `kept`: what rounding keeps of updates, None without compensated weights.
+    `host`: how state in host memory is updated, None for state on the device. `kept`: what rounding keeps of updates,
+    None without compensated weights.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], mesh: Mesh, config: OptimizerConfig, rules: Rules,
-        guard: StepGuard | None = None,
+        guard: StepGuard | None = None, host: HostUpdate | None = None,
     ) -> None:  # fmt: skip
         groups = self._groups = ParamGroups(config)
         self._mesh = mesh
@@ -71,14 +73,14 @@ class ShardedOptimizer:
         self.shards = [
             new_shard(
                 bucket, element_ranges(bucket.layout, groups, mesh.topology, bucket.shard),
-                compensated=config.master_weights == "bf16_compensated",
+                compensated=config.master_weights == "bf16_compensated", host=host.buffers if host else None,
             )
             for bucket in buckets
         ]  # fmt: skip
         units = (group.facts["unit_of_work"] for group in (groups.default, groups.rest, *groups.listed))
-        kinds = dict.fromkeys(map(updates_of, units))
+        kinds = dict.fromkeys(HostUpdates if host else updates_of(unit) for unit in units)
         self.kept = KeptUpdates() if config.master_weights == "bf16_compensated" else None
-        self.updates = [kind(Parts(self.shards, mesh, config, groups, rules, self.kept)) for kind in kinds]
+        self.updates = [kind(Parts(self.shards, mesh, config, groups, rules, self.kept, host)) for kind in kinds]
         self.fresh_state: set[str] = set()
         self._rests: dict[str, GlobalTensor] = {}
 

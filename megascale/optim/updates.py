@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
+from megascale.device import HostBuffers
 from megascale.layout.param_groups import ParamGroups
 from megascale.ops.optimizer import Rule
 from megascale.optim.clipping import Clipping
@@ -26,9 +27,21 @@ Rules = Mapping[str, Rule]
 
 
 @dataclass(frozen=True)
+class HostUpdate:
+    """How state in host memory is updated: by `rules` there, every `stride`-th sub-group of `size` elements on the
+    device; 0: none.
+    """
+
+    buffers: HostBuffers
+    rules: Rules
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Parts:
     """The parts of updates: this rank's shards, and the groups of parameters with their rules by name. `kept`: of
-    compensated weights.
+    compensated weights; `host`: of state in host memory.
     """
 
     shards: Sequence[OptimizerShard]
@@ -37,6 +50,7 @@ class Parts:
     groups: ParamGroups
     rules: Rules
     kept: KeptUpdates | None = None
+    host: HostUpdate | None = None
 
 
 class Updates(ABC):

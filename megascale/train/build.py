@@ -21,7 +21,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
-from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
+from megascale.config.train import BatchConfig, TrainConfig
 from megascale.core.rank import Rank
 from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, embedding_chunks, fp8_layers, shares_embedding, stages_of
@@ -53,6 +53,7 @@ from megascale.schedule.ir import RankSchedule, forwards_only
 from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
+from megascale.train.build_optimizer import build_optimizer
 from megascale.train.further_losses import FurtherLosses
 from megascale.train.op_context import op_context
 from megascale.train.run import Dtypes, Hooks, Run
@@ -61,7 +62,6 @@ from megascale.train.stop import StopRequest
 if TYPE_CHECKING:
     from megascale.comm.group import Group
     from megascale.data.mix.loader import Loader
-    from megascale.optim.step_guard import StepGuard
     from megascale.parallel.context_parallel import ContextParallel
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.fp8_state import Fp8State
@@ -132,7 +132,7 @@ def build_rank_run(
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
-    optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
+    optimizer, guard = build_optimizer(config, mesh, buffers, context, device)
     mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config.train, mesh, buffers, on, sequence=p.sp)
     average = build_average(config.train, optimizer, mesh)
@@ -196,20 +196,6 @@ def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext, buffers: ParamA
     if config.parallel.zero == 3:
         state.cast_shards = ShardedCodes(buffers.buckets, state, mesh.tp).encode
     return state
-
-
-def build_optimizer(
-    settings: OptimizerConfig, mesh: Mesh, buffers: ParamAndGradBuffers, context: OpContext, device: torch.device
-) -> tuple[ShardedOptimizer, StepGuard | None]:
-    """Build the optimizer over this rank's shards, and the guard of its steps, if there is one."""
-    names = ParamGroups(settings).rules
-    update_rules = {name: select.build_op("optimizer", replace(context, optimizer=name)) for name in names}
-    guard = None
-    if settings.zclip or settings.skip_sigma > 0:
-        from megascale.optim.step_guard import StepGuard
-
-        guard = StepGuard(settings, mesh, device)
-    return ShardedOptimizer(buffers.buckets, mesh, settings, update_rules, guard), guard
 
 
 def build_noise_scale(

@@ -82,7 +82,7 @@ def check_state_finite(run: Run) -> None:
     place = run.mesh.topology, run.mesh.coord
     matrices = [(matrix.name(*place), values) for _, matrix, _, values in run.optimizer.matrix_state()]
     values_of = [*(values for _, _, values in flat), *(values for _, values in matrices)]
-    nonfinite = torch.stack([~all_finite(values) for values in values_of]).sum()
+    nonfinite = torch.stack([~all_finite(values).to(run.device.torch_device) for values in values_of]).sum()
     sum_over_job(run.mesh, nonfinite, label="non-finite state")
     if not bool(nonfinite):
         return

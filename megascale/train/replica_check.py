@@ -138,8 +138,8 @@ def _differing(sums: Sequence[tuple[Group, Tensor]], device: torch.device) -> li
     groups = {group.ranks: group for group, _ in sums}
     for ranks, group in sorted(groups.items(), key=lambda item: item[1].name):
         numbers = [number for number, (other, _) in enumerate(sums) if other.ranks == ranks]
-        mine = torch.stack([sums[number][1] for number in numbers])
-        extremes = torch.stack([mine, ~mine]).to(device)
+        mine = torch.stack([sums[number][1].to(device) for number in numbers])
+        extremes = torch.stack([mine, ~mine])
         all_reduce(group, extremes, "max", label="replicas")
         for number, unequal in zip(numbers, (extremes[0] != ~extremes[1]).tolist(), strict=True):
             differ[number] = unequal

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config import exclusions, model_rules, parallel_rules, site_rules
+from megascale.config import exclusions, model_rules, optimizer_rules, parallel_rules, site_rules
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
@@ -1201,6 +1201,28 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"optimizer__master_weights": "bf16_compensated", "train__precision": "bf16", "backends__optimizer": "torch"},
         {"backends.optimizer": "is for master weights in fp32"},
     ),
+    ("NO_OFFLOAD", {"optimizer__offload_stride": 2}, {"optimizer.offload_stride": "has no effect with offload = none"}),
+    *(
+        ("OFFLOAD", {"optimizer__offload": "host"} | changes, {key: message})
+        for changes, key, message in (
+            (
+                {"optimizer__master_weights": "bf16_compensated", "train__precision": "bf16"},
+                "optimizer.master_weights",
+                "compensated weights are the device's weights (optimizer.offload = host)",
+            ),
+            ({"train__weight_average": "ema"}, "train.weight_average", "averages are of master weights on the device"),
+        )
+    ),
+    (
+        "offloaded_state",
+        {"optimizer__offload": "host", "optimizer__name": "muon"},
+        {"optimizer.offload": "muon sees whole matrices or parameters"},
+    ),
+    (
+        "offloaded_state",
+        {"optimizer__offload": "host", "optimizer__groups": [{"kinds": ["matrix"], "name": "galore"}]},
+        {"optimizer.offload": "galore sees whole matrices or parameters"},
+    ),
 ]
 
 
@@ -1262,7 +1284,7 @@ def test_a_mistake_in_groups_or_options_says_what_is_meant(
 
 NAMES = {
     id(rule): name
-    for module in (exclusions, model_rules, parallel_rules, site_rules)
+    for module in (exclusions, model_rules, optimizer_rules, parallel_rules, site_rules)
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)
 }

@@ -50,3 +50,20 @@ def test_weights_in_bf16_are_the_rounded_master_weights(rule: str, tmp_path: Pat
     tree = settings(LLAMA, tmp_path, optimizer__name=rule, train__precision="bf16", train__steps=STEPS)
     (rounded,) = world_of(1, are_rounded, config_of(tree, tmp_path))
     assert rounded and all(rounded)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 2])
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_state_in_host_memory_is_updated_as_on_the_gpu(rule: str, stride: int, tmp_path: Path, figure: Figure) -> None:
+    """By the processor's kernel, the GPU's, or both by turns; copies and updates overlap."""
+    keys = {"optimizer__name": rule, "optimizer__lr": 1e-3, "train__precision": "bf16", "train__steps": STEPS}
+    keys |= {"model__hidden_size": 256, "model__vocab_size": 1024, "model__ffn_size": 512}
+    offload = {"offload": "host", "offload_stride": stride, "offload_subgroup": 20_000}
+    in_host = keys | {f"optimizer__{key}": value for key, value in offload.items()}
+    ours, theirs = (
+        world_of(1, curve_on, config_of(settings(LLAMA, tmp_path, **given), tmp_path), STEPS)[0]
+        for given in (in_host, keys)
+    )
+    difference = furthest(ours, theirs)
+    figure("difference of loss and norm", difference)
+    assert difference < (1e-2 if rule == "lion" else 2e-3)

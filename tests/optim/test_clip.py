@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megascale.comm.totals import max_over_job
 from megascale.layout.topology import Coord, Topology
@@ -189,3 +192,47 @@ def test_a_norm_of_many_elements_is_accurate(size: int) -> None:
     """A single fp32 sum is off by 1e-4 after five million elements."""
     numbers = torch.randn(size, generator=torch.Generator().manual_seed(0))
     assert float(sum_of_squares(numbers)) == pytest.approx(float(numbers.double().square().sum()), rel=1e-6)
+
+
+class GradientReads(TorchDispatchMode):
+    """Counts by operator the elements of gradients that it reads, and does not write or view."""
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._storages = {grad.untyped_storage().data_ptr() for grad in grads}
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._of_gradients((out, kwargs)):
+            self.elements[func._overloadpacket.__name__] += sum(x.numel() for x in self._of_gradients(args))
+        return out
+
+    def _of_gradients(self, tree: Any) -> list[Tensor]:
+        tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+        return [x for x in tensors if x.untyped_storage().data_ptr() in self._storages]
+
+
+def test_one_pass_over_gradients_is_norm_and_finite_check(tmp_path: Path) -> None:
+    """Beside the update nothing else reads them: the norm of a gradient that is not finite is not, either."""
+
+    def reads(run: Any) -> tuple[dict[str, int], int]:
+        curve_of(run, 1)
+        grads = [bucket.grad for bucket in run.buffers.buckets]
+        with GradientReads(grads) as mode:
+            curve_of(run, 1)
+        return {name: count for name, count in mode.elements.items() if count}, sum(grad.numel() for grad in grads)
+
+    config = config_of(settings(GPT, tmp_path, train__precision="fp32", overlap__bucket_bytes=20_000), tmp_path)
+    ((elements, total),) = run_threads(config, reads)
+    assert elements.pop("_fused_adamw_", total) == total
+    assert elements == {"linalg_vector_norm": total}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38, 1e15])
+def test_the_norm_is_finite_where_all_squares_are(value: float) -> None:
+    """In any place: in a row, in the rest, at an edge. Beyond the root of the largest number squares are not."""
+    for place in (0, ROW - 1, ROW, 2 * ROW + 5):
+        x = torch.ones(2 * ROW + 6)
+        x[place] = value
+        assert bool(sum_of_squares(x).sqrt().isfinite()) == (value == 1e15)

@@ -277,7 +277,7 @@ OPTIMIZER = (
     absent("--lion-beta1, --lion-beta2", "not supported: write optimizer.betas"),
     absent("--use-precision-aware-optimizer",
            'write optimizer.name = "adamw_8bit", or optimizer.master_weights = "bf16_compensated"', 0),
-    needless("--optimizer-cpu-offload", "not supported: write parallel.zero = 3, or optimizer.name = adamw_8bit", 0),
+    switch("--optimizer-cpu-offload", "optimizer.offload", "host"),
 )  # fmt: skip
 
 DATA = (

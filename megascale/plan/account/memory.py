@@ -36,7 +36,7 @@ from megascale.plan.account.rank_actions import (
     representative_microbatches,
 )
 from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
-from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, state_bytes
+from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, fetched_bytes, state_bytes
 from megascale.schedule.ir import RankSchedule, most_live, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
@@ -47,8 +47,7 @@ CODED = 4  # bytes for an element of a bucket: of two in reduction the codes, se
 @dataclass(frozen=True)
 class RankMemory(StateBytes):
     """Bytes on one rank at the peak. `activations`: saved for backward; `transient`: a bound on temporary tensors, with
-    unsharded gradients, all-gathered weights, receive buffers and tokens; or what is more, of an update of whole
-    matrices.
+    unsharded gradients, all-gathered weights, receive buffers and tokens; or what is more, of an update.
     """
 
     activations: int
@@ -174,7 +173,8 @@ class JobMemory:
             depths = config.model.mtp_layers if stage == self.layout.placement.ends[1] else 0
             transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
         state = state_bytes(config, stage, self.storage)
-        transient = max(transient, StageOptimizer(config, stage).update_bytes() - saved)
+        updated = max(StageOptimizer(config, stage).update_bytes(), fetched_bytes(config, stage))
+        transient = max(transient, updated - saved)
         transient += self._gathered(held) if p.zero == 3 else 0
         if self._coded:
             largest = max(chain(*held), key=lambda bucket: bucket.numel)

@@ -9,6 +9,7 @@ on their owners (`account.optimizer_state`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -18,6 +19,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, linears
 from megascale.layout.buckets import SHARDED
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
+from megascale.layout.sub_groups import AHEAD, aligned_size
 from megascale.layout.topology import topology_of
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.sizes import coded_elements
@@ -78,6 +80,7 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
         "ema": 1,
         "lawa": config.train.weight_average_count,
     }  # tensors, each of the size of master weights
+    on_device = config.optimizer.offload == "none"
     master = compute if config.optimizer.master_weights == "bf16_compensated" else accumulate
     copies = averages[config.train.weight_average] + config.sites.state_tensors
     master_bytes = (master if facts["master_weights"] else 0) + accumulate * copies
@@ -85,5 +88,43 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     return StateBytes(
         parameters=0 if alone else compute * held["weight"] + cast_bytes,
         gradients=accumulate * held["gradient"],
-        optimizer=StageOptimizer(config, stage).state_bytes(zero) + master_bytes * held["state"],
+        optimizer=StageOptimizer(config, stage).state_bytes(zero) + master_bytes * held["state"] if on_device else 0,
     )
+
+
+def state_shards(config: RunConfig, stage: int) -> list[int]:
+    """Count the elements of each bucket whose optimizer state a rank of a stage has."""
+    p, topology = config.parallel, topology_of(config.parallel)
+    parts = topology.dp_replicate if topology.state_over_all else 1
+    buckets = chain(*bucket_sizes(config.model, p, config.overlap, config.train, stage))
+    return [bucket.shard(topology) // parts if "state" in SHARDED[p.zero] else bucket.numel for bucket in buckets]
+
+
+def host_state_bytes(config: RunConfig, stage: int) -> int:
+    """Count the bytes of `optimizer.offload` in host memory: master weights, state, gradients on their way and two
+    scalars.
+    """
+    settings, (_, wide) = config.optimizer, config.train.element_bytes
+    if settings.offload == "none":
+        return 0
+    shards = state_shards(config, stage)
+    read = 0 if settings.offload_stride == 1 else AHEAD * min(aligned_size(settings.offload_subgroup), max(shards))
+    return StageOptimizer(config, stage).state_bytes(config.parallel.zero) + wide * (sum(shards) + read) + 16
+
+
+def fetched_bytes(config: RunConfig, stage: int) -> int:
+    """Bound the bytes of `optimizer.offload` that the update of a bucket has on the device: master weights and state of
+    sub-groups that are updated there, and master weights of one that is not. An unknown stride counts as any.
+    """
+    settings, (_, wide) = config.optimizer, config.train.element_bytes
+    if settings.offload == "none":
+        return 0
+    shards, stride = state_shards(config, stage), settings.offload_stride
+    of_element = wide + StageOptimizer(config, stage).state_bytes(config.parallel.zero) / sum(shards)
+    size, found = aligned_size(settings.offload_subgroup), 0
+    for shard in shards:
+        groups = math.ceil(shard / size)
+        fetched = 0 if stride == 0 else min(AHEAD, math.ceil(groups / (stride or 1)))
+        rounded = stride == 0 or (stride != 1 and groups > 1)
+        found = max(found, int(min(size, shard) * (fetched * of_element + rounded * wide)))
+    return found

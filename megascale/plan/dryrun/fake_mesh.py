@@ -21,13 +21,13 @@ from megascale.record.recorder import Recorder
 
 
 class FakeHostBuffers(PlainBuffers):
-    """Host memory without bytes, which are no bytes of the device."""
+    """Host memory on the meta device, whose bytes are not counted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def save(self, x: Tensor, host: Tensor) -> Wait:
         return lambda: None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from megascale.config.run import RunConfig
 from megascale.config.run_warnings import run_warnings
+from megascale.core.units import format_bytes
 from megascale.layout.gpu_overlap import exposed_collectives
 from megascale.plan.account.memory import JobMemory, RankMemory
+from megascale.plan.account.state_bytes import host_state_bytes
 from megascale.plan.search.space import Layout, layout_of
+from megascale.plan.simulate.host_update import host_update
 from megascale.plan.simulate.islands import outer_seconds, stage_islands
 from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
 from megascale.plan.simulate.step_time import Estimate, StepParts
@@ -109,7 +112,22 @@ class Plan:
             lines.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
         if stack.overlaps.tp == "large" and self.estimate.causes["tp"] >= MIN_EXPOSED * self.estimate.step_s:
             lines += map(str, exposed_collectives(config, hardware.node.devices))
-        return [*lines, *self._recipes(), *self._outer_steps(), *run_warnings(config)]
+        return [*lines, *self._host_updates(), *self._recipes(), *self._outer_steps(), *run_warnings(config)]
+
+    def _host_updates(self) -> Iterator[str]:
+        """Describe the update of state in host memory."""
+        settings, hardware = self.config.optimizer, self.hardware
+        if settings.offload == "none":
+            return
+        size = max(map(partial(host_state_bytes, self.config), range(self.config.parallel.pp)))
+        yield f"optimizer state of a rank in host memory: {format_bytes(size)}"
+        if (update := host_update(self.config, hardware)) is None:
+            rates = "device.host_bandwidth or node.memory_bandwidth"
+            yield f"its update is planned as on the device: {hardware.name} states no {rates}"
+        else:
+            best, given = update.best_stride, settings.offload_stride
+            other = "" if given in (None, best) else f"; {update.seconds(given):.3g} s with {given} as given"
+            yield f"its update takes {update.seconds(best):.3g} s with the best offload_stride, {best}{other}"
 
     def _recipes(self) -> Iterator[str]:
         """Say where the speed of quantized GEMMs is not that of the run."""

@@ -131,6 +131,7 @@ class Node(Link):
 
     devices: Count = Field(8, description="devices of a node")
     cores: int = Field(0, ge=0, description="cores, if devices are processes; 0: a core per device")
+    memory_bandwidth: Rate | None = Field(None, description="bytes/s of the host's memory, for all devices, if stated")
     turn_s: NotNegative = Field(0.0, description="seconds of a collective per other rank on the same core")
     message: Link | None = Field(None, description="link of point-to-point messages, if different")
 

@@ -15,6 +15,7 @@ from megascale.plan.account.attended import expected_scores
 from megascale.plan.account.flops import mfu, model_flops
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.traffic import mean_calls
+from megascale.plan.simulate.host_update import host_update
 from megascale.plan.simulate.pipeline_times import PipelineTimes
 from megascale.plan.simulate.profiles import LARGE_JOB, Stack
 
@@ -59,7 +60,8 @@ class StepParts(PipelineTimes):
     @cached_property
     def update(self) -> float:
         """Seconds of the optimizer on the largest rank: state is read and written, gradients are read and cleared;
-        GEMMs of rules of whole matrices on the owner with most, with decompositions at the rate of GEMMs.
+        GEMMs of rules of whole matrices on the owner with most, with decompositions at the rate of GEMMs. State in host
+        memory is updated first.
         """
         facts = PRECISIONS[self.config.train.precision].facts
         p, (compute, wide) = self.config.parallel, self.config.train.element_bytes
@@ -68,8 +70,8 @@ class StepParts(PipelineTimes):
         elements = max(sum(numel for _, numel, _ in buckets) for buckets in held)
         shard = max(self.dp.shard(buckets) for buckets in held)
         gradients = shard if p.zero >= 2 else elements
-        masters = wide * shard if facts["master_weights"] else 0
-        state = masters + max(stage.state_bytes(1 if self.dp.sharded else 0) for stage in stages)
+        masters, host = wide * shard if facts["master_weights"] else 0, host_update(self.config, self.hardware)
+        state = 0 if host else masters + max(stage.state_bytes(1 if self.dp.sharded else 0) for stage in stages)
         moved = 2 * state + shard * (2 * wide + compute) + gradients * wide
         gemms = [
             sum(
@@ -78,7 +80,9 @@ class StepParts(PipelineTimes):
             )
             for stage in stages
         ]
-        return moved / self.layers.kernels.bandwidth + max(gemms)
+        stride = self.config.optimizer.offload_stride
+        on_host = host.seconds(host.best_stride if stride is None else stride) if host else 0.0
+        return moved / self.layers.kernels.bandwidth + max(gemms) + on_host
 
     @cached_property
     def slowest_update(self) -> float:

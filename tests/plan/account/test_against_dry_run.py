@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from megascale.config.run import RunConfig
 from megascale.plan.account.flops import model_flops
 from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.state_bytes import fetched_bytes
 from megascale.plan.account.traffic import step_traffic
 from tests.drawn import jobs, ranks_of
 from tests.marks import only_quick, only_quick_rows
@@ -74,6 +75,20 @@ def test_partial_pipelines(parallel: dict[str, Any], tmp_path: Path) -> None:
     assert executed < 0.9 * all_layers
     # a rank also computes scores again, in fused attention
     assert executed / all_layers == pytest.approx(counted.full / all_counted.full, rel=2e-3)
+
+
+@pytest.mark.parametrize("size", [1 << 19, 1 << 21])
+@pytest.mark.parametrize("stride", [0, 1, 2])
+def test_state_in_host_memory(stride: int, size: int, tmp_path: Path) -> None:
+    """Of which sub-groups are on the device in an update, several or all of a bucket."""
+    offload = {"offload": "host", "offload_stride": stride, "offload_subgroup": size}
+    keys = {f"optimizer__{key}": value for key, value in offload.items()} | {"train__precision": "bf16"}
+    model = LLAMA | {"hidden_size": 512, "num_layers": 4, "ffn_size": 2048, "vocab_size": 128}
+    config = config_of(settings_of(model, tmp_path, **keys, parallel__dp=2), tmp_path)
+    _, error = compare(config, 0)
+    assert LOW < error < HIGH
+    rank = JobMemory(config).rank(0)
+    assert rank.transient + rank.activations == fetched_bytes(config, 0) or (stride, size) == (0, 1 << 19)
 
 
 @pytest.mark.parametrize("zero", only_quick([1, 2, 3], 2))

@@ -1,0 +1,79 @@
+"""Time of an update of state in host memory, and the best stride (`optim.host_updates`; Maurya et al. 2024,
+arXiv:2410.21316, section 4.2, with the wire times of both kinds of sub-groups).
+
+Of n sub-groups m = n div k are updated on the device. Processor, link and device work at the same time, and the link in
+both directions, each of which carries a gradient or master weights for a sub-group on the host, and master weights with
+state for one on the device:
+
+    T(m) = max((n - m) host, (n - m) gradient + m state, m device)
+
+The first falls with m, the others rise: state, with master weights, takes longer than a gradient. They meet at
+
+    m* = n min((host - gradient) / (host - gradient + state), host / (host + device)),  0 if host <= gradient
+
+T is convex in m, so the best stride is one of two, with the most sub-groups up to m* and the fewest above.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megascale.config.run import RunConfig
+from megascale.layout.sub_groups import aligned_size
+from megascale.plan.account.optimizer_state import StageOptimizer
+from megascale.plan.account.state_bytes import state_shards
+from megascale.plan.simulate.profiles import Hardware
+
+
+@dataclass(frozen=True)
+class HostUpdateTime:
+    """Seconds of one of `count` sub-groups: of its update on the `host` and on the `device`, and of the link, each way,
+    for a `gradient` and for the `state`.
+    """
+
+    count: int
+    host: float
+    device: float
+    gradient: float
+    state: float
+
+    def seconds(self, stride: int) -> float:
+        """Time the update with every `stride`-th sub-group on the device; 0: none."""
+        m = self.count // stride if stride else 0
+        rest = self.count - m
+        return max(rest * self.host, rest * self.gradient + m * self.state, m * self.device)
+
+    @property
+    def best_stride(self) -> int:
+        """The stride of the shortest update."""
+        saved = max(0.0, self.host - self.gradient)
+        most = int(self.count * min(saved / (saved + self.state), self.host / (self.host + self.device)))
+        first = self.count // (most + 1) + 1  # the smallest with at most m* on the device
+        strides = [first if first <= self.count else 0, *([first - 1] if first > 1 else [])]
+        return min(strides, key=self.seconds)
+
+
+def host_update(config: RunConfig, hardware: Hardware) -> HostUpdateTime | None:
+    """Return the times on the rank with most state, of a resolved configuration; None without `optimizer.offload`, or
+    on hardware whose profile does not state the rates.
+    """
+    link, memory, attained = hardware.device.host_bandwidth, hardware.node.memory_bandwidth, hardware.attained
+    if config.optimizer.offload == "none" or link is None or memory is None:
+        return None
+    size, (compute, wide) = aligned_size(config.optimizer.offload_subgroup), config.train.element_bytes
+    by_stage = [state_shards(config, stage) for stage in range(config.parallel.pp)]
+    stage = max(range(len(by_stage)), key=lambda stage: sum(by_stage[stage]))
+    shards = by_stage[stage]
+    count = sum(math.ceil(shard / size) for shard in shards)
+    gradient = wide * sum(shards) / count
+    state = gradient + StageOptimizer(config, stage).state_bytes(config.parallel.zero) / count
+    rounded = compute * sum(shards) / count
+    on_host, on_device = memory * attained.memory / hardware.node.devices, hardware.device.bandwidth * attained.memory
+    return HostUpdateTime(
+        count,
+        host=2 * (state + gradient) / on_host,  # state and gradient are read and written
+        device=(2 * state + gradient + rounded) / on_device,
+        gradient=gradient / (link * attained.link),
+        state=state / (link * attained.link),
+    )
