@@ -58,6 +58,7 @@ MOST_WORDS = {
     "docs/extending/block.md": 330,
     "docs/extending/data_policy.md": 260,
     "docs/extending/optimizer.md": 200,
+    "docs/extending/objective.md": 260,
     "docs/extending/recipe.md": 280,
     "docs/extending/sample_weight.md": 210,
     "docs/extending/schedule.md": 260,

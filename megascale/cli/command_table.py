@@ -148,6 +148,11 @@ COMMANDS = {
         "data samples runs/quickstart --step 10",
         "docs/data-order.md",
     ),
+    "data teacher": Command(
+        "write the likeliest tokens of a checkpoint for the samples of a run, to distill from",
+        "data teacher configs/quickstart.toml --checkpoint runs/small --output data/teacher.labels",
+        "docs/recipes.md",
+    ),
     "data inspect": Command(
         "describe a token dataset and show some text",
         "data inspect data/quickstart/train --documents 3",

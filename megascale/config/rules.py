@@ -12,6 +12,7 @@ from megascale.config import (
     data_rules,
     exclusions,
     file_rules,
+    loss_rules,
     model_rules,
     optimizer_rules,
     parallel_rules,
@@ -40,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.balance_group, parallel_rules.token_blocks,
     exclusions.NO_MTP, exclusions.MTP, model_rules.multi_token_prediction,
     exclusions.NO_EXITS, exclusions.EXITS, model_rules.early_exits,
+    loss_rules.NO_TEACHER, loss_rules.TEACHER, loss_rules.OBJECTIVES, loss_rules.objectives, loss_rules.distillation,
     parallel_rules.tensor_parallel, parallel_rules.domino,
     parallel_rules.pipeline,
     backend_rules.fp8_shapes, backend_rules.fp8_scale, backend_rules.fp8_schedule,
@@ -73,7 +75,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.ZCLIP, exclusions.SKIPPED_STEPS,
     backend_rules.supported_backends,
     exclusions.NO_HOST_READER,
-    file_rules.data_source, file_rules.data_files, file_rules.data_samples,
+    file_rules.data_source, file_rules.data_files, file_rules.data_samples, loss_rules.teacher_file,
     file_rules.resume,
     exclusions.NO_CHECKPOINTS, exclusions.NO_COPIES, file_rules.memory_folder,
     file_rules.file_system,
@@ -85,7 +87,9 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """In the order of their findings. A rule runs if its sections are tables, whatever else is wrong."""
 
-DATA_RULES = (file_rules.data_source, file_rules.data_files, file_rules.data_samples, train_rules.counts)
+DATA_RULES = (
+    file_rules.data_source, file_rules.data_files, file_rules.data_samples, loss_rules.teacher_file, train_rules.counts
+)  # fmt: skip
 """Rules of a run on its data, which a plan does not have."""
 
 

@@ -10,10 +10,12 @@ from pydantic_core import PydanticCustomError
 from megascale.catalog.decays import DECAYS
 from megascale.catalog.optimizers import ALL_KINDS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
+from megascale.config.objectives import ObjectiveTable
 from megascale.config.section import AUTO_AS_NONE, Count, FilePath, Float32, NonNegativeInt, Section, choice
 from megascale.core.registry import closest_name
 
 HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugging Face weights
+MOCK_TEACHER = "mock"  # value of `train.distill_teacher` for random soft labels
 
 Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
 Names = list[Annotated[str, Field(min_length=1)]]
@@ -70,6 +72,28 @@ class TrainConfig(Section):
     exit_warmup_steps: NonNegativeInt = Field(
         0, description="steps over which exit_loss_weight rises linearly from 0; 0: none"
     )
+    distill_teacher: FilePath | None = Field(
+        None,
+        description="file of a teacher's soft labels by `megascale data teacher`, to distill from "
+        "([distillation](recipes.md#distillation)); mock: random ones, to measure throughput",
+    )
+    distill_alpha: Annotated[Float32, Field(ge=0, le=1)] = Field(
+        0.5, description="share of the KL to the teacher in the loss; 1 - distill_alpha is that of the cross-entropy"
+    )
+    distill_temperature: PositiveFloat = Field(
+        1.0, description="temperature of teacher and student in the KL, which has its square as a factor"
+    )
+    distill_top_k: Annotated[int, Field(gt=0, le=4096)] = Field(
+        32, description="likeliest tokens of the teacher that count for a label; at most those of the file"
+    )
+    distill_until_step: NonNegativeInt = Field(
+        0, description="last step with the teacher; the steps after it train on the next token alone; 0: all steps"
+    )
+    objectives: list[ObjectiveTable] = Field(
+        [],
+        description="[auxiliary objectives](extending/objective.md) over the last hidden states: tables "
+        "`[[train.objectives]]` with `type`, `weight` (relative to the loss of the next token) and the type's options",
+    )
     z_loss: Annotated[Float32, Field(ge=0, le=1)] = Field(
         0.0,
         description="coefficient of the squared log of the softmax's denominator in the gradient, 1e-4 in PaLM; the "
@@ -121,6 +145,11 @@ class TrainConfig(Section):
         """Bytes of an element in the compute and the accumulation dtype."""
         facts = PRECISIONS[self.precision].facts
         return int(facts["compute_bytes"]), int(facts["accumulate_bytes"])
+
+    @property
+    def distills(self) -> bool:
+        """True if a teacher has a part in the loss."""
+        return self.distill_teacher is not None and self.distill_alpha > 0
 
     @property
     def quantizes(self) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megascale.parallel.context_parallel import ContextParallel
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.input_offload import ActivationOffload
+    from megascale.parallel.objectives import AuxiliaryObjectives
 
 Parameters = Mapping[str, nn.Parameter]
 """This rank's parameters by global name (`layout.tensors`)."""
@@ -31,7 +32,7 @@ Parameters = Mapping[str, nn.Parameter]
 class LayerContext:
     """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMMs
     of a linear layer by its name and of experts by the number of their layer, recomputation policy, the attention of
-    ranks that share a sequence, the offload of block inputs, and the parallelism of experts.
+    ranks that share a sequence, the offload of block inputs, the parallelism of experts, and the auxiliary objectives.
     """
 
     model: ModelConfig
@@ -44,6 +45,7 @@ class LayerContext:
     cp: ContextParallel | None = None
     offload: ActivationOffload | None = None
     experts: ExpertParallel | None = None
+    objectives: AuxiliaryObjectives | None = None
 
 
 class Linear(nn.Module):

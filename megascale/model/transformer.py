@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
+from megascale.layout.loss import DISTILLATION
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
 from megascale.model.block import SteppedBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
 from megascale.parallel.domino import in_halves
-from megascale.parallel.linear_cross_entropy import linear_cross_entropy
+from megascale.parallel.linear_cross_entropy import distilled_cross_entropy, linear_cross_entropy
 from megascale.parallel.microbatch import MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
 from megascale.parallel.segments import Steps, beside, finish
@@ -43,7 +44,8 @@ class Head(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, depth: int = 0) -> Tensor:
         """Compute the loss of the normed x, summed over the micro-batch's tokens; of a `depth` of multi-token
-        prediction, from 1, times its constant. An early exit norms x itself; its loss is times its weight.
+        prediction, from 1, times its constant. An early exit norms x itself; its loss is times its weight. A teacher
+        adds to the gradient of the loss of the next token, and the KL is left in the micro-batch.
         """
         if batch.labels is None:
             raise ValueError("a stage with a head needs labels")
@@ -56,7 +58,11 @@ class Head(nn.Module):
             counted = torch.ones_like(labels) if weights is None else weights
             x_sbh, weights = self.norm(x_sbh), counted.double() * batch.exits[self._after]
         options = self._vocabulary, self._tp, self._cross_entropy.in_box(batch.logit_radius)
-        return linear_cross_entropy(x_sbh, self.weight, labels, weights, *options)
+        if batch.teacher is None or depth or self._after:
+            return linear_cross_entropy(x_sbh, self.weight, labels, weights, *options)
+        loss, divergence = distilled_cross_entropy(x_sbh, self.weight, labels, weights, batch.teacher, *options)
+        batch.measured_losses[DISTILLATION] = divergence
+        return loss
 
 
 class Stage(nn.Module):
@@ -91,6 +97,7 @@ class Stage(nn.Module):
         )
         self.head = Head(context, vocabulary) if last else None
         self.ends_in_loss = self.head is not None and hasattr(self.head, "weight")
+        self._objectives = context.objectives if last else None
         deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
@@ -142,8 +149,10 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x_sbh, None, further)
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
+        if self._objectives is not None:
+            further |= self._objectives.losses(x_sbh, batch)
         if not self.ends_in_loss:
-            return StageOutput(x_sbh)
+            return StageOutput(x_sbh, None, further)
         loss = self.head(x_sbh, batch)
         deeper = zip(batch.depths, self.predictions.items(), strict=torch.is_grad_enabled())  # an evaluation has none
         for depth, (_, (index, layer)) in enumerate(deeper, start=1):

@@ -9,6 +9,8 @@ Backward returns the saved gradients. The gradient of the loss must therefore be
 
 A chunk has the collectives of a column-parallel layer. With sequence parallelism a chunk is the same rows of every
 rank's shard: the all-gather of X overlaps with the logits' GEMM, and the reduce-scatter of dX with wgrad.
+
+`distilled_cross_entropy` adds a teacher's part to the gradient (`ops.distillation`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 from megascale.comm.collectives import all_reduce, labelled_pieces
 from megascale.layout.loss import loss_chunks
 from megascale.ops.cross_entropy import CrossEntropy, Targets
+from megascale.ops.distillation import Distillation, SoftLabels
 from megascale.parallel.grad_accumulation import accumulate_wgrad
 from megascale.parallel.linear_gemms import WeightOperand
 from megascale.parallel.tp_overlap import TensorParallel, all_gather_matmul
@@ -50,29 +53,55 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(x_sbh, weight, labels_sb, mask_sb, options)
 
 
+def distilled_cross_entropy(
+    x_sbh: Tensor,
+    weight: Tensor,
+    labels_sb: Tensor,
+    mask_sb: Tensor | None,
+    soft: SoftLabels,
+    vocabulary: VocabularyRange,
+    tp: TensorParallel,
+    cross_entropy: CrossEntropy,
+) -> tuple[Tensor, Tensor]:
+    """Return `linear_cross_entropy`, whose gradient is that of the loss with a teacher, and the sum of the KL to the
+    teacher, which has no gradient.
+    """
+    loss = Distillation(cross_entropy, soft.alpha, soft.temperature)
+    options = _LossOptions(vocabulary, tp, loss, torch.is_grad_enabled(), soft)
+    losses = _LinearCrossEntropy.apply(x_sbh, weight, labels_sb, mask_sb, options)
+    return losses[0], losses[1].detach()
+
+
 @dataclass(frozen=True)
 class _LossOptions:
     vocabulary: VocabularyRange
     tp: TensorParallel
-    cross_entropy: CrossEntropy
+    cross_entropy: CrossEntropy | Distillation
     compute_grad: bool
+    soft: SoftLabels | None = None
 
     def targets(self, labels: Tensor, mask: Tensor | None, rows: slice, wide: torch.dtype) -> Targets:
         """Return the targets of the tokens in `rows` of every rank's shard."""
         own = None if mask is None else self._tokens(mask, rows)
-        return self.vocabulary.targets(self._tokens(labels, rows), own, wide)
+        targets = self.vocabulary.targets(self._tokens(labels, rows), own, wide)
+        if self.soft is None:
+            return targets
+        ids, log_probs = (self._tokens(values, rows) for values in (self.soft.ids, self.soft.log_probs))
+        return self.vocabulary.soft_targets(targets, ids, log_probs, self.soft.temperature)
 
     def loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the sum of the losses, the gradient of x, and the weight's gradient (None with `main_grad`)."""
+        """Return the sum of the losses, with a teacher both sums, the gradient of x, and the weight's gradient (None
+        with `main_grad`).
+        """
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         grads: list[Tensor] = []
         grad_weight: Tensor | None = None
         chunks = loss_chunks(x.shape[0], labels.numel(), weight.shape[0])
         for rows, label in labelled_pieces(x.shape[0], chunks, LABEL):
             loss, grad_x, wgrad = self.chunk_loss(x[rows], weight, self.targets(labels, mask, rows, total.dtype), label)
-            total += loss
+            total = total + loss
             if grad_x is not None:
                 grads.append(grad_x)
             if wgrad is not None:
@@ -96,8 +125,9 @@ class _LossOptions:
         return loss, grad_x, wgrad
 
     def _tokens(self, values_sb: Tensor, rows: slice) -> Tensor:
+        """Return the values [t, ...] of the tokens in `rows` of every rank's shard, of [s, b, ...]."""
         shards = self.tp.size if self.tp.activations_sharded else 1
-        return values_sb.unflatten(0, (shards, -1))[:, rows].reshape(-1)
+        return values_sb.unflatten(0, (shards, -1))[:, rows].flatten(0, 2)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -113,6 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         torch._assert_async(
-            grads[0] == 1, "the gradient of the loss is not 1; divide gradients by the token count after backward"
+            grads[0].view(-1)[0] == 1,  # with a teacher, the KL beside it is no term of the loss
+            "the gradient of the loss is not 1; divide gradients by the token count after backward",
         )
         return *ctx.saved_tensors, None, None, None

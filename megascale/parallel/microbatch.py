@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from megascale.layout.loss import DISTILLATION
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
+from megascale.ops.distillation import SoftLabels
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:
@@ -30,6 +32,19 @@ class DepthTargets:
 
     labels: Tensor
     weights: Tensor
+    count: float
+    constant: Tensor | None = None
+
+
+@dataclass
+class ObjectiveTargets:
+    """The terms of an auxiliary objective: for each the row of the micro-batch [n] and what the objective has chosen in
+    it [n, k], i64. `count`: n, and 0 where another rank that shares the sequences counts them. In training `constant`,
+    of the term of the loss.
+    """
+
+    rows: Tensor
+    chosen: Tensor
     count: float
     constant: Tensor | None = None
 
@@ -64,6 +79,20 @@ class MicroBatch:
     exits: dict[int, float] = field(default_factory=dict)
     logit_radius: float = 0.0
     further_losses: dict[str, Tensor] = field(default_factory=dict)
+    teacher: SoftLabels | None = None
+    objectives: dict[str, ObjectiveTargets] = field(default_factory=dict)
+    measured_losses: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def counted_terms(self) -> list[DepthTargets | ObjectiveTargets]:
+        """The terms of the loss whose mean is over a count of their own: of depths, then of objectives."""
+        return [*self.depths, *self.objectives.values()]
+
+    @property
+    def measured_counts(self) -> dict[str, float]:
+        """The counts of `measured_losses`."""
+        counts = {name: targets.count for name, targets in self.objectives.items()}
+        return counts if self.teacher is None else {DISTILLATION: self.loss_tokens} | counts
 
     @cached_property
     def halves(self) -> tuple[MicroBatch, ...]:

@@ -62,6 +62,8 @@ class StepMetrics:
     """mean `loss` of each depth of multi-token prediction, without its weight"""
     exits: dict[str, dict[str, float]] = field(default_factory=dict)
     """mean `loss` of each early exit, by the number of layers before it, without its weight"""
+    objectives: dict[str, dict[str, float]] = field(default_factory=dict)
+    """of `distillation` (the KL to the teacher) and each auxiliary objective, the mean `loss` over its own `count`"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class EvaluationMetrics:
     """tokens of the evaluation"""
     averaged_loss: float | None = None
     """the same loss of the averaged weights, if there are any"""
+    objectives: dict[str, dict[str, float]] = field(default_factory=dict)
+    """of each auxiliary objective, the mean `loss` over its own `count`"""
 
 
 @dataclass(frozen=True)

@@ -13,26 +13,26 @@ from megascale.config.model import ModelConfig
 from megascale.layout.parts.part import Scores
 from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.attended import count_scores_in
-from megascale.plan.account.step_totals import DEPTH_TARGETS, score_totals, vector_name
+from megascale.plan.account.step_totals import COUNTED_TERMS, counted_weights, score_totals, vector_name
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
     from megascale.config.data import DataConfig
-    from megascale.config.train import BatchConfig
+    from megascale.config.train import BatchConfig, TrainConfig
     from megascale.parallel.experts.router_losses import RouterLosses
     from megascale.train.noise_scale import NoiseScale
 
 
 def batch_totals(
-    model: ModelConfig, batch: BatchConfig, data: DataConfig, noise_scale: NoiseScale | None,
+    model: ModelConfig, batch: BatchConfig, data: DataConfig, train: TrainConfig, noise_scale: NoiseScale | None,
     losses: RouterLosses | None,
 ) -> list[Hook]:  # fmt: skip
     """Return the hooks of the totals that a run has."""
     return [
         *([SampleCount()] if batch.rampup is not None else []),
         *([DocumentScores()] if data.attention_mask == "document" else []),
-        *([LabelCounts(losses)] if losses is not None or model.mtp_layers else []),
+        *([LabelCounts(losses)] if losses is not None or counted_weights(model, train) else []),
         *([NoiseMeasurement(noise_scale)] if noise_scale is not None else []),
     ]
 
@@ -55,32 +55,33 @@ class DocumentScores(Hook):
 
 
 class LabelCounts(Hook):
-    """Counts labels and tokens of a step for the routers' `losses`, and targets by depth of multi-token prediction.
+    """Counts labels and tokens of a step for the routers' `losses`, and the terms of depths of multi-token prediction
+    and of objectives.
 
-    The loss of depth d of D is weight / D x the mean over the N_d targets of the step: a sum over targets times the
-    constant weight / D x N / N_d, as clipping divides by the N labels of the step.
+    Such a loss is its weight, of depth d of D weight / D, times the mean over its n terms of the step: a sum times the
+    constant weight x N / n, as clipping divides by the N labels of the step.
     """
 
     def __init__(self, losses: RouterLosses | None) -> None:
         self._losses = losses
 
     def batch_read(self, run: Run, batch: StepBatch) -> None:
-        """Give the targets of each depth their constant: 0 for a depth without any in the step."""
+        """Give the terms their constants: 0 without any in the step."""
         totals = StepTotals(run.mesh, run.device.torch_device, batch)
-        parts = [part.depths for part in batch.micro_batches if part.depths]  # none on ranks before the last stage
-        by_depth = [[targets[depth] for targets in parts] for depth in range(run.config.model.mtp_layers)]
-        counts = {vector_name(DEPTH_TARGETS, depth): sum(t.count for t in own) for depth, own in enumerate(by_depth)}
+        weights = counted_weights(run.config.model, run.config.train)
+        parts = [terms for part in batch.micro_batches if (terms := part.counted_terms)]  # none before the last stage
+        by_loss = [[terms[loss] for terms in parts] for loss in range(len(weights))]
+        counts = {vector_name(COUNTED_TERMS, loss): sum(t.count for t in own) for loss, own in enumerate(by_loss)}
         whole = run.config.batch.micro * run.config.model.seq_length
         totals.add_per_microbatch(tokens=batch.loss_tokens, routed=count_tokens(batch, whole), **counts)
         sums = totals.reduce("labels of the step")
         if self._losses is not None:
             self._losses.loss_tokens, self._losses.routed = sums["tokens"], sums["routed"]
             self._losses.samples = run.config.step_samples.at(run.progress.samples) // run.config.sites.count
-        for own, name in zip(by_depth, counts, strict=True):
-            share = run.config.train.mtp_loss_weight / len(by_depth)
-            constant = torch.where(sums[name] > 0, share * sums["tokens"] / sums[name], 0.0)
-            for targets in own:
-                targets.constant = constant
+        for weight, own, name in zip(weights, by_loss, counts, strict=True):
+            constant = torch.where(sums[name] > 0, weight * sums["tokens"] / sums[name], 0.0)
+            for terms in own:
+                terms.constant = constant
 
 
 def count_tokens(batch: StepBatch, whole: int) -> int:

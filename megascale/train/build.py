@@ -41,6 +41,7 @@ from megascale.optim.lr import learning_rate
 from megascale.optim.outer_optimizer import OuterOptimizer
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
+from megascale.parallel.objectives import CP_AXES, open_objectives
 from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.stateful import Stateful
@@ -96,6 +97,7 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
     axes = [*inner, (REPLICATE,), *data] if topology.dp_replicate > 1 else [*data]
     axes += sorted(config.moe.shared_axes(config.batch.micro)) if config.model.experts else []
     axes += VOCABULARY_AXES if config.parallel.vocab_pp else []
+    axes += [CP_AXES] if config.train.objectives else []
     further = [group for each in axes if (group := mesh.group(*each)) is not mesh.dp]
     matrices = config.parallel.zero > 0 and ParamGroups(config.optimizer).needs_matrix
     sharing = data if topology.state_over_all else inner
@@ -131,6 +133,7 @@ def build_rank_run(
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
+    layers = replace(layers, objectives=open_objectives(config.train, tp, mesh))
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config, mesh, buffers, context, device)
     mesh.recorder.log.start_parts.begin("indices")
@@ -250,9 +253,8 @@ def build_step_hooks(
     expert_state: ExpertState | None,
 ) -> Hooks:  # fmt: skip
     """Return the hooks of the features that are part of a step: totals over the batch, or state that follows."""
-    hooks = Hooks(
-        batch_totals(config.model, config.batch, config.data, noise_scale, experts.losses if experts else None)
-    )
+    sections = config.model, config.batch, config.data, config.train
+    hooks = Hooks(batch_totals(*sections, noise_scale, experts.losses if experts else None))
     if fp8_state is not None:
         from megascale.train.fp8_casts import Fp8Steps
 
@@ -261,8 +263,7 @@ def build_step_hooks(
         from megascale.train.expert_steps import ExpertSteps
 
         hooks.add(ExpertSteps(expert_state))
-    if config.model.mtp_layers or config.model.exits:
-        hooks.add(FurtherLosses())
+    hooks.add(FurtherLosses())
     return hooks
 
 

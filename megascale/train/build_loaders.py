@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale.config.run import RunConfig
+from megascale.config.train import MOCK_TEACHER
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples
-from megascale.data.mix.loader import Loader
+from megascale.data.mix.loader import Distilling, Loader
 from megascale.data.mix.mock_mixture import build_mixture
 from megascale.layout.chunks import token_ranks
 from megascale.layout.sequence_shard import sequence_chunks
+from megascale.parallel.objectives import load_objectives
 from megascale.train.run_splits import mixture_spec
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
     readers = token_ranks(config.model, config.parallel)
     sources = _open_sources(specs, mesh, orders, readers)
     sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh, device)
+    teacher = _open_teacher(config, mesh) if config.train.distills else None
+    objectives = load_objectives(config.train) if mesh.has_last_stage else {}
     train, *valid = (
         Loader(
             sources.get(split),
@@ -63,10 +67,28 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
             pool=pool,
             sizes=order.sizes,
             depths=config.model.mtp_layers if split == "train" and mesh.has_last_stage else 0,
+            teacher=teacher if split == "train" and mesh.has_last_stage else None,
+            objectives=objectives,
         )
         for split, order in orders.items()
     )
     return train, valid[0] if valid else None, valid_batches
+
+
+def _open_teacher(config: RunConfig, mesh: Mesh) -> Distilling:
+    """Open the soft labels of the run, of whose data rank 0 makes sure. Raises: DataError on rank 0"""
+    from megascale.config.batch_rampup import teacher_samples
+    from megascale.data.mix.teacher import MockTeacher, SoftLabelSource, Teacher
+    from megascale.data.read.identity import run_identities
+
+    train, model = config.train, config.model
+    source: SoftLabelSource = MockTeacher(train.seed, model.vocab_size, train.distill_top_k)
+    if train.distill_teacher not in (None, MOCK_TEACHER):
+        source = Teacher(str(train.distill_teacher), train.distill_top_k)
+        if mesh.rank == 0:
+            source.check(run_identities(config.data.model_copy(update={"valid": None})))
+    samples = teacher_samples(config.batch, train, config.sites.count)
+    return Distilling(source, samples, train.distill_alpha, train.distill_temperature)
 
 
 def _row_sharding(config: RunConfig, mesh: Mesh) -> RowSharding | None:

@@ -11,8 +11,9 @@ from megascale.core.errors import NoLossTokensError
 from megascale.parallel.microbatch import StepBatch
 from megascale.record.layout import Phase
 from megascale.record.metrics import EvaluationMetrics
+from megascale.train.further_losses import measured_metrics, measured_totals
 from megascale.train.run import Hook
-from megascale.train.step_totals import StepTotals
+from megascale.train.step_totals import StepTotals, Total
 
 if TYPE_CHECKING:
     from megascale.train.reporter import Reporter
@@ -21,31 +22,36 @@ if TYPE_CHECKING:
 
 def evaluate(run: Run) -> EvaluationMetrics:
     """Compute the mean loss per token over a fixed set of validation batches, without dropout."""
-    return EvaluationMetrics(run.progress.step, *validation_loss(run, run.valid_batches))
+    loss, tokens, objectives = validation_loss(run, run.valid_batches)
+    return EvaluationMetrics(run.progress.step, loss, tokens, objectives=objectives)
 
 
-def validation_loss(run: Run, batches: int, logit_radius: float = 0.0) -> tuple[float, int]:
-    """Return the mean loss per token over the first validation batches, and the tokens. `logit_radius`: of the box
-    around the logits at whose worst point the loss is taken.
+def validation_loss(
+    run: Run, batches: int, logit_radius: float = 0.0
+) -> tuple[float, int, dict[str, dict[str, float]]]:
+    """Return the mean loss per token over the first validation batches, the tokens, and the means of objectives.
+    `logit_radius`: of the box around the logits at whose worst point the loss is taken.
     """
     assert run.valid_loader is not None, "a run that evaluates has validation data"
     if run.fp8_state is not None:
         run.fp8_state.invalidate_weights()
     loss = torch.zeros((), dtype=run.dtypes[1], device=run.device.torch_device)
-    tokens = 0.0
+    tokens, measured = 0.0, dict[str, Total]()
     for read in run.valid_loader.batches(batches):
         batch = StepBatch([replace(part, logit_radius=logit_radius) for part in read.micro_batches])
         loss += run.pipeline.run_actions(run.order_of(len(batch.micro_batches), False), batch)
         tokens += batch.loss_tokens
+        found = measured_totals(run.config.train, batch.micro_batches)
+        measured = {name: total + measured.get(name, 0.0) for name, total in found.items()}
         run.mesh.recorder.resolve_marks()  # bounds the number of open marks, which hold CUDA events
     totals = StepTotals(run.mesh, loss.device)
-    totals.add_per_microbatch(loss=loss, tokens=tokens)
-    sums = totals.reduce()
-    total, count = run.device.copy_to_host(torch.stack([sums["loss"], sums["tokens"]]))()
-    if not count:
+    totals.add_per_microbatch(loss=loss, tokens=tokens, **measured)
+    reduced = totals.reduce()
+    sums = dict(zip(reduced, run.device.copy_to_host(torch.stack([*reduced.values()]))(), strict=True))
+    if not (count := sums["tokens"]):
         what = f"no label of the {batches} validation batches counts in the loss"
         raise NoLossTokensError(what, hint="other data.valid or data.split, or train.eval_every = 0")
-    return total / count, int(count)
+    return sums["loss"] / count, int(count), measured_metrics(run.config.train, sums)
 
 
 class Evaluations(Hook):

@@ -1,24 +1,25 @@
 """The losses of a step beside that of the next token: of early exits, with weights that warm up (EE-LLM, arXiv
-2312.04916), and of multi-token prediction.
+2312.04916), of multi-token prediction, and those with a count of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from megascale.config.model import ModelConfig
 from megascale.config.train import TrainConfig
+from megascale.layout.loss import measured_losses
 from megascale.layout.tensors import exit_name
-from megascale.parallel.microbatch import StepBatch
-from megascale.plan.account.step_totals import further_losses, loss_of
+from megascale.parallel.microbatch import MicroBatch, StepBatch
+from megascale.plan.account.step_totals import count_of, further_losses, loss_of
 from megascale.train.run import Hook, Run
-from megascale.train.step_totals import StepTotals
+from megascale.train.step_totals import StepTotals, Total
 
 
 class FurtherLosses(Hook):
-    """Gives exits their weights, and sums the losses of exits and depths."""
+    """Gives exits their weights, and sums all further losses."""
 
     def batch_read(self, run: Run, batch: StepBatch) -> None:
         weights = exit_weights(run.config.model, run.config.train, run.progress.step + 1)
@@ -30,6 +31,7 @@ class FurtherLosses(Hook):
         for module in further_losses(run.config.model):
             own = [losses[module] for losses in parts if module in losses]
             totals.add(**{loss_of(module): torch.stack(own).sum() if own else 0.0})
+        totals.add_per_microbatch(**measured_totals(run.config.train, totals.batch.micro_batches))
 
 
 def exit_weights(model: ModelConfig, train: TrainConfig, step: int) -> dict[int, float]:
@@ -42,11 +44,28 @@ def exit_weights(model: ModelConfig, train: TrainConfig, step: int) -> dict[int,
 def further_metrics(
     model: ModelConfig, train: TrainConfig, step: int, totals: Mapping[str, float]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return `StepMetrics.exits` and `StepMetrics.mtp` of the totals of a step."""
+    """Return `exits`, `mtp` and `objectives` of `StepMetrics`, from the totals of a step."""
     tokens, deeper = totals["tokens"], range(model.num_layers, model.total_layers)
     weights = exit_weights(model, train, step).items()
     exits = {f"{n}": totals[loss_of(exit_name(n))] / (weight * tokens) for n, weight in weights}
     share = train.mtp_loss_weight / max(1, len(deeper))
     depths = {f"{d}": totals[loss_of(f"layers.{n}")] / (share * tokens) for d, n in enumerate(deeper, 1)}
     means = {"exits": exits, "mtp": depths}
-    return {kind: {name: {"loss": mean} for name, mean in own.items()} for kind, own in means.items()}
+    metrics = {kind: {name: {"loss": mean} for name, mean in own.items()} for kind, own in means.items()}
+    return metrics | {"objectives": measured_metrics(train, totals)}
+
+
+def measured_totals(train: TrainConfig, parts: Sequence[MicroBatch]) -> dict[str, Total]:
+    """Sum the losses that have counts of their own, and the counts, over this rank's micro-batches."""
+    found = dict[str, Total]()
+    for name in measured_losses(train):
+        own = [part.measured_losses[name] for part in parts if name in part.measured_losses]
+        found[loss_of(name)] = torch.stack(own).sum() if own else 0.0
+        found[count_of(name)] = float(sum(part.measured_counts.get(name, 0) for part in parts))
+    return found
+
+
+def measured_metrics(train: TrainConfig, totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return `objectives` of metrics from sums over all ranks: of losses with a count in the step or evaluation."""
+    sums = {name: (totals[loss_of(name)], totals[count_of(name)]) for name in measured_losses(train)}
+    return {name: {"loss": loss / count, "count": count} for name, (loss, count) in sums.items() if count}

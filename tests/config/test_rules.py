@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config import exclusions, model_rules, optimizer_rules, parallel_rules, site_rules
+from megascale.config import exclusions, loss_rules, model_rules, optimizer_rules, parallel_rules, site_rules
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
@@ -37,6 +37,8 @@ UNIT = {
 SPARSE = {"local_blocks": 1, "stride": 2, "block": 2}
 MOE = {"model__experts": 8, "model__bias": False}
 DOMINO = {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2}
+JEPA = {"type": "jepa", "weight": 0.5, "predictor": 5}
+POLICY = {"data__mock": False, "data__train": [[1.0, "set"]], "data__blend_policy": "fixed"}
 REBUILT = {
     "fault__rebuild_stage": 9, "parallel__pp": 3, "checkpoint__every": 10, "checkpoint__in_memory_every": 1,
 }  # fmt: skip
@@ -250,6 +252,42 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model__exits": [2, 3], "train__exit_loss_weight": [0.1]},
         {"train.exit_loss_weight": "1 weights for 2 exits"},
     ),
+    *(
+        ("NO_TEACHER", {f"train__{key}": value}, {f"train.{key}": "has no effect without a teacher"})
+        for key, value in (
+            ("distill_alpha", 0.1),
+            ("distill_temperature", 2.0),
+            ("distill_top_k", 5),
+            ("distill_until_step", 5),
+        )
+    ),
+    *(
+        ("TEACHER", {"train__distill_teacher": "mock"} | changes, {key: message})
+        for changes, key, message in (
+            (
+                {"parallel__pp": 2, "parallel__vocab_pp": 1, "parallel__schedule": "zb_v", "parallel__vpp": 2},
+                "parallel.vocab_pp",
+                "have the statistics of labels alone",
+            ),
+            (HYBRID, "parallel.hybrid_dp", "soft labels are of whole samples"),
+            (POLICY, "data.blend_policy", "the order of samples is known only as the run goes on"),
+        )
+    ),
+    *(
+        ("OBJECTIVES", {"train__objectives": [JEPA]} | changes, {key: message})
+        for changes, key, message in (
+            (HYBRID, "parallel.hybrid_dp", "objectives see whole samples"),
+            ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "objectives see whole sequences"),
+            ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
+        )
+    ),
+    ("objectives", {"train__objectives": [JEPA, JEPA]}, {"train.objectives": "has jepa twice"}),
+    (
+        "distillation",
+        {"train__distill_teacher": "mock", "train__distill_top_k": 102},
+        {"train.distill_top_k": "102 tokens of a vocabulary of 101"},
+    ),
+    ("teacher_file", {"train__distill_teacher": "nowhere"}, {"train.distill_teacher": "there is no file"}),
     *(
         ("ATTENTION_SINKS", {"model__attention_sinks": True} | changes, {key: message})
         for changes, key, message in (
@@ -1284,7 +1322,7 @@ def test_a_mistake_in_groups_or_options_says_what_is_meant(
 
 NAMES = {
     id(rule): name
-    for module in (exclusions, model_rules, optimizer_rules, parallel_rules, site_rules)
+    for module in (exclusions, loss_rules, model_rules, optimizer_rules, parallel_rules, site_rules)
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)
 }

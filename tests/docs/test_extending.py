@@ -18,6 +18,7 @@ import torch
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.data import DATA_POLICIES, SAMPLE_WEIGHTS
 from megascale.catalog.layers import BLOCKS
+from megascale.catalog.objectives import OBJECTIVES
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
@@ -35,6 +36,7 @@ PAGES = Path(__file__).parents[2] / "docs/extending"
 REGISTRIES = {
     "schedule": SCHEDULES, "optimizer": OPTIMIZERS, "block": BLOCKS, "backend": BACKENDS["norm"],
     "data_policy": DATA_POLICIES, "sample_weight": SAMPLE_WEIGHTS, "recipe": RECIPES,
+    "objective": OBJECTIVES,
 }  # fmt: skip
 Import = Callable[[str], ModuleType]
 
@@ -88,6 +90,7 @@ def test_the_schedule_is_complete_and_does_not_deadlock(shape: tuple[int, int], 
     ("optimizer", {"optimizer__name": "signum", "optimizer__lr": 1e-3}),
     ("block", {}),
     ("schedule", {"parallel__schedule": "eager_1f1b"}),
+    ("objective", {"train__objectives": [{"type": "steady", "weight": 0.5, "every": 2}]}),
 ])  # fmt: skip
 def test_it_trains_alike_on_one_rank_and_on_two(page: str, overrides: dict[str, object], tmp_path: Path) -> None:
     layout = {"parallel__dp": 2, "parallel__zero": 1} if page == "optimizer" else {"parallel__pp": 2}

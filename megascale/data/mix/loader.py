@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,11 +15,14 @@ from torch import Tensor
 from megascale.config.batch_rampup import BatchSizes
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
-from megascale.data.mix.samples import DocumentStarts, SampleSource, depth_labels
+from megascale.data.mix.samples import DocumentStarts, Sample, SampleSource, depth_labels
+from megascale.data.mix.teacher import LabelRows, SoftLabelSource
 from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
-from megascale.parallel.microbatch import DepthTargets, MicroBatch, StepBatch
+from megascale.ops.distillation import SoftLabels
+from megascale.parallel.microbatch import DepthTargets, MicroBatch, ObjectiveTargets, StepBatch
+from megascale.parallel.objectives import Auxiliary
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:
@@ -27,13 +31,24 @@ if TYPE_CHECKING:
     from megascale.layout.document_shards import RowSharding
 
 
+@dataclass(frozen=True)
+class Distilling:
+    """The soft labels of the first `samples` samples of a run, and their part in the loss (`ops.distillation`)."""
+
+    source: SoftLabelSource
+    samples: int
+    alpha: float
+    temperature: float
+
+
 @dataclass
 class Loader:
     """Loads the batches of a split on data-parallel rank `rank`. On pipeline ranks that need none
     micro-batches carry no tokens (`reads_tokens`): with a document mask they have the boundaries of documents, else
     `samples` is None. `sharding`: of sequences that several ranks share; `chunks`: of sequences, each a micro-batch;
     `pool`: plans the micro-batches from the documents of all samples instead. `sizes`: of batches during a ramp-up.
-    `depths`: of multi-token prediction, for which micro-batches have targets.
+    `depths`: of multi-token prediction, for which micro-batches have targets; `teacher`, `objectives`: for which they
+    have soft labels, and terms.
     `fault_hook`: called before a batch is read.
     """
 
@@ -50,6 +65,8 @@ class Loader:
     pool: HybridPool | None = None
     sizes: BatchSizes | None = None
     depths: int = 0
+    teacher: Distilling | None = None
+    objectives: Mapping[str, Auxiliary] = field(default_factory=dict)
     fault_hook: Callable[[], None] | None = None
     _prefetched: tuple[int, StepBatch] | None = field(default=None, init=False)
 
@@ -127,6 +144,8 @@ class Loader:
         masked = any(sample.mask is not None for sample in samples)
         total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
         further = [[depth_labels(sample, depth + 1) for sample in samples] for depth in range(self.depths)]
+        terms = {name: self._chosen(own, indices, samples) for name, own in self.objectives.items()}
+        soft = self._soft_labels(indices, samples)
         for shard in self._shards(boundaries):
             own = slice(None) if shard is None else np.concatenate([np.arange(*span) for span in shard.spans])
             tokens, labels = (
@@ -136,7 +155,34 @@ class Loader:
             counts = sum(mask[own].sum().item() for mask in masks), total
             mask = self._to_device([row[own] for row in masks]) if masked else None
             depths = tuple(self._depth_targets(pairs, own) for pairs in further)
-            yield MicroBatch(tokens, labels, mask, dropout, boundaries, shard, keys, *counts, depths=depths)
+            teacher = None
+            if self.teacher is not None and soft:
+                ids, log_probs = (self._to_device([row[own] for row in rows]) for rows in zip(*soft, strict=True))
+                teacher = SoftLabels(ids, log_probs, self.teacher.alpha, self.teacher.temperature)
+            objectives = {name: self._terms(chosen, shard) for name, chosen in terms.items()}
+            yield MicroBatch(
+                tokens, labels, mask, dropout, boundaries, shard, keys, *counts, depths=depths, teacher=teacher,
+                objectives=objectives,
+            )  # fmt: skip
+
+    def _soft_labels(self, indices: list[int], samples: list[Sample]) -> list[LabelRows]:
+        """Read the soft labels of samples; none after the last that has them."""
+        if self.teacher is None or max(indices) >= self.teacher.samples:
+            return []
+        return [self.teacher.source.rows(*each) for each in zip(indices, (s.ids for s in samples), strict=True)]
+
+    def _chosen(self, own: Auxiliary, indices: list[int], samples: list[Sample]) -> np.ndarray:
+        """Return the terms of an objective in samples: the row and what the objective has chosen [n, 1 + k]."""
+        chosen = [
+            own.choose(index, sample.tokens, spans_of(sample)) for index, sample in zip(indices, samples, strict=True)
+        ]
+        return np.concatenate([np.insert(terms, 0, row, axis=1) for row, terms in enumerate(chosen)])
+
+    def _terms(self, chosen: np.ndarray, shard: SequenceShard | None) -> ObjectiveTargets:
+        """Return the terms of an objective, which the first of the ranks that share sequences counts."""
+        on_device = copy_to_device(chosen.astype(np.int64), self.device)
+        counted = len(chosen) if shard is None or shard.index == 0 else 0
+        return ObjectiveTargets(on_device[:, 0], on_device[:, 1:], counted)
 
     def _depth_targets(self, pairs: list[tuple[np.ndarray, np.ndarray]], own: slice | np.ndarray) -> DepthTargets:
         """Return the targets of a depth of multi-token prediction, from the labels and weights of samples."""
@@ -154,6 +200,14 @@ class Loader:
     def _to_device(self, rows: list[np.ndarray]) -> Tensor:
         """Stack rows [s] to [s, b] on the device."""
         return copy_to_device(np.stack(rows, 1), self.device)
+
+
+def spans_of(sample: Sample) -> list[tuple[int, int]]:
+    """Return the [start, stop) of a sample's documents, without padding; one without a document mask."""
+    if (documents := sample.documents) is None:
+        return [(0, len(sample.tokens))]
+    end = min(documents.filled, documents.length)
+    return list(pairwise([*documents.starts[documents.starts < end].tolist(), end]))
 
 
 def boundaries_of(rows: Sequence[DocumentStarts], device: torch.device) -> Boundaries:

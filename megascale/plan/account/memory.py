@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import chain
 
 from megascale.config.run import RunConfig
+from megascale.config.teacher_file import ENTRY_BYTES
 from megascale.layout.chunks import (
     BucketSize,
     bucket_sizes,
@@ -170,8 +171,9 @@ class JobMemory:
             shared = bucket_sizes(config.model, p, config.overlap, config.train, stage, [p.vpp])
             transient += sizes.wide * sum(b.numel for b in shared[0] if not b.frozen) if p.zero == 2 else 0
         if stage in token_ranks(config.model, p):
-            depths = config.model.mtp_layers if stage == self.layout.placement.ends[1] else 0
-            transient += TOKEN_IDS * sizes.tokens * m * (1 + depths)
+            last = stage == self.layout.placement.ends[1]
+            depths, soft = (config.model.mtp_layers, self._soft) if last else (0, 0)
+            transient += (TOKEN_IDS * (1 + depths) + ENTRY_BYTES * soft) * sizes.tokens * m
         state = state_bytes(config, stage, self.storage)
         updated = max(StageOptimizer(config, stage).update_bytes(), fetched_bytes(config, stage))
         transient = max(transient, updated - saved)
@@ -181,6 +183,11 @@ class JobMemory:
             transient += CODED * largest.numel
             transient += 2 * sizes.wide * largest.shard(topology_of(p)) if p.zero >= 2 else 0
         return RankMemory(state.parameters, state.gradients, state.optimizer, saved, transient)
+
+    @property
+    def _soft(self) -> int:
+        """Tokens of a teacher for a label."""
+        return self.config.train.distill_top_k if self.config.train.distills else 0
 
     def host_bytes(self, stage: int) -> int:
         """Count the most bytes of block inputs that a rank of a stage has in host memory."""
@@ -207,7 +214,7 @@ class JobMemory:
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
         copied = model.embeds_last and self.layout.placement.p > 1 and not self._head_is_embedding
         tables = (not model.tie_embeddings) + copied
-        head = head._replace(elements=tables * head.elements)
+        head = activations.head_bytes(self.sizes, self._soft)._replace(elements=tables * head.elements)
         begin_unit, end_unit = activations.embedding_bytes(self.sizes), head
         if barriers := self.config.parallel.vocab_pp:
             begin_unit, end_unit = activations.stage_ends(self.sizes)
@@ -218,7 +225,9 @@ class JobMemory:
             units, layers = begin, self.layout.layers(index)
             for layer in (layer for layer in layers if layer < model.num_layers):
                 units += [self.layer(layer, recompute), *([early] if layer + 1 in model.exits else [])]
-            units += [end_unit] if index == self.layout.count - 1 else []
+            last, cp = index == self.layout.count - 1, self.config.parallel.cp
+            units += [activations.objective_bytes(self.sizes, cp)] if last and self.config.train.objectives else []
+            units += [end_unit] if last else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
                 units += [self.layer(layer, recompute), further]
             chunks.append(units)

@@ -133,6 +133,15 @@ class StageTraffic:
                 yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
                 yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")
                 yield sizes.reduce("head gradient", rows, width)
+            taught = index == self.layout.count - 1 and self.config.train.distills
+            for rows in ((part.stop - part.start) * sizes.parts for part in chunks * taught):
+                yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "teacher max")
+                yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "teacher sums")
+        if self.config.train.objectives and self.stage == self.layout.placement.ends[1]:
+            yield from sizes.gather("objectives", sizes.rows, width)
+            if p.cp > 1:  # the group of the same ranks, if there is one already
+                group = "dp" if p.replicas == 1 else "ep" if (p.tp, p.ep) == (1, p.cp) else "cp.cp"
+                yield CommOp(group, "all_gather", p.cp * sizes.full, "objectives")
 
     def _shared_vocabulary(self) -> Iterator[CommOp]:
         """List the collectives of a micro-batch over tp and over the stages that share the vocabulary."""

@@ -9,6 +9,7 @@ from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach
 from megascale.config.train import BatchConfig, TrainConfig
+from megascale.layout.loss import measured_losses
 from megascale.layout.tensors import exit_name
 from megascale.plan.account.attended import windows_of
 
@@ -18,8 +19,8 @@ ROUTER_TOTALS = ("balance", "z", "dropped")
 EXPERT_LOAD = "load of experts"
 """A vector with an element for every layer: the largest load of an expert, relative to the mean."""
 
-DEPTH_TARGETS = "targets of depth"
-"""A vector with an element for every depth of multi-token prediction, counted before the step."""
+COUNTED_TERMS = "terms of loss"
+"""A vector with an element for every depth of multi-token prediction and every objective, counted before the step."""
 
 DATASET_LOSSES, DATASET_TOKENS = "loss of dataset", "tokens of dataset"
 """Vectors with an element for every dataset, of policies that use losses."""
@@ -40,6 +41,7 @@ def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data
         layers = [vector_name(EXPERT_LOAD, layer) for layer in range(model.total_layers)]
         names += ["routed", *layers, *ROUTER_TOTALS]
     names += map(loss_of, further_losses(model))
+    names += [name for loss in measured_losses(train) for name in (loss_of(loss), count_of(loss))]
     if data.blend_policy and DATA_POLICIES[data.blend_policy].facts.get("uses_losses"):
         datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]
@@ -54,6 +56,17 @@ def further_losses(model: ModelConfig) -> list[str]:
 def loss_of(module: str) -> str:
     """The name of the sum of a module's loss."""
     return f"loss of {module}"
+
+
+def count_of(loss: str) -> str:
+    """The name of the count of a loss that has its own."""
+    return f"count of {loss}"
+
+
+def counted_weights(model: ModelConfig, train: TrainConfig) -> list[float]:
+    """List the weights of the losses whose terms are counted before the step: of depths, then of objectives."""
+    depths = [train.mtp_loss_weight / model.mtp_layers for _ in range(model.mtp_layers)]
+    return depths + [float(table["weight"]) for table in train.objectives]
 
 
 def score_totals(model: ModelConfig) -> Mapping[Reach | None, tuple[str, str]]:

@@ -12,7 +12,7 @@ from megascale.layout.topology import MAX_FLAT_REDUCE_RANKS, Coord
 from megascale.plan.account.bucket_traffic import FP64, BucketTraffic
 from megascale.plan.account.sizes import data_ranks
 from megascale.plan.account.stage_traffic import StageTraffic
-from megascale.plan.account.step_totals import step_totals
+from megascale.plan.account.step_totals import counted_weights, step_totals
 
 
 def step_traffic(config: RunConfig, coord: Coord) -> dict[tuple[str, str], tuple[int, int]]:
@@ -42,8 +42,9 @@ def _totals(config: RunConfig) -> Iterator[CommOp]:
     sums = {"totals": FP64 * len(step_totals(config.model, config.batch, config.train, config.data))}
     if model.experts:
         sums["choices of experts"] = FP64 * (model.total_layers * model.experts + 1)
-    if model.mtp_layers or (model.experts and (config.moe.balance != "none" or config.moe.z_loss_weight)):
-        sums["labels of the step"] = FP64 * (2 + model.mtp_layers)
+    terms = len(counted_weights(model, config.train))
+    if terms or (model.experts and (config.moe.balance != "none" or config.moe.z_loss_weight)):
+        sums["labels of the step"] = FP64 * (2 + terms)
     axes = {"world.dp": data_ranks(config.parallel), "world.tp": config.parallel.tp, "world.pp": config.parallel.pp}
     groups = {"world": config.world_size} if config.world_size <= MAX_FLAT_REDUCE_RANKS else axes
     for number, (group, size) in enumerate(groups.items()):

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megascale.config.run import RunConfig
+from megascale.config.train import MOCK_TEACHER
 from megascale.layout.chunks import shares_embedding, stages_of
 from megascale.layout.topology import Coord, topology_of
 from megascale.ops.rope import rope_table
@@ -50,7 +51,8 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
     checkpoint = {"every": 0, "in_memory_every": 0, "replicate": False}
     sections: dict[str, dict[str, Any]] = {  # mock data and the whole batch, and only the step
         "data": data, "batch": {"rampup": None}, "checkpoint": checkpoint,
-        "train": {"eval_every": 0, "compile": False}, "fp8": {"monitor": False},
+        "train": {"eval_every": 0, "compile": False, "distill_teacher": config.train.distill_teacher and MOCK_TEACHER},
+        "fp8": {"monitor": False},
     }  # fmt: skip
     update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
     config = config.model_copy(update=update)

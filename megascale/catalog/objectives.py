@@ -1,0 +1,21 @@
+"""Auxiliary objectives of training, `type` of `[[train.objectives]]`: the registry `OBJECTIVES`.
+
+Facts: the options of an objective, `required` and `optional`, by name their types: int, float or bool. Numbers are
+positive. Targets are classes of the protocol `parallel.objectives.Objective`.
+"""
+
+from megascale.core.registry import Card, Registry
+
+OBJECTIVES = Registry(
+    "objective",
+    "megascale.objectives",
+    [
+        Card(
+            "jepa",
+            "the distance of a document's last hidden state to that of the one before it, which predicts it (LLM-JEPA)",
+            "megascale.ops.contrib.jepa:Jepa",
+            {"required": {"predictor": int}, "optional": {"dropout": float}},
+        ),
+    ],
+    facts={"required": {}, "optional": {}},
+)

@@ -1,0 +1,140 @@
+"""Auxiliary objectives (`train.objectives`): terms of the loss over the hidden states before the head, by plug-ins.
+
+An objective sees each sample when it is read (`SampleView`), and chooses what its terms are of; that tells their count
+before the step. On the last stage it then computes the sum of the terms from the hidden states of whole sequences. With
+N labels, and n terms in the step, the loss has weight N / n times the sum: the weight times the mean of the terms.
+
+    x [s / tp, b, h] or a shard of cp    all-gather    whole [s, b, h]    objective    sum
+                          own rows of    <----------    gradient
+
+All ranks of tp and cp that share the sequences compute the same sum. A rank keeps the gradient of its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megascale.catalog.objectives import OBJECTIVES
+from megascale.comm.collectives import all_gather
+from megascale.comm.group import Group
+from megascale.config.train import TrainConfig
+from megascale.core.seeds import seed_of
+from megascale.layout.sequence_shard import SequenceShard
+from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.tp_overlap import TensorParallel
+from megascale.record.label import FORWARD, Label
+
+if TYPE_CHECKING:
+    from megascale.comm.mesh import Mesh
+
+CP_AXES = ("cp",)  # along which ranks share the sequences of an objective
+LABEL = Label("objectives", direction=FORWARD)  # event label of the all-gathers
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """What an objective may see of a sample: its number in the run, its tokens [s], i64, the [start, stop) of its
+    documents without padding, one without a document mask; and `drawn`, a number in [0, 1) for this sample and this
+    objective, the same in every layout.
+    """
+
+    sample: int
+    tokens: np.ndarray
+    documents: list[tuple[int, int]]
+    drawn: float
+
+
+class Objective(Protocol):
+    """An objective, made with its options as keyword arguments. It has no parameters of its own."""
+
+    def choose(self, view: SampleView) -> np.ndarray:
+        """Return what the terms of a sample are of [n, k], such as places of tokens; [0, k] for none."""
+
+    def loss(self, hidden_sbh: Tensor, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Return the sum of the terms, whose samples are `rows` [n] of the micro-batch, and choices `chosen` [n, k]."""
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """An objective of a run, its name and weight. `seed`: the run's."""
+
+    name: str
+    weight: float
+    objective: Objective
+    seed: int
+
+    def choose(self, sample: int, tokens: np.ndarray, documents: list[tuple[int, int]]) -> np.ndarray:
+        """Return what the terms of a sample are of."""
+        drawn = seed_of(self.seed, "objective", self.name, sample) / 2**63
+        return self.objective.choose(SampleView(sample, tokens, documents, drawn))
+
+
+def load_objectives(train: TrainConfig) -> dict[str, Auxiliary]:
+    """Load the objectives of a run, by name."""
+    return {str(table["type"]): _load(train.seed, **table) for table in train.objectives}
+
+
+def _load(seed: int, type: str, weight: float, **options: Any) -> Auxiliary:
+    return Auxiliary(type, weight, OBJECTIVES[type].load()(**options), seed)
+
+
+def open_objectives(train: TrainConfig, tp: TensorParallel, mesh: Mesh) -> AuxiliaryObjectives | None:
+    """Return the objectives of a run; None without any. A collective of all ranks."""
+    return AuxiliaryObjectives(load_objectives(train), tp, mesh.group(*CP_AXES)) if train.objectives else None
+
+
+@dataclass(frozen=True)
+class AuxiliaryObjectives:
+    """The objectives of the last stage. `cp`: the ranks that share sequences."""
+
+    objectives: Mapping[str, Auxiliary]
+    tp: TensorParallel
+    cp: Group
+
+    def losses(self, x_sbh: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
+        """Return the terms of the loss by name, of the hidden states x [s, b, h] or this rank's shard of them, and
+        leave the sums in the micro-batch. An objective of weight 0 is only measured.
+        """
+        terms, wide = dict[str, Tensor](), torch.promote_types(x_sbh.dtype, torch.float32)
+        whole = _Whole.apply(x_sbh, self.tp, self.cp, batch.shard)
+        for name, targets in batch.objectives.items():
+            own = self.objectives[name]
+            if not len(targets.rows):
+                continue
+            with torch.set_grad_enabled(torch.is_grad_enabled() and own.weight > 0):
+                loss = own.objective.loss(whole, targets.rows, targets.chosen).to(wide)
+            if targets.count:
+                batch.measured_losses[name] = loss.detach()
+            if loss.requires_grad:
+                assert targets.constant is not None, "a step counts the terms of each objective"
+                terms[f"weighted {name}"] = loss * targets.constant.to(wide)
+        return terms
+
+
+class _Whole(torch.autograd.Function):
+    """The hidden states of whole sequences, from the shards of tp and cp ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, cp: Group, shard: SequenceShard | None) -> Tensor:
+        full, _ = tp.gather(x, LABEL)
+        ctx.tp_rows = slice(tp.index * len(x), (tp.index + 1) * len(x)) if tp.activations_sharded else slice(None)
+        ctx.own = None
+        if shard is None:
+            return full.view_as(full)
+        parts = full.new_empty(cp.size * len(full), *full.shape[1:])
+        all_gather(cp, parts, full.contiguous(), label=LABEL)
+        places = [np.concatenate([np.arange(*span) for span in spans]) for spans in shard.parts]
+        order = torch.from_numpy(np.concatenate(places)).to(x.device)
+        ctx.own = order[cp.index * len(full) : (cp.index + 1) * len(full)]
+        return torch.empty_like(parts).index_copy_(0, order, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        own = grads[0] if ctx.own is None else grads[0].index_select(0, ctx.own)
+        return own[ctx.tp_rows].contiguous(), None, None, None
