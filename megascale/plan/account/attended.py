@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megascale.config.attention_pattern import score_windows
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.layout.packs import equal_documents
@@ -15,8 +16,8 @@ from megascale.layout.parts.part import Scores
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:
-    """The distinct windows of a model's layers."""
-    return list(dict.fromkeys(model.windows))
+    """The distinct windows of a model's layers with scores."""
+    return list(dict.fromkeys(score_windows(model)))
 
 
 def count_scores_in(lengths: Iterable[int], window: int | None) -> tuple[float, float]:

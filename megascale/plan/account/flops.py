@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megascale.config.attention_pattern import score_windows
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
@@ -54,11 +55,11 @@ def computed_shares(model: ModelConfig, parallel: ParallelConfig, m: int) -> dic
 
 def sequence_flops(model: ModelConfig) -> SequenceWork:
     """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token in
-    layers without a window.
+    layers with scores and without a window.
     """
     from megascale.layout.hybrid.sequence_work import SequenceWork
 
-    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * model.windows.count(None)
+    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * score_windows(model).count(None)
     return SequenceWork(token_flops(model).linear, float(quadratic))
 
 
