@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ def _too_large(name: str, layers: int, why: str = "") -> MegascaleError:
 
 def fit_layers(config: RunConfig, total_layers: int, rank: Rank, device: Device, log: Log) -> LayerFit:
     """Measure the memory of a step with one layer and one micro-batch, and add the memory of further layers. If windows
-    differ, the layer with the most memory counts. The layer is not compiled, as compiled layers save no more; in fp8 it
-    is quantized, like the further layers.
+    or kinds of attention differ, the layer with the most memory counts. The layer is not compiled, as compiled layers
+    save no more; in fp8 it is quantized, like the further layers.
 
     Raises: MegascaleError if a single layer does not fit
     """
@@ -67,13 +68,15 @@ def fit_layers(config: RunConfig, total_layers: int, rank: Rank, device: Device,
     one = config_with_layers(config, 1).model_copy(update={"batch": batch, "train": train, "fp8": fp8})
     available, before = int(device.free_memory() * (1 - RESERVED_SHARE)), device.peak_memory()
     saved, peaks = list[int](), list[int]()
-    for reach in dict.fromkeys(config.model.windows):
+    pattern = config.model.attention_pattern or [None]
+    for reach, letter in dict.fromkeys(zip(config.model.windows, cycle(pattern), strict=False)):
         sparse = isinstance(reach, SparsePattern)
-        keys = {
+        layer = {
             "window": None if sparse else reach,
             "sparse_attention": config.model.sparse_attention if sparse else None,
+            "attention_pattern": letter,
         }
-        one = one.model_copy(update={"model": one.model.model_copy(update=keys)})
+        one = one.model_copy(update={"model": one.model.model_copy(update=layer)})
         log(f"building {one.name} with 1 layers on {device.name}")
         run = build_run(one, device, rank)
         saved.append(saved_by_layer(run))

@@ -66,9 +66,12 @@ class Requirement:
             "norm": model.norm, "add_norm": model.norm, "activation": model.activation, "rope": model.position,
             "optimizer": optimizer, "linear": granularity, "wgrad": dtype,
         }  # fmt: skip
+        scored = any("attention" in model.attention_kind(n).facts["operations"] for n in range(model.total_layers))
         used = {
-            "rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"],
-            "attention": not model.attention_sinks, "partial_attention": attends_in_parts or model.attention_sinks,
+            "rope": model.position == "rope" and scored,
+            "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"],
+            "attention": scored and not model.attention_sinks,
+            "partial_attention": scored and (attends_in_parts or model.attention_sinks),
         }  # fmt: skip
         inner = max(model.ffn_size // tp, model.expert_ffn_size if model.experts else 0)
         return cls(

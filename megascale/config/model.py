@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROPE_SCALINGS, ROUTER_SCORES
+from megascale.config.attention_pattern import check_attention_pattern, kind_of_letter
 from megascale.config.section import AUTO_AS_NONE, Count, Float32, Section, Size, TableChoice, choice, no_choice
 from megascale.config.sparse_pattern import Reach, SparsePattern, check_sparse_pattern
-from megascale.core.registry import closest_name
+from megascale.core.registry import Card, closest_name
 
 DERIVED_FROM = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
 """Sizes with a default that is derived from another size."""
@@ -133,6 +134,11 @@ class ModelConfig(Section):
         description="share of a branch in the variance of the residual stream, "
         "x = sqrt(1 - tau) x + sqrt(tau) branch(x), or 0: x + branch(x); default 0, and with unit_scaling "
         "0.4 (4 / num_layers)^0.43",
+    )
+    attention_pattern: Annotated[Annotated[str, AfterValidator(check_attention_pattern)] | None, AUTO_AS_NONE] = Field(
+        None,
+        description="[kinds of attention](long-context.md#linear-attention), a letter for each layer, repeated over "
+        'the layers, such as "LLLLLLLS": S softmax, M latent, L linear with decay; default S, and with kv_lora_rank M',
     )
     window: Window | Annotated[list[Window], Field(min_length=1)] | None = Field(
         None,
@@ -305,6 +311,11 @@ class ModelConfig(Section):
             return sparse.by_layer(self.total_layers)
         pattern = self.window if isinstance(self.window, list) else [self.window or 0]
         return _windows(tuple(pattern), self.seq_length, self.total_layers)
+
+    def attention_kind(self, layer: int) -> Card:
+        """The kind of attention of a layer (`catalog.layers.ATTENTIONS`)."""
+        pattern = self.attention_pattern or ("M" if self.kv_lora_rank else "S")
+        return kind_of_letter(pattern[layer % len(pattern)])
 
     @property
     def gated(self) -> bool:

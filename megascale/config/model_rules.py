@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.catalog.layers import NORMS
-from megascale.config.exclusions import ONE_EXPERT, Exclusions, only
+from megascale.config.attention_pattern import has_no_scores, has_states, kind_of_letter
+from megascale.config.exclusions import ONE_EXPERT, Exclusions, only, unsupported
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
 from megascale.config.train import CheckpointConfig, TrainConfig
@@ -137,6 +138,37 @@ def sparse_attention(model: ModelConfig) -> Iterator[Finding]:
         message = f"{sparse.local_blocks} local blocks of {sparse.block} tokens reach over all {model.seq_length}"
         hint = f"blocks of fewer than {model.seq_length} tokens together, or remove the key"
         yield Finding("model.sparse_attention", message, hint)
+
+
+def attention_pattern(model: ModelConfig) -> Iterator[Finding]:
+    """Check that a pattern is no longer than the layers, and has latent attention where [model] describes it."""
+    key, pattern, latent = "model.attention_pattern", model.attention_pattern or "", bool(model.kv_lora_rank)
+    if len(pattern) > model.num_layers:
+        message = f"{len(pattern)} letters for {model.num_layers} layers"
+        yield Finding(key, message, f"at most {model.num_layers}: fewer repeat over the layers")
+    for letter in dict.fromkeys(pattern):
+        card = kind_of_letter(letter)
+        if card.facts["latent"] not in (None, latent):
+            hint = "M, or kv_lora_rank = 0" if latent else "S, or kv_lora_rank above 0"
+            yield Finding(key, f"{letter} is {card.name} attention, and kv_lora_rank = {model.kv_lora_rank}", hint)
+
+
+NO_SCORES = Exclusions("model.attention_pattern", has_no_scores, tuple(
+    (f"model.{key}", unset, "has no effect: no layer of {given} has softmax attention", "remove the key")
+    for key, unset in {
+        "window": only(None, 0), "qk_norm": only("none"), "softmax_scale": only(None),
+        "attention_softcap": only(None), "attention_sinks": only(False),
+    }.items()
+))  # fmt: skip
+
+LINEAR_ATTENTION = unsupported(
+    "model.attention_pattern",
+    ("model.block", only("serial", "sandwich", "post_norm", "fog"), "linear attention is a branch of its own",
+     "serial, sandwich, post_norm or fog"),
+    ("model.unit_scaling", only(False), "unit scaling has no rule for linear attention", "false"),
+    ("parallel.hybrid_dp", only(False), "rings of any ranks exchange keys and values, and no states", "false"),
+    when=has_states, off="layers of softmax attention alone",
+)  # fmt: skip
 
 
 def experts(model: ModelConfig) -> Iterator[Finding]:

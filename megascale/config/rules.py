@@ -34,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.qk_norm, model_rules.RESIDUAL_TAU, model_rules.UNIT_SCALING,
     exclusions.NO_LATENT, exclusions.LATENT, model_rules.latent_attention,
     model_rules.attention_window,
+    model_rules.attention_pattern, model_rules.NO_SCORES, model_rules.LINEAR_ATTENTION,
     exclusions.ATTENTION_SINKS, exclusions.SPARSE_ATTENTION, model_rules.sparse_attention,
     exclusions.NO_EXPERTS, exclusions.EXPERTS, model_rules.experts, model_rules.new_router,
     parallel_rules.expert_parallel,

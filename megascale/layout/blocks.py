@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from megascale.catalog.layers import BLOCKS
 from megascale.config.model import ModelConfig
+from megascale.core.registry import Card
 from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.parts.elementwise import ActivationSpec, NormSpec, ResidualAdd
 from megascale.layout.parts.linear import ColumnParallel, LinearGroup, RowParallel
@@ -29,13 +30,19 @@ def block_spec(model: ModelConfig, layer: int, freeze: Sequence[str] = ()) -> Bl
     """
     if freeze:
         return tuple(part.freeze(f"layers.{layer}", freeze) for part in block_spec(model, layer))
-    module, _, name = BLOCKS[model.block].facts["description"].partition(":")
-    block: BlockSpec = getattr(importlib.import_module(module), name)(model, layer)
+    block = described(BLOCKS[model.block], model, layer)
     if layer < model.num_layers:
         return block
     from megascale.layout.parts.depth_input import DepthInput
 
     return DepthInput(model.hidden_size), *block, NormSpec("final_norm")
+
+
+def described(card: Card, model: ModelConfig, layer: int) -> BlockSpec:
+    """List the parts of what a card describes, in layer number `layer`."""
+    module, _, name = card.facts["description"].partition(":")
+    parts: BlockSpec = getattr(importlib.import_module(module), name)(model, layer)
+    return parts
 
 
 @lru_cache(RECENT)
@@ -114,13 +121,8 @@ def serial_block(
     """x + attention(norm(x)), then + mlp(norm(.)); with norms `before` each branch, or `after`, or both. `gain`: of
     norms after a branch, at the start.
     """
-    projections_and_core: BlockSpec = ColumnParallel((qkv(model),)), attention(model, layer)
-    if model.kv_lora_rank:
-        from megascale.layout.parts.latent_projections import latent_attention
-
-        projections_and_core = latent_attention(model, layer)
     parts = list[Part]()
-    branches = (*projections_and_core, RowParallel((out(model),))), feed_forward(model, layer)
+    branches = described(model.attention_kind(layer), model, layer), feed_forward(model, layer)
     for name, branch in zip(("attention", "mlp"), branches, strict=True):
         first, last = [NormSpec(f"{name}_norm")] * before, [NormSpec(f"{name}_post_norm", gain=gain)] * after
         parts += [*first, *branch, *last, ResidualAdd()]
@@ -176,6 +178,11 @@ def mlp(model: ModelConfig, place: str = "mlp") -> tuple[ColumnParallel, Activat
     up = LinearSpec(f"{place}.{name}", f"{label}up", model.hidden_size, parts, bias=model.bias)
     down = LinearSpec(f"{place}.down", f"{label}down", width, (("down", model.hidden_size),), bias=model.bias)
     return ColumnParallel((up,)), ActivationSpec(len(parts) * width, width), RowParallel((down,))
+
+
+def softmax_branch(model: ModelConfig, layer: int) -> BlockSpec:
+    """Softmax attention with its linear layers."""
+    return ColumnParallel((qkv(model),)), attention(model, layer), RowParallel((out(model),))
 
 
 def qkv(model: ModelConfig) -> LinearSpec:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from megascale.config.attention_pattern import score_windows
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.sparse_pattern import Reach, SparsePattern
@@ -38,7 +39,7 @@ TILE = 128  # queries that an attention kernel computes at a time (flash-attn's 
 @dataclass(frozen=True)
 class RowSharding:
     """The shards of a context-parallel rank: `row` of rows, or `by` documents: "sequence", "document" or "auto".
-    `heads`: ranks that exchange heads; `windows`: how many layers have each window.
+    `heads`: ranks that exchange heads; `windows`: how many layers with scores have each window.
     """
 
     row: SequenceShard
@@ -79,7 +80,7 @@ def row_sharding(
         return None
     blocks = fp8 is not None and fp8["token_run"] and not fp8["free_borders"]  # a block has consecutive tokens
     by = "sequence" if parallel.cp_keys == 1 or blocks else parallel.cp_sharding
-    return RowSharding(row, parallel.cp_heads, Counter(model.windows), by)
+    return RowSharding(row, parallel.cp_heads, Counter(score_windows(model)), by)
 
 
 def shard_documents(starts: Sequence[int], length: int, keys: int, heads: int, index: int) -> SequenceShard:

@@ -171,12 +171,3 @@ class Attention(nn.Module):
     def _join(self, out_sbnd: Tensor) -> Tensor:
         """Return the heads of attention's result [s, b, heads, d] side by side."""
         return out_sbnd.flatten(2)
-
-
-def self_attention(context: LayerContext, index: int) -> Attention:
-    """Build the self-attention of layer `index`."""
-    if not context.model.kv_lora_rank:
-        return Attention(context, index)
-    from megascale.model.latent_attention import LatentAttention
-
-    return LatentAttention(context, index)

@@ -502,6 +502,43 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ("attention_softcap", 3.0, "a soft cap is not supported"),
         )
     ),
+    (
+        "attention_pattern",
+        {"model__attention_pattern": "LLLLS"},
+        {"model.attention_pattern": "5 letters for 4 layers"},
+    ),
+    (
+        "attention_pattern",
+        {"model__attention_pattern": "LM"},
+        {"model.attention_pattern": "M is latent attention, and kv_lora_rank = 0"},
+    ),
+    (
+        "attention_pattern",
+        LATENT | {"model__attention_pattern": "SL"},
+        {"model.attention_pattern": "S is softmax attention, and kv_lora_rank = 12"},
+    ),
+    *(
+        (
+            "NO_SCORES",
+            {"model__attention_pattern": "L", "model__norm": "rmsnorm", f"model__{key}": value},
+            {f"model.{key}": "no layer of L has softmax attention"},
+        )
+        for key, value in (
+            ("window", 4),
+            ("qk_norm", "head"),
+            ("softmax_scale", 0.5),
+            ("attention_softcap", 3.0),
+            ("attention_sinks", True),
+        )
+    ),
+    *(
+        ("LINEAR_ATTENTION", {"model__attention_pattern": "LS"} | changes, {key: message})
+        for changes, key, message in (
+            ({"model__block": "parallel"}, "model.block", "linear attention is a branch of its own"),
+            (UNIT, "model.unit_scaling", "no rule for linear attention"),
+            (HYBRID, "parallel.hybrid_dp", "exchange keys and values, and no states"),
+        )
+    ),
     ("attention_window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),
     ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),

@@ -133,6 +133,10 @@ class AttentionSpec(Part):
         backward = recomputed + qkv + max((2 if recomputed else 1) * weights, forming)
         return UnitBytes(saved, forward, backward, qkv - result)
 
+    def chunk_store(self, sizes: MicroBatchSizes, tokens: int, chunks: int) -> int:
+        """Size keys and values, with their gradients in the accumulation dtype."""
+        return tokens * 2 * self.kv_heads * self.head_dim * (sizes.compute + sizes.wide) // sizes.tp
+
     def result_apart(self, sizes: MicroBatchSizes) -> bool:
         """True if the kernels' result is not the next layer's saved input."""
         whole = sizes.key_parts == 1 and not self.sinks

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.attention import AttentionSpec
-from megascale.layout.parts.linear import ColumnParallel, linear_params
+from megascale.layout.parts.linear import ColumnParallel, RowParallel, linear_params
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Scores, Surroundings, TokenFlops
 from megascale.layout.parts.times import OperationTimes, PassTimes
@@ -149,6 +149,13 @@ class LatentAttentionSpec(AttentionSpec):
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the core and the passes in which heads are put together and cut."""
         return super().seconds(times, fp8) + times.passes(times.tokens * self.qkv_width // times.sizes.tp)
+
+
+def latent_branch(model: ModelConfig, layer: int) -> tuple[Part, ...]:
+    """Latent attention with its linear layers."""
+    width = model.num_heads * model.value_head_dim
+    out = LinearSpec("attention.out", "out", width, (("out", model.hidden_size),))
+    return *latent_attention(model, layer), RowParallel((out,))
 
 
 def latent_attention(model: ModelConfig, layer: int) -> tuple[LatentProjections, LatentAttentionSpec]:

@@ -59,7 +59,8 @@ class MicroBatchSizes:
     lengths in a row with a document mask. `recipe`: facts of the FP8 recipe (`catalog.recipes`); `fp8`: the linear
     layers run FP8 GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
     all-gather; `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
-    `cast_where_used`: FP8 operands of weights are not kept for the step.
+    `cast_where_used`: FP8 operands of weights are not kept for the step. `spans`: most spans of consecutive tokens of a
+    rank.
     """
 
     model: ModelConfig
@@ -84,6 +85,7 @@ class MicroBatchSizes:
     token_blocks: int = 1
     split: bool = False
     cast_where_used: bool = False
+    spans: int = 1
 
     @property
     def tokens(self) -> int:

@@ -194,6 +194,10 @@ class Part(ABC):
         """Size what full recomputation does not repeat."""
         return 0
 
+    def chunk_store(self, sizes: MicroBatchSizes, tokens: int, chunks: int) -> int:
+        """Size what the `chunks` of a sequence of `tokens` leave for one another until their backwards."""
+        return 0
+
     def recomputes_output(self, recompute: RecomputePolicy) -> bool:
         """Backward recomputes the output in place of saving it as the input of row-parallel layers."""
         return False

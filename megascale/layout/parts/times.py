@@ -120,3 +120,6 @@ class OperationTimes(Protocol):
         """Time attention of `heads` of `width` over all ranks, with the `exchanges` of context parallelism in forward
         and in backward.
         """
+
+    def linear_attention(self, heads: int, width: int, block: int, exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:
+        """Time linear attention of `heads` of `width` over all ranks in blocks of tokens, with its `exchanges`."""

@@ -10,7 +10,7 @@ inputs of linear layers and the gradients of their outputs for W.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -169,9 +169,7 @@ def shard_bytes(unit: UnitBytes, shares: Shares) -> int:
     return int(dense * (unit.elements - unit.experts) + experts * unit.experts)
 
 
-def key_store_bytes(sizes: MicroBatchSizes, layers: int, tokens: int) -> int:
-    """Size the keys and values of chunks that share them, of `tokens` in `layers` layers, with their gradients in the
-    accumulation dtype.
-    """
-    m = sizes.model
-    return tokens * layers * 2 * m.num_kv_heads * m.qk_head_dim * (sizes.compute + sizes.wide) // sizes.tp
+def key_store_bytes(sizes: MicroBatchSizes, layers: Iterable[int], tokens: int, chunks: int) -> int:
+    """Size the keys and values, or the states, that the `chunks` of a sequence of `tokens` share in `layers`."""
+    blocks, numbers = distinct_blocks(sizes.model)
+    return sum(part.chunk_store(sizes, tokens, chunks) for layer in layers for part in blocks[numbers[layer]])

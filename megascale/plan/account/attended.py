@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megascale.config.attention_pattern import score_windows
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach, SparsePattern
@@ -18,8 +19,8 @@ from megascale.layout.parts.part import Scores
 
 
 def windows_of(model: ModelConfig) -> list[Reach | None]:
-    """The distinct windows and patterns of a model's layers."""
-    return list(dict.fromkeys(model.windows))
+    """The distinct windows and patterns of a model's layers with scores."""
+    return list(dict.fromkeys(score_windows(model)))
 
 
 def count_scores_in(lengths: Iterable[int], window: Reach | None) -> tuple[float, float]:

@@ -2,8 +2,8 @@
 
 Activations: K + p - r - 1 chunks on rank r of p, whatever the longest sequence (`schedule.state_aware`). With the
 longest sequence grow only the store of keys and values, with their gradients, of one sequence,
-2 kv_heads qk_head_dim (compute + accumulation bytes) per token and layer, and the inputs of dropped chunks, hidden_size
-compute bytes per token.
+2 kv_heads qk_head_dim (compute + accumulation bytes) per token and layer with scores, and the inputs of dropped chunks,
+hidden_size compute bytes per token.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def chunk_memory(job: JobMemory, stage: int, chunk_tokens: int, keep: int, longe
     p, sizes, alone = job.config.parallel, job.sizes, with_context(job.config, chunk_tokens)
     one = alone.batch.model_copy(update={"total": alone.dp})  # a single micro-batch
     rank = JobMemory(alone.model_copy(update={"batch": one}), job.storage).rank(stage)
-    held = sum(len(job.layout.layers(job.layout.index(stage, chunk))) for chunk in range(p.vpp))
+    held = [layer for chunk in range(p.vpp) for layer in job.layout.layers(job.layout.index(stage, chunk))]
     chunks = -(-longest // chunk_tokens)
     kept = min(keep, chunks) + p.pp - stage - 1
-    store = key_store_bytes(sizes, held, longest) if chunks > 1 else 0
+    store = key_store_bytes(sizes, held, longest, chunks) if chunks > 1 else 0
     dropped = max(0, longest - keep * chunk_tokens)
     inputs = dropped * sizes.model.hidden_size * sizes.compute // (p.tp if p.sp else 1)
     return ChunkMemory(

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megascale.config.attention_pattern import score_windows
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
@@ -77,12 +78,12 @@ def computed_shares(model: ModelConfig, parallel: ParallelConfig, m: int) -> dic
 
 def sequence_flops(model: ModelConfig) -> SequenceWork:
     """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token in
-    layers without a window; a sparse one has the share of its stride.
+    layers with scores and without a window; a sparse one has the share of its stride.
     """
     from megascale.layout.hybrid.sequence_work import SequenceWork
 
-    sparse = model.sparse_pattern
-    layers = model.windows.count(None) + (model.windows.count(sparse) / sparse.stride if sparse else 0)
+    sparse, windows = model.sparse_pattern, score_windows(model)
+    layers = windows.count(None) + (windows.count(sparse) / sparse.stride if sparse else 0)
     quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * layers
     return SequenceWork(token_flops(model).linear, float(quadratic))
 

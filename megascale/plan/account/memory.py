@@ -160,8 +160,11 @@ class JobMemory:
             chunks[: p.vpp] = [chunk._replace(fused=fused) for chunk, fused in pairs]
         saved, transient = peak_of(self._order(stage), chunks, received)
         if config.num_chunks > 1:
-            layers = len(self.layout.layers(self.layout.index(stage, 0)))
-            saved += activations.key_store_bytes(sizes, layers, config.batch.micro * config.model.seq_length)
+            layers, tokens = (
+                self.layout.layers(self.layout.index(stage, 0)),
+                config.batch.micro * config.model.seq_length,
+            )
+            saved += activations.key_store_bytes(sizes, layers, tokens, config.num_chunks)
         if p.pp > 1 and p.schedule:
             posted = posted_receives(p.schedule, p.pp, p.vpp, m, stage)
             posted = posted_on_paths(self.layout.placement, m)[stage] if p.skip_ratio else posted

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import BucketSize, fp8_layers
+from megascale.layout.document_shards import row_sharding
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.topology import DATA_AXES, topology_of
@@ -48,4 +50,15 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
         config.fp8.facts, ep=p.ep, imbalance=imbalance,
         gathers_tokens=p.ep > 1 and config.moe.dispatcher == "all_gather", token_blocks=config.moe.token_blocks,
         split=p.schedule is not None and SCHEDULES[p.schedule].facts["split"], cast_where_used=p.zero == 3,
+        spans=_spans(config),
     )  # fmt: skip
+
+
+def _spans(config: RunConfig) -> int:
+    """Count the most spans of consecutive tokens of a context-parallel rank, for documents as the run expects them."""
+    sharding = row_sharding(config.parallel, config.model, config.fp8.facts if config.train.quantizes else None, 0)
+    if sharding is None:
+        return 1
+    lengths = expected_documents(config.model, config.data)
+    starts = [[0, *accumulate(lengths[:-1])]] * config.batch.micro if config.data.attention_mask == "document" else None
+    return max(map(len, sharding.shard(starts).parts))

@@ -168,7 +168,19 @@ class LayerTimes:
                 for keys, count in Counter(self.sizes.documents or [m.seq_length]).items()
             ]
         parts = m.seq_length / self.config.row_tokens
-        taken = [sum(passes) / parts for passes in zip(*times, strict=True)]
+        return self._attended([sum(passes) / parts for passes in zip(*times, strict=True)], exchanges)
+
+    def linear_attention(self, heads: int, width: int, block: int, exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:
+        """Time the GEMMs of each block: of scores, of their result, of the state that a block adds, and of a result by
+        the state. Backward has those of scores and states again, and the gradients of both factors of each.
+        """
+        count = max(1, self.tokens * heads // (self.config.parallel.tp * block))
+        shapes = (block, block, width), (block, width, block), (width, width, block), (block, width, width)
+        scores, results, added, by_state = (self.kernels.gemm(*shape, count=count) for shape in shapes)
+        backward = 2 * scores + 3 * results + 2 * added + 3 * by_state
+        return self._attended([scores + results + added + by_state, backward], exchanges)
+
+    def _attended(self, taken: Sequence[float], exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:
         sent = map(self.context.exposed, exchanges, taken)
         return PassTimes(*(Seconds(attention=s, cp=exposed) for s, exposed in zip(taken, sent, strict=True)))
 

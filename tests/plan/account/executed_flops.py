@@ -17,6 +17,7 @@ from megascale.layout.freezing import mark_frozen, matches
 from megascale.layout.mask_blocks import tiles
 from megascale.layout.parameters import layer_params
 from megascale.layout.parts.attention import AttentionSpec
+from megascale.layout.parts.linear_attention import LinearAttentionSpec
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.sequence_shard import Spans, TokenSpan, sequence_chunk
 from megascale.layout.sparse_blocks import visible_blocks
@@ -61,6 +62,8 @@ def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_r
         by_chunk = list(_computed_scores(config, core, cp_rank))
         scores = passes * sum(by_chunk) + 2 * sum(by_chunk[: config.dropped_chunks])
         total += 2 * core.heads // p.cp_heads * core.head_dim * scores
+    for linear in (part for part in described if isinstance(part, LinearAttentionSpec)):
+        total += linear.heads * _linear_attention_flops(config, linear, recompute, cp_rank)
     return config.batch.micro * total // config.parallel.tp
 
 
@@ -109,3 +112,34 @@ def count_document_scores(lengths: Iterable[int], block_window: int | None) -> i
     computes in blocks of queries; None for all scores at once.
     """
     return sum(count_scores(n, None if block_window is None else min(block_window, n)) for n in lengths)
+
+
+def _linear_attention_flops(
+    config: RunConfig, core: LinearAttentionSpec, recompute: RecomputePolicy, cp_rank: int
+) -> int:
+    """Count the FLOPs of linear attention per head and row: in forward two GEMMs of a block's scores and one for the
+    state, in backward five, the state again but for the last block, and its gradient. A block after a state has
+    one more GEMM and one in backward, a block before one two in backward. Ranks that share sequences first compute the
+    states of their spans, and the gradients.
+    """
+    p, d = config.parallel, core.head_dim
+    sizes = [config.row_tokens] * config.num_chunks
+    spans = [TokenSpan(index * size, (index + 1) * size) for index, size in enumerate(sizes)]
+    if p.cp > 1:
+        sharding = row_sharding(p, config.model, config.fp8.facts if config.train.quantizes else None, cp_rank)
+        assert sharding is not None, "ranks share sequences"
+        lengths = expected_documents(config.model, config.data)
+        within = config.data.attention_mask == "document"
+        starts = [[0, *itertools.accumulate(lengths[:-1])]] * config.batch.micro
+        spans = list(sharding.shard(starts if within else None).spans)
+    forwards, backwards = list[int](), list[int]()
+    for span in spans:
+        blocks = [min(core.block, span.size - at) for at in range(0, span.size, core.block)]
+        first, last = span.start == 0, span.stop == config.model.seq_length
+        scores, states = sum(2 * n * n * d for n in blocks), sum(2 * n * d * d for n in blocks)
+        known, followed = states - first * 2 * blocks[0] * d * d, states - last * 2 * blocks[-1] * d * d
+        alone = states if p.cp > 1 else 0
+        forwards.append(2 * scores + states + known + alone)
+        backwards.append(5 * scores + states - 2 * blocks[-1] * d * d + known + 2 * followed + states + alone)
+    repeated = 1 + (recompute.full or recompute.attention)
+    return repeated * sum(forwards) + sum(backwards) + sum(forwards[: config.dropped_chunks])

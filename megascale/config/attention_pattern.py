@@ -1,0 +1,54 @@
+"""The kinds of attention of a model's layers, by the letters of `model.attention_pattern`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+from megascale.catalog.layers import ATTENTIONS
+from megascale.core.registry import Card
+
+if TYPE_CHECKING:
+    from megascale.config.model import ModelConfig
+    from megascale.config.sparse_pattern import Reach
+
+
+def check_attention_pattern(pattern: str) -> str:
+    """Return the pattern. Raises: PydanticCustomError for a letter of no kind of attention"""
+    known = {card.facts["letter"]: card.help for card in ATTENTIONS.cards.values()}
+    if unknown := next((letter for letter in pattern or " " if letter not in known), None):
+        context = {
+            "letter": repr(unknown) if pattern else "no letter",
+            "kinds": "; ".join(f"{letter}: {help}" for letter, help in known.items()),
+            "hint": 'letters of these kinds, such as "LLLLLLLS", or remove the key',
+        }
+        raise PydanticCustomError("attention_pattern", "has {letter}; kinds of attention are {kinds}", context)
+    return pattern
+
+
+def kind_of_letter(letter: str) -> Card:
+    """Return the kind of attention with a letter of a checked pattern."""
+    return next(card for card in ATTENTIONS.cards.values() if card.facts["letter"] == letter)
+
+
+def has_no_scores(pattern: object) -> bool:
+    """Return True for a pattern without softmax attention."""
+    return bool(pattern) and not any(
+        "attention" in kind_of_letter(letter).facts["operations"] for letter in str(pattern)
+    )
+
+
+def has_states(pattern: object) -> bool:
+    """Return True for a pattern with attention that carries a state."""
+    return bool(pattern) and any(kind_of_letter(letter).facts["carries_state"] for letter in str(pattern))
+
+
+def has_scores(model: ModelConfig, layer: int) -> bool:
+    """Return True for a layer whose attention has scores of queries and keys, which linear attention has not."""
+    return "attention" in model.attention_kind(layer).facts["operations"]
+
+
+def score_windows(model: ModelConfig) -> tuple[Reach | None, ...]:
+    """Return the `windows` of the layers with scores, windows or sparse patterns."""
+    return tuple(window for layer, window in enumerate(model.windows) if has_scores(model, layer))

@@ -1,0 +1,160 @@
+"""Linear attention of tokens that follow others: of other ranks (LASP+, MiniMax-01, Li et al. 2025), or of chunks.
+
+Spans of tokens tile a sequence, and a rank has some of them. The state before a span is that of all spans before it,
+and the gradient of the state after a span that of all spans after it: `ops.linear_attention` advances both by spans as
+it does by blocks.
+
+    ranks   every rank sends the states of its own spans, d^2 elements a head each, and then knows all
+    chunks  a chunk takes the state that the one before has left, and leaves the gradient of it
+
+`StateExchange`: whole sequences, without any; `GatheredStates`, `StoredStates`: the two ways. `linear_attention`: the
+operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.comm.collectives import all_gather
+from megascale.comm.group import Group
+from megascale.layout.sequence_shard import SequenceShard, Spans, TokenSpan
+from megascale.ops.linear_attention import Decays, attend, attend_backward, state_after, state_gradient
+from megascale.parallel.kv_store import KVStore
+from megascale.record.label import Label
+
+States = Sequence[Tensor | None]
+"""States [b, heads, d, d] by span, or None for zeros."""
+
+
+class StateExchange:
+    """The states between spans. `own` computes those of a rank's spans alone, by span."""
+
+    def before(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
+        """Return the states before the spans."""
+        return [None]
+
+    def leave(self, after: Sequence[Tensor]) -> None:
+        """Leave the states after the spans for the tokens that follow."""
+
+    def gradients(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
+        """Return the gradients of the states after the spans."""
+        return [None]
+
+    def leave_gradients(self, before: Sequence[Tensor]) -> None:
+        """Leave the gradients of the states before the spans for the tokens that they are of."""
+
+
+class GatheredStates(StateExchange):
+    """The states of all spans of a context-parallel group come at once. `groups`: along which the ranks of `shard` are
+    numbered, fastest first. Ranks with fewer spans than others send zeros.
+    """
+
+    def __init__(self, groups: Sequence[Group], shard: SequenceShard, label: Label) -> None:
+        self._groups = groups
+        self._label = label
+        self._most = max(map(len, shard.parts))
+        first, count = shard.index * self._most, len(shard.spans)
+        self._own = range(first, first + count)
+        rows = ((span, rank * self._most + place) for rank, part in enumerate(shard.parts)
+                for place, span in enumerate(part))  # fmt: skip
+        self._rows = sorted(rows)
+
+    def before(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
+        return self._advance(self._gather(own(), self._label), self._rows, decays)
+
+    def gradients(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
+        full = self._gather(own(), self._label.for_backward("gradient"))
+        return self._advance(full, reversed(self._rows), decays)
+
+    def _gather(self, own: list[Tensor], label: Label) -> Tensor:
+        """Return what all ranks send [ranks x spans, b, heads, d, d]."""
+        part = torch.stack([*own, *[torch.zeros_like(own[0])] * (self._most - len(own))])
+        for group in self._groups:
+            full = part.new_empty(group.size * len(part), *part.shape[1:])
+            all_gather(group, full, part, label=label)
+            part = full
+        return part
+
+    def _advance(self, full: Tensor, rows: Iterable[tuple[TokenSpan, int]], decays: Decays) -> States:
+        """Advance a state through all spans in an order; return it as it is where it comes to the own ones."""
+        state: Tensor | None = None
+        found = dict[int, Tensor | None]()
+        for span, row in rows:
+            found[row] = state
+            state = decays.advance(state, span, full[row])
+        return [found[row] for row in self._own]
+
+
+class StoredStates(StateExchange):
+    """The states between the chunks of a sequence are in a store, as their keys and values are."""
+
+    def __init__(self, store: KVStore, chunk: SequenceShard, layer: int) -> None:
+        self._store = store
+        self._chunk = chunk
+        self._before, self._place = ((layer, index) for index in (chunk.index - 1, chunk.index))
+
+    def before(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
+        return [self._store.blocks[self._before] if self._chunk.index else None]
+
+    def leave(self, after: Sequence[Tensor]) -> None:
+        if not self._chunk.is_last:
+            self._store.blocks[self._place] = after[0]
+
+    def gradients(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
+        return [None if self._chunk.is_last else self._store.grads.pop(self._place)]
+
+    def leave_gradients(self, before: Sequence[Tensor]) -> None:
+        self._store.blocks.pop(self._place, None)
+        if self._chunk.index:
+            self._store.grads[self._before] = before[0]
+
+
+def linear_attention(
+    qkv: Tensor, spans: Spans, rates: Tensor, documents: Tensor | None, exchange: StateExchange
+) -> Tensor:
+    """Attend with what is projected to q, k and v [n, b, 3, heads, d] of the tokens of `spans`; result
+    [n, b, heads, d]. `rates`, `documents` as of `Decays`.
+    """
+    return _LinearAttention.apply(qkv, spans, rates, documents, exchange)
+
+
+class _LinearAttention(torch.autograd.Function):
+    """Saves what is projected and the state before each span."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, spans: Spans, rates: Tensor, documents: Tensor | None, exchange: StateExchange
+    ) -> Tensor:
+        out, decays = qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:]), Decays(rates, documents)
+        parts = [*zip(spans, qkv.split([span.size for span in spans]), strict=True)]
+        states = exchange.before(lambda: [state_after(rows, span, decays) for span, rows in parts], decays)
+        results = out.split([span.size for span in spans])
+        after = [
+            attend(rows, result, span, decays, state)
+            for (span, rows), result, state in zip(parts, results, states, strict=True)
+        ]
+        exchange.leave(after)
+        ctx.save_for_backward(qkv, rates, documents, *states)
+        ctx.spans, ctx.exchange = spans, exchange
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, rates, documents, *states = ctx.saved_tensors
+        sizes, grad_qkv, decays = [span.size for span in ctx.spans], qkv.new_empty(qkv.shape), Decays(rates, documents)
+        parts = [*zip(ctx.spans, qkv.split(sizes), grads[0].split(sizes), strict=True)]
+        after = ctx.exchange.gradients(
+            lambda: [state_gradient(rows, out, span, decays) for span, rows, out in parts], decays
+        )
+        before = [
+            attend_backward(rows, out, grad_rows, span, decays, state, grad_state)
+            for (span, rows, out), grad_rows, state, grad_state in zip(
+                parts, grad_qkv.split(sizes), states, after, strict=True
+            )
+        ]
+        ctx.exchange.leave_gradients(before)
+        return grad_qkv, None, None, None, None
