@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 
 from megascale.config.run import RunConfig
@@ -187,16 +187,17 @@ class JobMemory:
     def host_inputs(self, stage: int) -> int:
         """Count the most block inputs that a rank of a stage has in host memory."""
         c = self.config
-        offloads = [recompute_policy(c.train, chunk).offload for chunk in range(self.layout.vpp)]
-        held = [len(self.layout.layers(self.layout.index(stage, chunk))) for chunk in range(self.layout.vpp)]
-        layers = [count * kept for count, kept in zip(held, offloads, strict=True)]
+        held = [self.layout.layers(self.layout.index(stage, chunk)) for chunk in range(self.layout.vpp)]
+        layers = [
+            sum(recompute_policy(c.train, chunk, layer).offload for layer in each) for chunk, each in enumerate(held)
+        ]
         return most_live(self._order(stage), layers)
 
     def _order(self, stage: int) -> RankSchedule:
         """List the actions of a rank, as `rank_order` does."""
         c = self.config
         order = rank_order(c.parallel, self._microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
-        return weights_at_once(order, joined_chunks(c.train, c.parallel))
+        return weights_at_once(order, joined_chunks(c.train, c.parallel, self.layout))
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:
         """List the units of a rank's chunks. Depths of multi-token prediction share the weight of the head."""
@@ -210,15 +211,15 @@ class JobMemory:
         if barriers := self.config.parallel.vocab_pp:
             begin_unit, end_unit = activations.stage_ends(self.sizes)
         for chunk in range(self.layout.vpp):
-            index, recompute = self.layout.index(stage, chunk), recompute_policy(self.config.train, chunk)
+            index, policy = self.layout.index(stage, chunk), partial(recompute_policy, self.config.train, chunk)
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [begin_unit] if index == 0 else []
             units, layers = begin, self.layout.layers(index)
             for layer in (layer for layer in layers if layer < model.num_layers):
-                units += [self.layer(layer, recompute), *([early] if layer + 1 in model.exits else [])]
+                units += [self.layer(layer, policy(layer)), *([early] if layer + 1 in model.exits else [])]
             units += [end_unit] if index == self.layout.count - 1 else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
-                units += [self.layer(layer, recompute), further]
+                units += [self.layer(layer, policy(layer)), further]
             chunks.append(units)
         shared = [[activations.vocabulary_bytes(self.sizes, self.layout.placement.p, barriers)]] if barriers else []
         return chunks + shared

@@ -77,9 +77,11 @@ class StageTraffic:
         sizes = {quantized: replace(self.sizes, batch=batch, fp8=quantized) for quantized in (False, True)}
         for chunk in range(p.vpp):
             layers = self.layout.layers(self.layout.index(self.stage, chunk))
-            recompute = recompute_policy(config.train, chunk)
-            kinds = Counter((block_spec(config.model, layer), layer in fp8) for layer in layers)
-            for (block, quantized), count in kinds.items():
+            kinds = Counter(
+                (block_spec(config.model, layer), layer in fp8, recompute_policy(config.train, chunk, layer))
+                for layer in layers
+            )
+            for (block, quantized, recompute), count in kinds.items():
                 sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
                 sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []

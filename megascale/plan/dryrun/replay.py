@@ -324,10 +324,10 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
         return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
 
     for chunk, stage in enumerate(run.stages):
-        policy = recompute_policy(run.config.train, chunk)
         for modules in (stage.layers, stage.predictions):
             for name, block in list(modules.items()):
                 layer = int(name)
+                policy = recompute_policy(run.config.train, chunk, layer)
                 key = (kinds[layer], layer in quantized, policy)
                 modules[name] = replayed(block, key, layer, policy.full)
         if stage.embedding is not None and stage.embedding.token is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 
 from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
@@ -43,24 +43,21 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     config = layers.config
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
     distinct, numbers = distinct_blocks(config.model)
-    kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
     domino, shared = config.overlap.tp == "domino", config.parallel.vocab_pp
     part, parts = (layers.of_half(), 2) if domino else (layers, 1)
     block = cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
 
     @cache
-    def chunk(
-        layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, heads: int
-    ) -> PassTimes:
+    def chunk(layer_kinds: tuple[tuple[int, bool, RecomputePolicy], ...], first: bool, heads: int) -> PassTimes:
         ends = (layers.embedding() if first else PassTimes()) + layers.head() * heads
-        return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
+        return sum((block(*kind) * count for kind, count in Counter(layer_kinds).items()), ends)
 
     times = dict[Place, PassTimes]()
     for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
-        stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
-        layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))
+        stage, policy = stages.index(*place), partial(recompute_policy, config.train, place[1])
+        layer_kinds = tuple((numbers[layer], layer in fp8, policy(layer)) for layer in stages.layers(stage))
         heads = count_heads(config.model, stages, stage)
-        times[place] = chunk(layer_kinds, recompute, stage == 0 and not shared, heads)
+        times[place] = chunk(layer_kinds, stage == 0 and not shared, heads)
     for rank in range(config.parallel.pp) if shared else ():
         times[rank, config.parallel.vpp] = layers.vocabulary(shared)
     return times
