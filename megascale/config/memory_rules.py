@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
+from megascale.config.section import AUTO
 from megascale.config.train import TrainConfig, may_have
 
 
@@ -52,6 +53,13 @@ def _valid_shares(tiles: int) -> str:
     if tiles == 1:
         return "train.mlp_tiles above 1, or host or nvme for all that a layer saves"
     return f"a multiple of 1 / {tiles}, or another train.mlp_tiles"
+
+
+def memory_limit(train: TrainConfig) -> Iterator[Finding]:
+    """Check that a limit of memory has a choice to limit."""
+    if train.memory_limit is not None and train.memory != AUTO:
+        message = "limits the planner's choice, and train.memory is not auto"
+        yield Finding("train.memory_limit", message, 'train.memory = "auto", or remove the key')
 
 
 def memory_folder(train: TrainConfig) -> Iterator[Finding]:

@@ -66,6 +66,9 @@ class TrainConfig(Section):
         "{nvme = 0.5}, a share of mlp_tiles moves; auto: the planner's choice "
         "([policies](memory.md#a-policy-for-each-layer))",
     )
+    memory_limit: Count | None = Field(
+        None, description="bytes of a device that memory = auto may fill; default: what the hardware's profile leaves"
+    )
     memory_dir: FilePath | None = Field(
         None, description="folder on a local disk for the tensors of memory = nvme, with room for those of all ranks"
     )

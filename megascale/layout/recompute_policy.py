@@ -39,6 +39,11 @@ class RecomputePolicy:
         return self.store != "device"
 
     @property
+    def kept_in(self) -> str:
+        """The store of saved tensors, or of block inputs: device, host or nvme."""
+        return "host" if self.offload else self.store
+
+    @property
     def stored_tiles(self) -> int:
         return round(self.share * self.mlp_tiles) if self.moves and self.mlp_tiles > 1 else 0
 
@@ -71,10 +76,9 @@ def joined_chunks(train: TrainConfig, parallel: ParallelConfig, layout: Stages) 
 
 
 def recompute_policy(train: TrainConfig, chunk: int, layer: int) -> RecomputePolicy:
-    """The policy of a layer, in model chunk `chunk` of its pipeline rank."""
+    """The policy of a layer, in model chunk `chunk` of its pipeline rank; before the planner's choice as kept."""
     kept = replace(NO_RECOMPUTE, mlp_tiles=train.mlp_tiles)
-    if train.memory is not None:
-        assert train.memory != "auto", "a run has the planner's choice"
+    if isinstance(train.memory, list):
         return _of_layer(train, kept, train.memory[layer % len(train.memory)])
     if train.recompute == "none" or chunk not in (train.recompute_model_chunks or [chunk]):
         return kept

@@ -128,7 +128,8 @@ class AttentionSpec(Part):
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
         backward = recomputed + qkv + max((2 if recomputed else 1) * weights, forming)
-        return UnitBytes(saved, forward, backward, qkv - result)
+        small = 0 if sizes.model.dropout else sizes.stays(sizes.tokens * heads * sizes.wide)
+        return UnitBytes(saved, forward, backward, qkv - result, small=small)
 
     def result_apart(self, sizes: MicroBatchSizes) -> bool:
         """True if the kernels' result is not the next layer's saved input."""

@@ -93,7 +93,7 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
 
 def recomputed_weights(block: BlockSpec, recompute: RecomputePolicy) -> int:
     """Count the elements of a block's weights with recomputed GEMMs."""
-    parts = tile_mlp(block, recompute.mlp_tiles)
+    parts = tile_mlp(block, recompute.mlp_tiles, recompute.stored_tiles)
     return sum(part.recomputed_weights(recompute.full, is_skippable(block, part)) for part in parts)
 
 

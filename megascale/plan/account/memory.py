@@ -37,7 +37,7 @@ from megascale.plan.account.rank_actions import (
 )
 from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, state_bytes
-from megascale.schedule.ir import RankSchedule, most_live, weights_at_once
+from megascale.schedule.ir import RankSchedule, live_counts, most_live, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
@@ -180,9 +180,34 @@ class JobMemory:
             transient += 2 * sizes.wide * largest.shard(topology_of(p)) if p.zero >= 2 else 0
         return RankMemory(state.parameters, state.gradients, state.optimizer, saved, transient)
 
-    def host_bytes(self, stage: int) -> int:
-        """Count the most bytes of block inputs that a rank of a stage has in host memory."""
-        return self.host_inputs(stage) * self.sizes.stream
+    def with_config(self, config: RunConfig) -> JobMemory:
+        """Return the memory of a configuration that differs in nothing but the policies of layers."""
+        changed = replace(self, config=config)
+        for name in ("layout", "sizes", "layer"):  # which do not depend on them
+            vars(changed)[name] = getattr(self, name)
+        return changed
+
+    def live_counts(self, stage: int) -> set[tuple[int, ...]]:
+        """Count the micro-batches of a rank of a stage that are in flight at a time, by chunk."""
+        return live_counts(self._order(stage), self.layout.vpp)
+
+    def moved_bytes(self, stage: int, store: str) -> int:
+        """Count the most bytes of saved tensors that a rank of a stage has in a store, "host" or "nvme"."""
+        return most_live(self._order(stage), self._moved(stage, store))
+
+    def moved_in_step(self, stage: int, store: str) -> int:
+        """Count the bytes that a rank of a stage writes to a store in a step."""
+        visits, m = self.layout.placement.visits, self.config.num_microbatches
+        return sum(size * visits(stage, chunk, m) for chunk, size in enumerate(self._moved(stage, store)))
+
+    def _moved(self, stage: int, store: str) -> list[int]:
+        """List by chunk the bytes that a micro-batch of a rank of a stage has in a store."""
+        chunks = list[int]()
+        for chunk in range(self.layout.vpp):
+            layers = self.layout.layers(self.layout.index(stage, chunk))
+            policies = [(layer, recompute_policy(self.config.train, chunk, layer)) for layer in layers]
+            chunks.append(sum(self.layer(*each).moved for each in policies if each[1].kept_in == store))
+        return chunks
 
     def host_inputs(self, stage: int) -> int:
         """Count the most block inputs that a rank of a stage has in host memory."""
@@ -220,7 +245,7 @@ class JobMemory:
             units += [end_unit] if index == self.layout.count - 1 else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
                 units += [self.layer(layer, policy(layer)), further]
-            chunks.append(units)
+            chunks.append(activations.with_copies(units))
         shared = [[activations.vocabulary_bytes(self.sizes, self.layout.placement.p, barriers)]] if barriers else []
         return chunks + shared
 

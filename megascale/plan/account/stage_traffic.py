@@ -25,7 +25,7 @@ from megascale.plan.account.sizes import micro_batch_sizes
 
 def block_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: RecomputePolicy) -> list[CommOp]:
     """List a block's collectives over tp for a micro-batch, in order."""
-    parts = tile_mlp(block, recompute.mlp_tiles)
+    parts = tile_mlp(block, recompute.mlp_tiles, recompute.stored_tiles)
     sent = [each for part in parts for each in part.traffic(sizes)]
     if recompute.full:
         sent += [each for part in parts for each in part.recomputed_traffic(sizes, is_skippable(block, part))]

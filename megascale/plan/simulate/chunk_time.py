@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from functools import cache, partial
 
 from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
@@ -11,12 +12,13 @@ from megascale.layout.chunks import count_heads, fp8_layers, stages_of
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Place
+from megascale.plan.account.activations import block_bytes
 from megascale.plan.simulate.layer_time import LayerTimes
 
 
 def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> PassTimes:
     """Time a block with recomputation. `fp8`: the linear layers run FP8 GEMMs."""
-    parts = tile_mlp(block, recompute.mlp_tiles)
+    parts = tile_mlp(block, recompute.mlp_tiles, recompute.stored_tiles)
     pairs = [part.seconds(layers, fp8) for part in parts]
     fixed = layers.kernels.measured.layer_s if layers.kernels.measured else 0.0
     total = sum(pairs, PassTimes(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
@@ -31,21 +33,25 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
         recomputed = sum((part.recomputed_seconds(s, recompute, then) for (part, s), then in after), Seconds())
     backward = total.backward + Seconds(recompute=recomputed.total - recomputed.sent.total) + recomputed.sent
     launched = layers.launched(total.forward, 1), layers.launched(backward, 3 if recompute.full else 2)
-    copied, hardware = 0.0, layers.kernels.hardware  # behind a block's forward, and behind its backward
-    if recompute.offload and hardware.device.host_bandwidth:
-        copied = layers.stream * layers.kernels.bytes / (hardware.device.host_bandwidth * hardware.attained.link)
-    forward, back = (work + Seconds(offload=max(0.0, copied - work.total)) for work in launched)
+    moved = block_bytes(layers.sizes, block, fp8, recompute).moved if recompute.kept_in != "device" else 0
+    rates = layers.kernels.hardware.store_rates(recompute.kept_in)
+    copies = ((work, moved / rate) for work, rate in zip(launched, rates, strict=True))  # behind the block's compute
+    forward, back = (work + Seconds(offload=max(0.0, copied - work.total)) for work, copied in copies)
     return PassTimes(forward, back, total.weights)
+
+
+def kind_times(layers: LayerTimes) -> Callable[[int, bool, RecomputePolicy], PassTimes]:
+    """Return a function that times a block by its number among the distinct ones, in FP8 or not, with recomputation."""
+    distinct, _ = distinct_blocks(layers.config.model)
+    part, parts = (layers.of_half(), 2) if layers.config.overlap.tp == "domino" else (layers, 1)
+    return cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
 
 
 def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     """Time every model chunk of every pipeline rank."""
     config = layers.config
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
-    distinct, numbers = distinct_blocks(config.model)
-    domino, shared = config.overlap.tp == "domino", config.parallel.vocab_pp
-    part, parts = (layers.of_half(), 2) if domino else (layers, 1)
-    block = cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
+    numbers, shared, block = distinct_blocks(config.model)[1], config.parallel.vocab_pp, kind_times(layers)
 
     @cache
     def chunk(layer_kinds: tuple[tuple[int, bool, RecomputePolicy], ...], first: bool, heads: int) -> PassTimes:
