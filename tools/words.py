@@ -43,7 +43,7 @@ MOST_WORDS = {
     "docs/parallelism.md": 1300,
     "docs/schedules.md": 900,
     "docs/long-context.md": 2200,
-    "docs/memory.md": 1200,
+    "docs/memory.md": 1400,
     "docs/planning.md": 1300,
     "docs/optimizers.md": 1800,
     "docs/low-precision.md": 1200,

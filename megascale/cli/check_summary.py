@@ -6,6 +6,7 @@ from typing import Any
 
 from megascale.cli.check_data import RANKS_OF_HOST, data_summary
 from megascale.config.run import RunConfig
+from megascale.config.section import AUTO
 from megascale.core.units import format_bytes, format_count
 from megascale.data.mix.batch_shape import BatchShape
 from megascale.layout.chunks import fp8_layers, token_ranks
@@ -22,10 +23,11 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
     """Return the peak memory of the rank with the highest peak, and of its host, in bytes by kind.
 
     `reader_bytes`: of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks, 0 without one;
-    `host_activation_bytes`: of the rank with most block inputs there, 0 without `train.activation_offload`;
-    `host_optimizer_bytes`: of the rank with most optimizer state there, 0 without `optimizer.offload`.
+    `host_activation_bytes`: of the rank with most saved tensors there; `host_optimizer_bytes`: of the rank with most
+    optimizer state there, 0 without `optimizer.offload`.
     """
-    rank, reader = JobMemory(config).fullest(), 0
+    job, reader = JobMemory(config), 0
+    rank = job.fullest()
     if config.data.reader == "host":
         from megascale.data.host_reader.reader_memory import reader_shape  # imports numpy
 
@@ -34,7 +36,7 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
         splits = 2 if config.train.eval_every else 1
         ranks_of = topology_of(config.parallel), token_ranks(config.model, config.parallel), ranks
         reader = reader_shape(mixture_spec(config, "train"), shape, *ranks_of, splits).bytes
-    stages = range(config.parallel.pp if config.train.activation_offload else 0)
+    stages = range(config.parallel.pp if config.train.activation_offload or config.train.memory else 0)
     state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
     return {
         "state_bytes": {**state, "total": sum(state.values())},
@@ -42,7 +44,7 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
         "transient_bytes": rank.transient,
         "total_bytes": rank.total,
         "reader_bytes": reader,
-        "host_activation_bytes": max((JobMemory(config).host_bytes(stage) for stage in stages), default=0),
+        "host_activation_bytes": max((job.moved_bytes(stage, "host") for stage in stages), default=0),
         "host_optimizer_bytes": max(host_state_bytes(config, stage) for stage in range(config.parallel.pp)),
     }
 
@@ -66,12 +68,14 @@ def summary(config: RunConfig) -> str:
     documents = f"{text}\n" if (text := describe_documents(config.data)) else ""
     rank = JobMemory(config).fullest()
     lines = [f"  {kind:<12}{format_bytes(size):>10}" for kind, size in {**vars(rank), "total": rank.total}.items()]
+    if config.train.memory == AUTO:
+        lines.append("train.memory = auto: the planner chooses at the start; here every layer keeps what it saves")
     if config.train.quantizes:
         lines.append(describe_recipes(config))
     if text := describe_sites(config):
         lines.append(text)
     if size := memory["host_activation_bytes"]:
-        lines.append(f"block inputs of a rank in host memory {format_bytes(size)}")
+        lines.append(f"saved tensors of a rank in host memory {format_bytes(size)}")
     if size := memory["host_optimizer_bytes"]:
         lines.append(f"optimizer state of a rank in host memory {format_bytes(size)}")
     if size := memory["reader_bytes"]:

@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace) -> int:
     found = find_layouts(options, hardware, stack) if options.search else None
     if found and not found.best:
         return report_no_fit(options, found)
-    planned = found.best[0] if found else Plan(planned_config(options, options.gpus), hardware, stack)
+    planned = found.best[0] if found else Plan.of(planned_config(options, options.gpus), hardware, stack)
     config = planned.config
     alternative = None
     if options.exact:
@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
             message = f"{stack.name} stores FP8 weights instead of bf16 ones, this trainer stores both"
             raise ConfigError([Problem("command line", "--exact", message, LEAVE_OUT_EXACT)])
         planned = replace(planned, exact=exact_costs(config, planned.memory_by_stage))
-    sweep = [Plan(config, hardware, stack) for config in swept]
+    sweep = [Plan.of(config, hardware, stack) for config in swept]
     if not planned.fits:
         alternative = advice(options, search_layouts(options, config, config.world_size, hardware, stack, results=1))
     write_files(options, planned, sweep)

@@ -197,12 +197,6 @@ TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
      "tie_embeddings = false, or remove the key"),
 ))  # fmt: skip
 
-NOT_SELECTIVE = Exclusions("train.recompute", unless("selective"), (
-    ("train.recompute_ops", only(None),
-     "selects operations for selective recomputation, but recompute = {given}",
-     "train.recompute = selective, or remove the key"),
-))  # fmt: skip
-
 NO_RECOMPUTATION = Exclusions("train.recompute", only("none"), (
     ("train.recompute_model_chunks", only(None), "selects chunks for recomputation, but recompute = none",
      "train.recompute = selective or full, or remove the key"),

@@ -16,7 +16,7 @@ from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MOST_BLOCKS, MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
-from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
+from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig, may_have
 
 EXACT_SCALES = (
     "other tokens with a common scale change 62% to 97% of the values in wgrad; with scale = pow2 those of subnormal "
@@ -127,6 +127,9 @@ def paired_experts(
         yield Finding("moe.token_blocks", f"not between blocks: {why}", "1, or interleaved_1f1b")
     if train.recompute == "full":
         yield Finding("train.recompute", f"not in a recomputed layer: {why}", "selective, or interleaved_1f1b")
+    elif train.memory != "auto" and may_have(train, "full", "host", "nvme"):
+        message = f"not in a layer that is recomputed or moved: {why}"
+        yield Finding("train.memory", message, "keep and selective, or interleaved_1f1b")
 
 
 SHARDED_WEIGHTS = unsupported(

@@ -11,7 +11,7 @@ from megascale.catalog.decays import DECAYS
 from megascale.catalog.optimizers import ALL_KINDS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.objectives import ObjectiveTable
-from megascale.config.section import AUTO_AS_NONE, Count, FilePath, Float32, NonNegativeInt, Section, choice
+from megascale.config.section import AUTO, AUTO_AS_NONE, Count, FilePath, Float32, NonNegativeInt, Section, choice
 from megascale.core.registry import closest_name
 
 HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugging Face weights
@@ -21,6 +21,10 @@ Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
 Names = list[Annotated[str, Field(min_length=1)]]
 PositiveFloat = Annotated[Float32, Field(gt=0)]
 Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+StoredShare = Annotated[dict[Literal["host", "nvme"], Share], Field(min_length=1, max_length=1)]
+LayerPolicy = Literal["keep", "selective", "full", "host", "nvme"] | StoredShare
+"""What becomes of the tensors that a layer's forward saves for backward."""
 
 
 class BatchConfig(Section):
@@ -57,6 +61,19 @@ class TrainConfig(Section):
         False,
         description="with recompute = full, keep the inputs of blocks in host memory from forward to backward, copied "
         "behind compute ([offload](long-context.md#offload-of-block-inputs))",
+    )
+    memory: Literal["auto"] | Annotated[list[LayerPolicy], Field(min_length=1)] | None = Field(
+        None,
+        description="what becomes of the tensors that a layer saves for backward, a list that repeats over the layers: "
+        "keep; selective or full, recompute; host or nvme, move to host memory or to memory_dir; {host = 0.5} or "
+        "{nvme = 0.5}, a share of mlp_tiles moves; auto: the planner's choice "
+        "([policies](memory.md#a-policy-for-each-layer))",
+    )
+    memory_limit: Count | None = Field(
+        None, description="bytes of a device that memory = auto may fill; default: what the hardware's profile leaves"
+    )
+    memory_dir: FilePath | None = Field(
+        None, description="folder on a local disk for the tensors of memory = nvme, with room for those of all ranks"
     )
     mlp_tiles: Count = Field(
         1,
@@ -155,6 +172,13 @@ class TrainConfig(Section):
     def quantizes(self) -> bool:
         """True if linear layers run the GEMMs of a recipe, which `[fp8]` configures."""
         return bool(PRECISIONS[self.precision].facts.get("quantizes"))
+
+
+def may_have(train: TrainConfig, *policies: str) -> bool:
+    """Return True if `train.memory` has one of these policies, of shares too, or leaves the choice to the planner."""
+    if train.memory is None or train.memory == AUTO:
+        return train.memory == AUTO
+    return any(name in policies for each in train.memory for name in ([each] if isinstance(each, str) else each))
 
 
 GROUP_KEYS = {

@@ -11,15 +11,19 @@ from megascale.config.data import DataConfig
 from megascale.config.finding import Finding, join_values
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
-from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
+from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig, may_have
 
 MAX_MICROBATCHES = 2**20  # micro-batches of a rank in a step: a schedule lists every action of each
 
 
 def recomputed_operations(train: TrainConfig) -> Iterator[Finding]:
-    """Check that recompute_ops has no duplicates."""
-    if train.recompute == "selective" and len(set(train.recompute_ops or ())) < len(train.recompute_ops or ()):
-        yield Finding("train.recompute_ops", "names an operation twice", "remove the duplicate")
+    """Check that recompute_ops has an effect and no duplicates."""
+    key, operations = "train.recompute_ops", train.recompute_ops or ()
+    if operations and train.recompute != "selective" and not may_have(train, "selective"):
+        message = f"selects operations for selective recomputation, but recompute = {train.recompute}"
+        yield Finding(key, message, "train.recompute = selective, or remove the key")
+    elif len(set(operations)) < len(operations):
+        yield Finding(key, "names an operation twice", "remove the duplicate")
 
 
 def recompute_model_chunks(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Finding]:

@@ -55,6 +55,8 @@ def _words(annotation: Any, bounds: Iterable[Any] = ()) -> Iterator[str]:
         yield "table"
     elif origin is list:
         yield f"list of {' or '.join(_words(arguments[0]))}"
+    elif origin is dict and get_origin(arguments[0]) is Literal:
+        yield f"table of {' or '.join(_words(arguments[0]))} = {' or '.join(_words(arguments[1]))}"
     elif origin is tuple:
         yield f"[{', '.join(' or '.join(_words(argument)) for argument in arguments)}]"
     elif annotation in (None, NoneType):

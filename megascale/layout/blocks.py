@@ -88,8 +88,10 @@ def is_skippable(block: BlockSpec, part: Part) -> bool:
     return bool(part.results) and skipped_layers(block).issuperset(part.results)
 
 
-def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
-    """Return a block's parts with the MLP in `tiles`, if several: a part of its own, which shares no collective."""
+def tile_mlp(block: BlockSpec, tiles: int, stored: int = 0) -> BlockSpec:
+    """Return a block's parts with the MLP in `tiles`, if several: a part of its own, which shares no collective.
+    `stored`: tiles that are not recomputed.
+    """
     groups = [part for part in block if isinstance(part, LinearGroup) and _mlp_layers(part)]
     if tiles == 1 or len(groups) != 2:
         return block
@@ -104,7 +106,7 @@ def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
         if part == groups[0]:
             parts += [ColumnParallel(qkv)] if qkv else []
         elif part == groups[1]:
-            parts.append(TiledMLP(up, activation, down, tiles, after_norm, shares_input=bool(qkv)))
+            parts.append(TiledMLP(up, activation, down, tiles, after_norm, bool(qkv), stored))
         elif part != activation:
             parts += [part, RowParallel(out)] if out and part.attends else [part]
     return tuple(parts)

@@ -5,12 +5,14 @@ the last.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
 from megascale.layout.loss import DISTILLATION
+from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
 from megascale.model.block import SteppedBlock
 from megascale.model.embedding import Embedding
@@ -70,7 +72,8 @@ class Stage(nn.Module):
 
     The first stage takes None and reads the tokens; in vocabulary parallelism over pp it takes their embeddings, and
     the last stage returns its normed activation. `bucket_boundary` is called with (module name, module input) before
-    every layer and the head, and returns the input (`parallel.param_and_grad_buffers`).
+    every layer and the head, and returns the input (`parallel.param_and_grad_buffers`). `policy`: of a layer's number,
+    what it recomputes.
     """
 
     def __init__(
@@ -80,25 +83,26 @@ class Stage(nn.Module):
         first: bool,
         last: bool,
         bucket_boundary: Callable[[str, Tensor], Tensor] = lambda unit, x: x,
+        policy: Callable[[int], RecomputePolicy] = lambda layer: NO_RECOMPUTE,
     ) -> None:
         super().__init__()
         self._bucket_boundary = bucket_boundary
-        self._recompute = context.recompute.full
-        self._store = context.offload.store if context.offload is not None else None
+        self._policies = {str(index): policy(index) for index in layers}
+        self._store = context.offload
         model, tp = context.model, context.tp
-        self._layers_in_halves = tp.domino and not self._recompute
+        self._layers_in_halves = tp.domino and not any(each.whole for each in self._policies.values())
         vocabulary = VocabularyRange.for_rank(model, tp.index, tp.size)
         self.embedding = Embedding(context, vocabulary) if first else None
-        block = BLOCKS[model.block].load()
+        block, own = BLOCKS[model.block].load(), lambda index: replace(context, recompute=policy(index))
         trunk = [index for index in layers if index < model.num_layers]
-        self.layers = nn.ModuleDict({str(index): block(context, index) for index in trunk})
+        self.layers = nn.ModuleDict({str(index): block(own(index), index) for index in trunk})
         self.exits = nn.ModuleDict(
             {str(index): Head(context, vocabulary, index + 1) for index in trunk if index + 1 in model.exits}
         )
         self.head = Head(context, vocabulary) if last else None
         self.ends_in_loss = self.head is not None and hasattr(self.head, "weight")
         self._objectives = context.objectives if last else None
-        deeper = [PredictionLayer(context, index, vocabulary) for index in layers[len(trunk) :]]
+        deeper = [PredictionLayer(own(index), index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
     def _layer_steps(
@@ -111,25 +115,26 @@ class Stage(nn.Module):
         exits = set(self.exits) if batch.exits or torch.is_grad_enabled() else set()
         for index, block in self.layers.items():
             x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh) if leads else x_sbh
-            if cut and isinstance(block, SteppedBlock) and not self._recompute:
+            if cut and isinstance(block, SteppedBlock) and not self._policies[index].whole:
                 x_sbh = yield from beside(losses or {}, block.steps(x_sbh, batch))
             else:
-                x_sbh = self._run_block(block, x_sbh, batch)
+                x_sbh = self._run_block(index, block, x_sbh, batch)
             if losses is not None and index in exits:
                 name = exit_name(int(index) + 1)
                 x_sbh = self._bucket_boundary(name, x_sbh)
                 losses[name] = self.exits[index](x_sbh, batch)
         return x_sbh
 
-    def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        if not self._recompute:
-            return block(x_sbh, batch)
-        return recompute_in_backward(
-            lambda x: block(x, batch),
-            x_sbh,
-            recompute=lambda x: block(x, batch, compute_output=False),
-            store=self._store,
-        )
+    def _run_block(self, index: str, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+        policy, store = self._policies[index], self._store
+        if policy.full:
+            return recompute_in_backward(
+                lambda x: block(x, batch),
+                x_sbh,
+                recompute=lambda x: block(x, batch, compute_output=False),
+                store=store.store if store is not None and policy.offload else None,
+            )
+        return block(x_sbh, batch)
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
         return finish(self.steps(x_sbh, batch, cut=False))
@@ -156,6 +161,6 @@ class Stage(nn.Module):
         loss = self.head(x_sbh, batch)
         deeper = zip(batch.depths, self.predictions.items(), strict=torch.is_grad_enabled())  # an evaluation has none
         for depth, (_, (index, layer)) in enumerate(deeper, start=1):
-            x_sbh = self._run_block(layer, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
+            x_sbh = self._run_block(index, layer, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
             further[f"layers.{index}"] = self.head(x_sbh, batch, depth=depth)
         return StageOutput(None, loss, further)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import mul
 from typing import NamedTuple
 
 from megascale.core.errors import Exit, MegascaleError
@@ -145,16 +146,19 @@ LIVE = {Kind.F: 1, Kind.R: 1, Kind.B: -1, Kind.W: -1}
 
 
 def most_live(order: Sequence[Entry], sizes: Sequence[int]) -> int:
-    """Measure the most that is live, from forward to last gradient. `sizes`: of a micro-batch, by chunk. A forward that
-    is recomputed keeps nothing.
-    """
+    """Measure the most that is live, from forward to last gradient. `sizes`: of a micro-batch, by chunk."""
+    return max((sum(map(mul, counts, sizes)) for counts in live_counts(order, len(sizes))), default=0)
+
+
+def live_counts(order: Sequence[Entry], chunks: int) -> set[tuple[int, ...]]:
+    """Count the micro-batches that are live at a time, by chunk. A forward that is recomputed keeps nothing."""
     dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
-    live = most = 0
+    live, found = [0] * chunks, set[tuple[int, ...]]()
     for kind, chunk, microbatch in each_action(order):
         if kind in LIVE and not (kind is Kind.F and (chunk, microbatch) in dropped):
-            live += LIVE[kind] * sizes[chunk]
-            most = max(most, live)
-    return most
+            live[chunk] += LIVE[kind]
+            found.add(tuple(live))
+    return found
 
 
 def weights_at_once(order: RankSchedule, chunks: Collection[int]) -> RankSchedule:

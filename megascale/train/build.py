@@ -296,7 +296,7 @@ def build_stages(
     layout: Stages, pp_rank: int, settings: TrainConfig, buffers: ParamAndGradBuffers, context: LayerContext,
     fp8_state: Fp8State | None = None,
 ) -> list[Stage]:  # fmt: skip
-    """Build the modules of this rank's model chunks over the weights in `buffers`. `context`: of all chunks, without
+    """Build the modules of this rank's model chunks over the weights in `buffers`. `context`: of all layers, without
     parameters and recomputation.
     """
     if fp8_state is not None:
@@ -308,11 +308,9 @@ def build_stages(
         context = replace(context, linear_gemms=linear, grouped_gemms=grouped)
     stages = []
     for chunk in range(layout.vpp):
-        index, recompute = layout.index(pp_rank, chunk), recompute_policy(settings, chunk)
-        offload = context.offload if recompute.offload else None
-        own = replace(context, parameters=buffers.parameters(chunk), recompute=recompute, offload=offload)
-        ends = index == 0, index == layout.count - 1
-        stages.append(Stage(own, layout.layers(index), *ends, buffers.make_bucket_boundary(chunk)))
+        index, policy = layout.index(pp_rank, chunk), partial(recompute_policy, settings, chunk)
+        own, ends = replace(context, parameters=buffers.parameters(chunk)), (index == 0, index == layout.count - 1)
+        stages.append(Stage(own, layout.layers(index), *ends, buffers.make_bucket_boundary(chunk), policy))
     return stages
 
 
@@ -377,10 +375,11 @@ def build_experts(
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
     """Return a pipeline rank's actions in a training step, or an evaluation, of `count` micro-batches."""
-    p, partial = config.parallel, stages_of(config.model, config.parallel).placement
-    placement, sequence = partial if training else partial.whole, (config.num_chunks, config.data.sequence_chunks_saved)
+    p, layout = config.parallel, stages_of(config.model, config.parallel)
+    placement = layout.placement if training else layout.placement.whole
+    joined, sequence = joined_chunks(config.train, p, layout), (config.num_chunks, config.data.sequence_chunks_saved)
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    compute = compute_order(p.schedule, placement, count, joined_chunks(config.train, p), *sequence)
+    compute = compute_order(p.schedule, placement, count, joined, *sequence)
     if not training:
         compute = with_passes(forwards_only(compute), placement)
     return lower(compute, placement, training=training, reduce_each=p.zero >= 2, reshard=p.resharding)[pp_rank]

@@ -27,6 +27,7 @@ from megascale.record.layout import Phase
 from megascale.record.log import RankLog
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.loop import train
+from megascale.train.memory_choice import with_chosen_memory
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.reporter import Reporter, open_writers
 from megascale.train.resume import OpenWeights, load_initial_state
@@ -138,6 +139,7 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
     log.set_phase(Phase.GROUPS)
     mesh = build_mesh(config, rank, device, log)
     log.set_phase(Phase.BUILD)
+    config = with_chosen_memory(config, device, mesh)
     if injection is not None:
         injection.reach("build")
     run = build_rank_run(config, mesh, device, stop)

@@ -21,6 +21,7 @@ from megascale.core.process import module_command
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:
+    from megascale.device import Device
     from megascale.train.run import Run
 
 PLAN_FILE = "plan.json"  # name of the file in the run's folder
@@ -37,13 +38,10 @@ class PlanRecord(Hook):
     def run_begins(self, run: Run) -> None:
         if run.mesh.rank:
             return
-        from megascale.config.profile_files import THIS_MACHINE, path_of
-
-        file, device = run.config.folder / PLAN_FILE, run.device
-        profile = THIS_MACHINE if device.is_cpu else profile_of(device.name, device.total_memory())
-        if not profile or (device.is_cpu and not is_file(path_of("hardware", THIS_MACHINE), optional=True)):
-            hint = "`megascale bench profile` measures it" if device.is_cpu else "configs/hardware has none"
-            _write(file, {"reason": f"no profile of {device.name}: {hint}"})
+        file = run.config.folder / PLAN_FILE
+        profile, reason = own_profile(run.device)
+        if not profile:
+            _write(file, {"reason": reason})
             return
         command = module_command("megascale", "plan", str(run.config.folder / "config.toml"), "--json")
         command += ["--gpus", str(run.config.world_size), "--hardware", profile]
@@ -60,6 +58,17 @@ class PlanRecord(Hook):
 
     def run_fails(self, run: Run, error: BaseException) -> None:
         self.run_ends(run)
+
+
+def own_profile(device: Device) -> tuple[str, str]:
+    """Return the name of this machine's hardware profile; "" and the reason without one."""
+    from megascale.config.profile_files import THIS_MACHINE, path_of
+
+    found = THIS_MACHINE if device.is_cpu else profile_of(device.name, device.total_memory())
+    if found and not (device.is_cpu and not is_file(path_of("hardware", THIS_MACHINE), optional=True)):
+        return found, ""
+    hint = "`megascale bench profile` measures it" if device.is_cpu else "configs/hardware has none"
+    return "", f"no profile of {device.name}: {hint}"
 
 
 def profile_of(device_name: str, memory: int) -> str | None:

@@ -10,6 +10,7 @@ from megascale.layout.parameters import describe_parameters
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import JobMemory
+from megascale.plan.search.memory_policy import describe_policies
 from megascale.train.op_context import op_context
 from megascale.train.run import Run
 
@@ -39,6 +40,7 @@ def run_summary(run: Run, peak: Peak | None) -> str:
         f"{step}; rank {run.mesh.rank} needs {format_bytes(memory.total)}: parameters, gradients and optimizer "
         f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)}, activations "
         f"{format_bytes(memory.activations)}, transient {format_bytes(memory.transient)} at most",
+        *([f"train.memory: {describe_policies(config)}"] if config.train.memory else []),
         f"backends: {backends}{', blocks compiled' if config.train.compile else ''}",
         *([f"WARNING: {hint}"] if (hint := slow_backend_hint(context)) else []),
         f"MFU is measured against {peak_text}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",

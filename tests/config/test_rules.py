@@ -697,12 +697,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"parallel.tp": "64 columns of k on a rank"},
     ),
     (
-        "NOT_SELECTIVE",
+        "recomputed_operations",
         {"train__recompute_ops": ["attention"]},
         {"train.recompute_ops": "selects operations for selective recomputation, but recompute = none"},
     ),
     (
-        "NOT_SELECTIVE",
+        "recomputed_operations",
         {"train__recompute": "full", "train__recompute_ops": ["norm"]},
         {"train.recompute_ops": "but recompute = full"},
     ),
@@ -720,6 +720,35 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "NOT_FULL",
         {"train__activation_offload": True, "train__recompute": "selective"},
         {"train.activation_offload": "full recomputation saves, but recompute = selective"},
+    ),
+    (
+        "one_way",
+        {"train__memory": ["keep"], "train__recompute": "full", "train__activation_offload": True},
+        {"train.memory": "and so does train.recompute and train.activation_offload"},
+    ),
+    ("one_way", {"train__memory": ["keep"], "train__recompute": "selective"}, {"train.memory": "train.recompute"}),
+    ("layer_policies", {"train__memory": ["keep", "full"] * 3}, {"train.memory": "6 policies, and the model has 4"}),
+    (
+        "shares",
+        {"train__memory": [{"host": 0.5}]},
+        {"train.memory": "no whole number of tiles with train.mlp_tiles = 1"},
+    ),
+    (
+        "shares",
+        {"train__memory": ["keep", {"host": 0.3}], "train__mlp_tiles": 4},
+        {"train.memory": "a share of 0.3 is no whole number of tiles with train.mlp_tiles = 4"},
+    ),
+    (
+        "shares",
+        {**MOE, "train__memory": [{"host": 0.5}], "train__mlp_tiles": 4, "model__dense_layers": 1},
+        {"train.memory": "layer 1 has experts"},
+    ),
+    ("memory_folder", {"train__memory": ["nvme"]}, {"train.memory_dir": "need a folder"}),
+    ("memory_folder", {"train__memory_dir": "/"}, {"train.memory_dir": "has no effect without nvme"}),
+    (
+        "memory_folder",
+        {"train__memory": ["nvme"], "train__memory_dir": "disk"},
+        {"train.memory_dir": "'disk' is not the absolute path of a writable folder"},
     ),
     ("tile_tokens", {"train__mlp_tiles": 17}, {"train.mlp_tiles": "16 tokens of a sequence for 17 tiles"}),
     (

@@ -225,7 +225,7 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
             before = made[-1].allocated if offload is not None else 0
             results.append(outcome(run, 2))
             if offload is not None:
-                assert made[-1].allocated == before == JobMemory(run.config).host_bytes(run.mesh.coord.pp)
+                assert made[-1].allocated == before == JobMemory(run.config).moved_bytes(run.mesh.coord.pp, "host")
                 assert run.config.parallel.hybrid_dp or len(offload._free) == before // len(offload._free[0])
     return results
 

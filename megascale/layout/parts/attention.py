@@ -131,7 +131,8 @@ class AttentionSpec(Part):
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
         backward = recomputed + qkv + max((2 if recomputed else 1) * weights, forming)
-        return UnitBytes(saved, forward, backward, qkv - result)
+        small = 0 if sizes.model.dropout else sizes.stays(sizes.tokens * heads * sizes.wide)
+        return UnitBytes(saved, forward, backward, qkv - result, small=small)
 
     def chunk_store(self, sizes: MicroBatchSizes, tokens: int, chunks: int) -> int:
         """Size keys and values, with their gradients in the accumulation dtype."""

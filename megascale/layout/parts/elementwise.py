@@ -33,7 +33,8 @@ class NormSpec(Part):
         after_branch = at.before is not None and at.before.ends_branch and not self.shares_input
         gradient = sizes.stream - sizes.branch if after_branch else -sizes.stream
         saved = sizes.norm_saved - (sizes.stream if self.shares_input else 0)
-        return UnitBytes(saved, sizes.stream, sizes.norm_backward, gradient)
+        small = sizes.stays(sizes.norm_saved - sizes.stream)
+        return UnitBytes(saved, sizes.stream, sizes.norm_backward, gradient, small=small)
 
     def spared_reads(self, sizes: MicroBatchSizes, after: Part | None, by_amax: bool) -> tuple[int, int]:
         return sizes.full if by_amax and after is not None and after.enters else 0, 0

@@ -14,7 +14,7 @@ from megascale.catalog.layers import NORMS
 from megascale.catalog.recipes import ROW
 from megascale.config.model import ModelConfig
 from megascale.layout.pieces import MIN_PIECE_BYTES
-from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from megascale.layout.recompute_policy import NO_RECOMPUTE, STAYS, RecomputePolicy
 
 FP32 = 4  # bytes of an FP8 scale or amax
 CAST = 5  # bytes of quantizing an element to FP8: in fp32, and the code
@@ -37,6 +37,7 @@ class UnitBytes(NamedTuple):
     """Bytes of a unit, or of a block's part: `saved` for backward; transient peaks of `forward`, of `backward` and of
     `casting` weights to FP8; `gradient`, the input's gradient minus the output's. `elements`: weights of the unit, of
     which `experts` are those of experts. Of a split backward: bytes `left` by I for W, and W's transient peak, `wgrad`.
+    `small`: of what is saved, tensors that never leave the device; `moved`: bytes in another store until backward.
     """
 
     saved: int
@@ -48,6 +49,8 @@ class UnitBytes(NamedTuple):
     experts: int = 0
     left: int = 0
     wgrad: int = 0
+    small: int = 0
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,10 @@ class MicroBatchSizes:
             return (3 if rms else 1) * self.stream
         wide_stream = self.local * self.model.hidden_size * self.wide
         return (4 if rms else 3) * wide_stream + (self.stream if rms else 0)
+
+    def stays(self, nbytes: int) -> int:
+        """Size a saved tensor if it never leaves the device (`recompute_policy.STAYS`), else 0."""
+        return nbytes if nbytes * STAYS < self.stream else 0
 
     def of_tile(self, tiles: int) -> MicroBatchSizes:
         """Return the sizes of the largest of `tiles` of tokens, without recomputation."""

@@ -17,7 +17,8 @@ from megascale.layout.pieces import split_rows
 @dataclass(frozen=True)
 class TiledMLP(Part):
     """An MLP in `tiles` of tokens, each with the collectives of its linear layers. `after_norm`: a norm is directly
-    before it. `shares_input`: attention's layers have the same input, which is saved once.
+    before it. `shares_input`: attention's layers have the same input, which is saved once. `stored`: tiles that save
+    what their backward needs, which recomputes the others.
     """
 
     columns: ColumnParallel
@@ -26,6 +27,7 @@ class TiledMLP(Part):
     tiles: int
     after_norm: bool
     shares_input: bool
+    stored: int = 0
 
     enters: ClassVar[bool] = True
 
@@ -46,33 +48,36 @@ class TiledMLP(Part):
         full recomputation that does not skip it.
         """
         first = sum(layer.weight_numel for layer in self.columns.layers)
-        return first + super().recomputed_weights(full, skipped)
+        return first * (self.tiles - self.stored) // self.tiles + super().recomputed_weights(full, skipped)
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
-        """List the collectives of the tiles; the backward of a tile repeats the first layers."""
-        for tile in split_rows(sizes.rows // sizes.parts, self.tiles):
+        """List the collectives of the tiles; the backward of a recomputed tile repeats the first layers."""
+        for number, tile in enumerate(split_rows(sizes.rows // sizes.parts, self.tiles)):
             of_tile = replace(sizes, rows=(tile.stop - tile.start) * sizes.parts)
             yield from self.columns.traffic(of_tile)
             yield from self.rows.traffic(of_tile, backward)
-            yield from self.columns.traffic(of_tile, backward) if backward else ()
+            yield from self.columns.traffic(of_tile, backward) if backward and number >= self.stored else ()
 
     def recomputed_traffic(self, sizes: MicroBatchSizes, skipped: bool) -> list[CommOp]:
         return [] if skipped else super().recomputed_traffic(sizes, skipped)
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the tiles: the input is saved, unless a norm recomputes it, and the result and the input's
-        gradient are whole. The backward of a tile begins with its recomputation.
+        gradient are whole. The backward of a tile begins with its recomputation. Stored tiles save the rest as well.
         """
         tile, recomputed = sizes.of_tile(self.tiles), self.after_norm and sizes.recompute.norm
         activation = self.activation.memory(tile, at)
         rows = self.rows.layer_bytes(tile, [self.activation], 0)
         of_tile = walk([self.columns.layer_bytes(tile, after_norm=True), activation, rows], 0, sizes.split)
         saved, forward, others = of_tile.saved, of_tile.forward, (self.tiles - 1) * of_tile.left
+        stored = self.stored * (saved - tile.stream)
         again = saved + max(forward, of_tile.backward) + (tile.stream if recomputed else 0) + others
         kept = 0 if recomputed or self.shares_input else sizes.stream
         gradient = (sizes.stream if self.after_norm else 0) - branch_gradient(sizes, at.after)
         left, wgrad = others + of_tile.left, of_tile.wgrad
-        return UnitBytes(kept, sizes.stream + saved + forward, sizes.stream + again, gradient, left=left, wgrad=wgrad)
+        return UnitBytes(
+            kept + stored, sizes.stream + saved + forward, sizes.stream + again, gradient, left=left, wgrad=wgrad
+        )
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         """Time the tiles. The backward of a tile repeats its forward, or where a stack stops early all of it but the
@@ -82,4 +87,4 @@ class TiledMLP(Part):
         first, last = self.columns.seconds(tile, fp8) + self.activation.seconds(tile, fp8), self.rows.seconds(tile, fp8)
         again = first.forward + (Seconds() if times.stops_early else last.forward)
         repeated = Seconds(recompute=again.total - again.tp, tp=again.tp)
-        return (first + last + PassTimes(Seconds(), repeated)) * self.tiles
+        return (first + last) * self.tiles + PassTimes(Seconds(), repeated) * (self.tiles - self.stored)

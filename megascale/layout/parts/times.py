@@ -24,7 +24,7 @@ class FieldSums:
 @dataclass(frozen=True)
 class Seconds(FieldSums):
     """Seconds of a rank by cause. `host`: waits for launches; `tp`, `cp`, `ep`, `dp`: exposed communication, for dp
-    of ZeRO-3; `offload`: exposed copies of block inputs to and from host memory.
+    of ZeRO-3; `offload`: exposed copies of saved tensors to and from another store.
     """
 
     gemm: float = 0.0

@@ -14,6 +14,7 @@ import numpy as np
 
 from megascale.core.errors import MegascaleError
 from megascale.core.named_run import CONFIG_FILE, RunFolderError
+from megascale.layout.chunks import stages_of
 from megascale.layout.recompute_policy import joined_chunks
 from megascale.layout.stages import Place
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
@@ -92,7 +93,8 @@ def _bubble(cube: StepCube, folder: Path) -> float:
             weights[rank, chunk] = longer * seconds(COMPUTE, Kind.W) / max(1, actions[Kind.W, chunk])
     chunks = StageTimes(forward, backward, 0.0, 0.0, {}, {}, weight_gradient=weights)
     busy = m * ((1 + config.dropped_share) * sum(forward.values()) + sum(backward.values())) / p.pp
-    parts, keep, joined = config.num_chunks, config.data.sequence_chunks_saved, joined_chunks(config.train, p)
+    parts, keep = config.num_chunks, config.data.sequence_chunks_saved
+    joined = joined_chunks(config.train, p, stages_of(config.model, p))
     pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=parts, keep=keep, joined=joined, barriers=p.vocab_pp)
     return pipeline_time(pipeline, chunks, Overlaps(tp="none", pp=True, dp=True)) - busy
 

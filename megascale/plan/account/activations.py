@@ -39,14 +39,16 @@ def angle_bytes(sizes: MicroBatchSizes) -> UnitBytes:
 def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> UnitBytes:
     """Account for a block. `fp8`: the linear layers run FP8 GEMMs."""
     of_block = replace(sizes, fp8=fp8, recompute=recompute)
-    parts = [part.memory(of_block, at) for part, at in surroundings(tile_mlp(block, recompute.mlp_tiles))]
+    tiled = tile_mlp(block, recompute.mlp_tiles, recompute.stored_tiles)
+    parts = [part.memory(of_block, at) for part, at in surroundings(tiled)]
     walked = walk(parts, sizes.stream, sizes.split)
     saved, forward, backward = walked[:3]
     if recompute.full:  # the recomputed forward's saved tensors exist in this block's backward only
         kept = sizes.stream + sum(part.kept(of_block) for part in block)
         saved, backward = kept, saved + max(forward, backward)
-    if recompute.offload:  # on the device: the input, in forward the one before it, in backward two on their way
-        saved, forward, backward = 0, forward + 2 * sizes.stream, backward + 3 * sizes.stream
+    moved = sizes.stream if recompute.offload else 0
+    moved = saved - sum(part.small for part in parts) if recompute.moves else moved
+    saved, forward, backward = saved - moved, forward + moved, backward + moved
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
     weight: QuantizerSpec = sizes.recipe["weight"]
     turned = 0 if weight.block.serves_transpose else 1 + sizes.compute
@@ -58,7 +60,7 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     experts = sum(part.expert_numel for part in block) // sizes.ep
     whole = sum(part.whole_numel for part in block)
     weights = sum(elements) + whole + experts
-    return UnitBytes(saved, forward, backward, 0, weights, casting, experts, walked.left, walked.wgrad)
+    return UnitBytes(saved, forward, backward, 0, weights, casting, experts, walked.left, walked.wgrad, moved=moved)
 
 
 def layer_bytes(sizes: MicroBatchSizes, fp8: range) -> Callable[[int, RecomputePolicy], UnitBytes]:
@@ -128,9 +130,24 @@ def _vocabulary(sizes: MicroBatchSizes, stages: int = 1) -> int:
     return padded_vocab(sizes.model, ranks) // ranks * sizes.model.hidden_size
 
 
+def with_copies(units: Sequence[UnitBytes]) -> list[UnitBytes]:
+    """Return a chunk's units with the tensors of other units that are on their way: of the last one before with any,
+    which leave until the end of the next, and come back from the beginning of its backward. Beside the first those of
+    the last leave, of another micro-batch.
+    """
+    before, found = next((unit.moved for unit in reversed(units) if unit.moved), 0), list[UnitBytes]()
+    coming = 0
+    for unit in units:
+        forward, backward = unit.forward + before, unit.backward + coming
+        found.append(unit._replace(forward=forward, backward=backward))
+        before, coming = unit.moved or before, unit.moved or coming
+    return found
+
+
 def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: bool = False) -> UnitBytes:
     """Account for a chain of units: a unit's backward begins after later units freed their saved tensors, but for what
-    they have left, and ends with gradient shards (`shard_bytes`), freed at once or at the chain's end (`stay`).
+    they have left, and ends with gradient shards (`shard_bytes`), freed at once or at the chain's end (`stay`). The
+    chain's `moved` bytes are of the last unit with any, which stay until another moves.
     """
     saved = forward = backward = casting = left = wgrad = 0
     for unit in reversed(units):
@@ -140,7 +157,8 @@ def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: b
         wgrad = max(wgrad, unit.wgrad - left)
         saved, left = saved + unit.saved - (shard if stay else 0), left + unit.left
     elements, experts = sum(unit.elements for unit in units), sum(unit.experts for unit in units)
-    return UnitBytes(saved, forward, backward, 0, elements, casting, experts, left, wgrad)
+    moved = next((unit.moved for unit in reversed(units) if unit.moved), 0)
+    return UnitBytes(saved, forward, backward, 0, elements, casting, experts, left, wgrad, moved=moved)
 
 
 class UnitGradients(NamedTuple):

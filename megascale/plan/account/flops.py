@@ -106,8 +106,10 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
     shares = computed_shares(config.model, config.parallel, config.num_microbatches)
     total = model_flops(config, scores)
     for stage in range(layout.count):
-        recompute = recompute_policy(config.train, stage // layout.placement.p)
-        for layer in layout.layers(stage) if recompute != NO_RECOMPUTE else ():
+        for layer in layout.layers(stage):
+            recompute = recompute_policy(config.train, layout.placement.places[stage][1], layer)
+            if recompute == NO_RECOMPUTE:
+                continue
             described = block_spec(config.model, layer)
             cores = described if recompute.full or recompute.attention else ()
             again = TokenFlops(2 * recomputed_weights(described, recompute))
@@ -117,7 +119,7 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
 
 def recomputed_weights(block: BlockSpec, recompute: RecomputePolicy) -> int:
     """Count the elements of a block's weights with recomputed GEMMs."""
-    parts = tile_mlp(block, recompute.mlp_tiles)
+    parts = tile_mlp(block, recompute.mlp_tiles, recompute.stored_tiles)
     return sum(part.recomputed_weights(recompute.full, is_skippable(block, part)) for part in parts)
 
 

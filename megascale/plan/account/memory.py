@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 
 from megascale.config.run import RunConfig
@@ -38,7 +38,7 @@ from megascale.plan.account.rank_actions import (
 )
 from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, fetched_bytes, state_bytes
-from megascale.schedule.ir import RankSchedule, most_live, weights_at_once
+from megascale.schedule.ir import RankSchedule, live_counts, most_live, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
@@ -192,23 +192,49 @@ class JobMemory:
         """Tokens of a teacher for a label."""
         return self.config.train.distill_top_k if self.config.train.distills else 0
 
-    def host_bytes(self, stage: int) -> int:
-        """Count the most bytes of block inputs that a rank of a stage has in host memory."""
-        return self.host_inputs(stage) * self.sizes.stream
+    def with_config(self, config: RunConfig) -> JobMemory:
+        """Return the memory of a configuration that differs in nothing but the policies of layers."""
+        changed = replace(self, config=config)
+        for name in ("layout", "sizes", "layer"):  # which do not depend on them
+            vars(changed)[name] = getattr(self, name)
+        return changed
+
+    def live_counts(self, stage: int) -> set[tuple[int, ...]]:
+        """Count the micro-batches of a rank of a stage that are in flight at a time, by chunk."""
+        return live_counts(self._order(stage), self.layout.vpp)
+
+    def moved_bytes(self, stage: int, store: str) -> int:
+        """Count the most bytes of saved tensors that a rank of a stage has in a store, "host" or "nvme"."""
+        return most_live(self._order(stage), self._moved(stage, store))
+
+    def moved_in_step(self, stage: int, store: str) -> int:
+        """Count the bytes that a rank of a stage writes to a store in a step."""
+        visits, m = self.layout.placement.visits, self.config.num_microbatches
+        return sum(size * visits(stage, chunk, m) for chunk, size in enumerate(self._moved(stage, store)))
+
+    def _moved(self, stage: int, store: str) -> list[int]:
+        """List by chunk the bytes that a micro-batch of a rank of a stage has in a store."""
+        chunks = list[int]()
+        for chunk in range(self.layout.vpp):
+            layers = self.layout.layers(self.layout.index(stage, chunk))
+            policies = [(layer, recompute_policy(self.config.train, chunk, layer)) for layer in layers]
+            chunks.append(sum(self.layer(*each).moved for each in policies if each[1].kept_in == store))
+        return chunks
 
     def host_inputs(self, stage: int) -> int:
         """Count the most block inputs that a rank of a stage has in host memory."""
         c = self.config
-        offloads = [recompute_policy(c.train, chunk).offload for chunk in range(self.layout.vpp)]
-        held = [len(self.layout.layers(self.layout.index(stage, chunk))) for chunk in range(self.layout.vpp)]
-        layers = [count * kept for count, kept in zip(held, offloads, strict=True)]
+        held = [self.layout.layers(self.layout.index(stage, chunk)) for chunk in range(self.layout.vpp)]
+        layers = [
+            sum(recompute_policy(c.train, chunk, layer).offload for layer in each) for chunk, each in enumerate(held)
+        ]
         return most_live(self._order(stage), layers)
 
     def _order(self, stage: int) -> RankSchedule:
         """List the actions of a rank, as `rank_order` does."""
         c = self.config
         order = rank_order(c.parallel, self._microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
-        return weights_at_once(order, joined_chunks(c.train, c.parallel))
+        return weights_at_once(order, joined_chunks(c.train, c.parallel, self.layout))
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:
         """List the units of a rank's chunks. Depths of multi-token prediction share the weight of the head."""
@@ -222,18 +248,18 @@ class JobMemory:
         if barriers := self.config.parallel.vocab_pp:
             begin_unit, end_unit = activations.stage_ends(self.sizes)
         for chunk in range(self.layout.vpp):
-            index, recompute = self.layout.index(stage, chunk), recompute_policy(self.config.train, chunk)
+            index, policy = self.layout.index(stage, chunk), partial(recompute_policy, self.config.train, chunk)
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [begin_unit] if index == 0 else []
             units, layers = begin, self.layout.layers(index)
             for layer in (layer for layer in layers if layer < model.num_layers):
-                units += [self.layer(layer, recompute), *([early] if layer + 1 in model.exits else [])]
+                units += [self.layer(layer, policy(layer)), *([early] if layer + 1 in model.exits else [])]
             last, cp = index == self.layout.count - 1, self.config.parallel.cp
             units += [activations.objective_bytes(self.sizes, cp)] if last and self.config.train.objectives else []
             units += [end_unit] if last else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
-                units += [self.layer(layer, recompute), further]
-            chunks.append(units)
+                units += [self.layer(layer, policy(layer)), further]
+            chunks.append(activations.with_copies(units))
         shared = [[activations.vocabulary_bytes(self.sizes, self.layout.placement.p, barriers)]] if barriers else []
         return chunks + shared
 

@@ -5,7 +5,7 @@ and the receives that are posted (`posted_receives`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -71,7 +71,8 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
     alive = newest = older = 0
     losses = dict[tuple[int, int], int]()
     before = -1
-    for kind, chunk, microbatch in chain.from_iterable(reversed(parts(entry)) for entry in order):  # a pair's B, then F
+    actions = [*chain.from_iterable(reversed(parts(entry)) for entry in order)]  # a pair's B, then F
+    for (kind, chunk, microbatch), leaving in zip(actions, leaving_beside(actions, chunks), strict=True):
         unit, reducing = chunks[chunk].unit, chunks[chunk].reducing
         if kind in FORWARDS:
             again = (chunk, microbatch) in dropped
@@ -83,7 +84,7 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
                 older = older if (owner, chunk) in losses else 0
                 losses[owner, chunk] = held
         again = newest > 0 and (chunk == before or chunks[chunk].by_unit is not None)
-        beside = _transient(kind, chunks[chunk], older, again=again)
+        beside = _transient(kind, chunks[chunk], older, again=again) + leaving
         if alive + beside + newest + sum(losses.values()) > peak:
             saved, peak = alive, alive + beside + newest + sum(losses.values())
         if kind is Kind.I:
@@ -94,6 +95,19 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
         elif kind is Kind.VT:
             alive -= unit.saved
     return saved, peak - saved
+
+
+def leaving_beside(actions: Sequence[Action], chunks: Sequence[ChunkBytes]) -> Iterator[int]:
+    """Yield for every action the bytes of another forward's tensors that are leaving the device (`with_copies`): of the
+    last forward with any, until the next one, which counts them itself, or its own backward.
+    """
+    leaving, owner = 0, (-1, -1)
+    for kind, *place in actions:
+        moved = chunks[place[0]].unit.moved if kind in FORWARDS else 0
+        if moved or tuple(place) == owner:
+            leaving, owner = 0, tuple(place)
+        yield leaving
+        leaving = moved or leaving
 
 
 def _transient(kind: Kind, chunk: ChunkBytes, older: int, *, again: bool) -> int:

@@ -26,7 +26,7 @@ from megascale.plan.account.sizes import micro_batch_sizes
 
 def block_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: RecomputePolicy) -> list[CommOp]:
     """List a block's collectives over tp for a micro-batch, in order."""
-    parts = tile_mlp(block, recompute.mlp_tiles)
+    parts = tile_mlp(block, recompute.mlp_tiles, recompute.stored_tiles)
     sent = [each for part in parts for each in part.traffic(sizes)]
     if recompute.full:
         sent += [each for part in parts for each in part.recomputed_traffic(sizes, is_skippable(block, part))]
@@ -78,9 +78,12 @@ class StageTraffic:
         sizes = {quantized: replace(self.sizes, batch=batch, fp8=quantized) for quantized in (False, True)}
         for chunk in range(p.vpp):
             layers = self.layout.layers(self.layout.index(self.stage, chunk))
-            recompute = recompute_policy(config.train, chunk)
-            kinds = Counter((block_spec(config.model, layer, config.train.freeze), layer in fp8) for layer in layers)
-            for (block, quantized), count in kinds.items():
+            policies = ((layer, recompute_policy(config.train, chunk, layer)) for layer in layers)
+            kinds = Counter(
+                (block_spec(config.model, layer, config.train.freeze), layer in fp8, policy)
+                for layer, policy in policies
+            )
+            for (block, quantized, recompute), count in kinds.items():
                 sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
                 sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []

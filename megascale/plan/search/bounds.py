@@ -16,7 +16,7 @@ A rank of the first stage holds its state, and activations as its schedule says.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.blocks import block_spec
@@ -144,7 +144,7 @@ class Bounds:
         def seconds(blocks: int) -> float:
             layers = self._layers(layout._replace(token_blocks=blocks))
             train = layers.config.train
-            return block_times(layers, block, train.quantizes, recompute_policy(train, 0)).total
+            return block_times(layers, block, train.quantizes, recompute_policy(train, 0, model.num_layers - 1)).total
 
         return min(self._space.token_blocks(layout), key=seconds)
 
@@ -166,8 +166,8 @@ class Bounds:
     def _saved_of(self, layout: Layout) -> int:
         """Saved bytes of a layer for a micro-batch."""
         config = self._space.free.with_layout(layout)
-        job, recompute = JobMemory(config), recompute_policy(config.train, 0)
-        return min(job.layer(layer, recompute).saved for layer in range(config.model.num_layers))
+        job, policy = JobMemory(config), partial(recompute_policy, config.train, 0)
+        return min(job.layer(layer, policy(layer)).saved for layer in range(config.model.num_layers))
 
     def _reset(self, layout: Layout) -> tuple[Layout, Layout]:
         """Reset keys without effect on a layer's time and activations; and keys without effect on a rank's state and

@@ -13,6 +13,8 @@ from megascale.core.units import format_bytes
 from megascale.layout.gpu_overlap import exposed_collectives
 from megascale.plan.account.memory import JobMemory, RankMemory
 from megascale.plan.account.state_bytes import host_state_bytes
+from megascale.plan.search.drive_wear import DriveWear, drive_wear
+from megascale.plan.search.memory_policy import with_policies
 from megascale.plan.search.space import Layout, layout_of
 from megascale.plan.simulate.host_update import host_update
 from megascale.plan.simulate.islands import outer_seconds, stage_islands
@@ -33,6 +35,11 @@ class Plan:
     hardware: Hardware
     stack: Stack
     exact: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, hardware: Hardware, stack: Stack) -> Plan:
+        """Plan a configuration, with the choice of `train.memory = "auto"`. Raises: ConfigError if nothing fits"""
+        return cls(with_policies(config, hardware, stack), hardware, stack)
 
     @property
     def layout(self) -> Layout:
@@ -68,6 +75,19 @@ class Plan:
         transient = sizes.pop("logits") + sizes.pop("buffers")
         sizes.pop("total")
         return RankMemory(**sizes, transient=transient)
+
+    @cached_property
+    def moved_bytes(self) -> dict[str, int]:
+        """The most bytes of saved tensors that a rank has in host memory, and on NVMe."""
+        job, stages = JobMemory(self.config, self.stack.storage), range(self.config.parallel.pp)
+        return {store: max(job.moved_bytes(stage, store) for stage in stages) for store in ("host", "nvme")}
+
+    @cached_property
+    def wear(self) -> DriveWear | None:
+        """The wear of a node's drives; None if no tensors move there."""
+        if not self.moved_bytes["nvme"]:
+            return None
+        return drive_wear(JobMemory(self.config, self.stack.storage), self.hardware.node, self.estimate.step_s)
 
     @property
     def memory_limit(self) -> int:

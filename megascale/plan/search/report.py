@@ -14,8 +14,10 @@ from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.layout.parameters import active_parameter_count, describe_parameters, parameter_count
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.site_traffic import describe_sites
+from megascale.plan.search.drive_wear import describe_wear
+from megascale.plan.search.memory_policy import MEMORY_FRACTION, describe_policies
 from megascale.plan.search.plan import Plan
-from megascale.plan.search.search import MAX_DOUBLINGS, MEMORY_FRACTION, SearchResult
+from megascale.plan.search.search import MAX_DOUBLINGS, SearchResult
 from megascale.plan.search.space import DEPENDENT_KEYS, LAYOUT_KEYS, Space, value_of
 from megascale.plan.simulate.failures import FailureCost
 
@@ -25,7 +27,7 @@ CAUSES = {
     "elementwise": "element-wise operations",
     "recompute": "recompute",
     "host": "waiting for the host",
-    "offload": "copies to and from host memory, exposed",
+    "offload": "copies to and from other memory, exposed",
     "tp": "tp communication, exposed",
     "cp": "cp communication, exposed",
     "ep": "ep communication, exposed",
@@ -64,6 +66,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
     sizes = {**vars(plan.memory), f"total, {'fits' if plan.fits else 'does not fit'}": plan.memory.total}
     rows = [(kind, format_bytes(size), f"{size / plan.memory_limit:.1%}") for kind, size in sizes.items()]
     yield plain_table((f"memory of a rank{where}, {how}", "bytes", f"of {format_bytes(plan.memory_limit)}"), rows)
+    yield from _policies(plan)
     shown = [(cause, seconds) for cause, seconds in e.causes.items() if seconds >= MIN_SHARE * e.step_s]
     rows = [(CAUSES[cause], f"{seconds:.4g}", f"{seconds / e.step_s:.1%}") for cause, seconds in shown]
     yield plain_table(("where the time goes", "s", "share"), rows)
@@ -74,6 +77,16 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
         yield _job_line(plan, tokens, cost)
     if sweep:
         yield _sweep_table(sweep)
+
+
+def _policies(plan: Plan) -> Iterator[str]:
+    """Describe the policies of the layers, what they move, and the wear of drives."""
+    if isinstance(plan.config.train.memory, list):
+        yield f"train.memory: {describe_policies(plan.config)}"
+    if host := plan.moved_bytes["host"]:
+        yield f"saved tensors of a rank in host memory {format_bytes(host)}"
+    if plan.wear:
+        yield describe_wear(plan.wear, plan.hardware.node)
 
 
 def format_layout(plan: Plan) -> str:
@@ -159,6 +172,8 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
     headings = ("layout", "schedule", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by")
     yield plain_table(headings, rows)
     for plan in result.best:
+        if isinstance(plan.config.train.memory, list):
+            yield f"{format_layout(plan)}: {describe_policies(plan.config)}"
         if sizes := plan.config.parallel.layers_per_chunk:
             yield f"{format_layout(plan)}: parallel.layers_per_chunk={sizes}"
     error = first.expected_error or 0.0
@@ -237,6 +252,8 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Fai
         "memory_bytes": {**vars(plan.memory), "total": plan.memory.total},
         "memory_bytes_by_stage": plan.memory_by_stage,
         "fullest_stage": plan.fullest_stage,
+        "moved_bytes": plan.moved_bytes,
+        "drive_wear": plan.wear and plan.wear._asdict(),
         "expected_error": plan.expected_error,
         "bubble": e.causes["bubble"] / e.step_s,
         "exposed_s": {axis: e.causes[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
@@ -269,6 +286,7 @@ def _summary(plan: Plan) -> dict[str, Any]:
     return {
         "layout": {**plan.layout._asdict(), "global": plan.config.batch.total},
         "layers_per_chunk": plan.config.parallel.layers_per_chunk,
+        "memory_policies": plan.config.train.memory,
         "memory_bytes": plan.memory.total,
         "step_time_s": e.step_s,
         "tokens_per_s": e.tokens_per_s,

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from megascale.config.finding import divisors
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
+from megascale.config.section import AUTO
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds
+from megascale.plan.search.memory_policy import MEMORY_FRACTION
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.space import RECOMPUTE, Layout, Space
 from megascale.plan.simulate.islands import count_islands
 from megascale.plan.simulate.profiles import Hardware, Stack
 
-MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
 MIN_GAIN = 0.01  # smallest share of a step that an uneven split of layers must save
 TOLD = 1000  # layouts from one line on the state of their bounds to the next
 MAX_DOUBLINGS = 6  # most doublings of the devices in the search for a job that fits
@@ -54,15 +55,22 @@ def search(
     """Find the fastest layouts within `memory_fraction` of a device's memory, with distinct `row`s. `tell`: is told in
     a line how far the search is.
 
+    With `train.memory = "auto"` the fastest layouts, found with the same recomputation in all layers, get policies.
     `config` is resolved; only its keys in `fixed`, such as `parallel.tp`, constrain the layouts. Groups of tp stay
     inside a node if any such layout fits.
     """
     island = hardware.islands.devices if hardware.islands else 0
-    space = Space(config, devices, frozenset(fixed), hardware.node.devices, island)
+    uniform = config.model_copy(update={"train": config.train.model_copy(update={"memory": None})})
+    space = Space(
+        uniform if config.train.memory == AUTO else config, devices, frozenset(fixed), hardware.node.devices, island
+    )
     counts = Counter[str]()
     solver = _BranchAndBound(space, hardware, stack, memory_fraction)
     for tps in (solver.tps_in_node, solver.tps_across_nodes):
         if best := solver.fastest(tps, results, counts, tell):
+            if config.train.memory == AUTO:
+                free = (plan.config.model_copy(update={"train": config.train}) for plan in best)
+                best = sorted((Plan.of(each, hardware, stack) for each in free), key=lambda plan: plan.parts.step_s)
             return SearchResult(space, counts, best)
     smallest = solver.smallest([*solver.tps_in_node, *solver.tps_across_nodes])
     for doubled in range(1, MAX_DOUBLINGS + 1) if smallest else ():

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Place
+from megascale.plan.account.activations import block_bytes
 from megascale.plan.simulate.layer_time import LayerTimes
 
 
 def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> PassTimes:
     """Time a block with recomputation. `fp8`: the linear layers run FP8 GEMMs."""
-    parts = tile_mlp(block, recompute.mlp_tiles)
+    parts = tile_mlp(block, recompute.mlp_tiles, recompute.stored_tiles)
     pairs = [part.seconds(layers, fp8) for part in parts]
     fixed = layers.kernels.measured.layer_s if layers.kernels.measured else 0.0
     total = sum(pairs, PassTimes(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
@@ -31,36 +33,38 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
         recomputed = sum((part.recomputed_seconds(s, recompute, then) for (part, s), then in after), Seconds())
     backward = total.backward + Seconds(recompute=recomputed.total - recomputed.sent.total) + recomputed.sent
     launched = layers.launched(total.forward, 1), layers.launched(backward, 3 if recompute.full else 2)
-    copied, hardware = 0.0, layers.kernels.hardware  # behind a block's forward, and behind its backward
-    if recompute.offload and hardware.device.host_bandwidth:
-        copied = layers.stream * layers.kernels.bytes / (hardware.device.host_bandwidth * hardware.attained.link)
-    forward, back = (work + Seconds(offload=max(0.0, copied - work.total)) for work in launched)
+    moved = block_bytes(layers.sizes, block, fp8, recompute).moved if recompute.kept_in != "device" else 0
+    rates = layers.kernels.hardware.store_rates(recompute.kept_in)
+    copies = ((work, moved / rate) for work, rate in zip(launched, rates, strict=True))  # behind the block's compute
+    forward, back = (work + Seconds(offload=max(0.0, copied - work.total)) for work, copied in copies)
     return PassTimes(forward, back, total.weights)
+
+
+def kind_times(layers: LayerTimes) -> Callable[[int, bool, RecomputePolicy], PassTimes]:
+    """Return a function that times a block by its number among the distinct ones, in FP8 or not, with recomputation."""
+    distinct, _ = distinct_blocks(layers.config.model, tuple(layers.config.train.freeze))
+    part, parts = (layers.of_half(), 2) if layers.config.overlap.tp == "domino" else (layers, 1)
+    return cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
 
 
 def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     """Time every model chunk of every pipeline rank."""
     config = layers.config
     stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
-    distinct, numbers = distinct_blocks(config.model, tuple(config.train.freeze))
-    kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
-    domino, shared = config.overlap.tp == "domino", config.parallel.vocab_pp
-    part, parts = (layers.of_half(), 2) if domino else (layers, 1)
-    block = cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
+    numbers = distinct_blocks(config.model, tuple(config.train.freeze))[1]
+    shared, block = config.parallel.vocab_pp, kind_times(layers)
 
     @cache
-    def chunk(
-        layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, heads: int
-    ) -> PassTimes:
+    def chunk(layer_kinds: tuple[tuple[int, bool, RecomputePolicy], ...], first: bool, heads: int) -> PassTimes:
         ends = (layers.embedding() if first else PassTimes()) + layers.head() * heads
-        return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
+        return sum((block(*kind) * count for kind, count in Counter(layer_kinds).items()), ends)
 
     times = dict[Place, PassTimes]()
     for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
-        stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
-        layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))
+        stage, policy = stages.index(*place), partial(recompute_policy, config.train, place[1])
+        layer_kinds = tuple((numbers[layer], layer in fp8, policy(layer)) for layer in stages.layers(stage))
         heads = count_heads(config.model, stages, stage)
-        times[place] = chunk(layer_kinds, recompute, stage == 0 and not shared, heads)
+        times[place] = chunk(layer_kinds, stage == 0 and not shared, heads)
     for rank in range(config.parallel.pp) if shared else ():
         times[rank, config.parallel.vpp] = layers.vocabulary(shared)
     return times

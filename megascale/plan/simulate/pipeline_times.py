@@ -38,7 +38,7 @@ class PipelineTimes:
         assert p.schedule, "a resolved configuration names its schedule"
         reduces_each = p.zero >= 2 and self.stack.reduces_each and not self.streams
         chunks, keep = self.config.num_chunks, self.config.data.sequence_chunks_saved
-        joined = joined_chunks(self.config.train, p)
+        joined = joined_chunks(self.config.train, p, stages_of(self.config.model, p))
         m = self.config.num_microbatches
         reshard = None if self.streams else p.resharding
         return Pipeline(

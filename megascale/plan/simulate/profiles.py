@@ -6,6 +6,7 @@ its fixed time. Other values are stated or usual. `configs/errors.toml` has the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, get_args
@@ -126,10 +127,23 @@ class Link(Section):
     latency: Annotated[float, Field(gt=0, lt=1)] = Field(description="seconds of one message")
 
 
+class Drives(Section):
+    """The NVMe drives of a node. The defaults are usual in data centers: 3.84 TB, PCIe 4, and a rating of one write of
+    the whole drive a day during five years.
+    """
+
+    count: Count = Field(8, description="drives of a node, to which its devices write in equal parts")
+    write: Rate = Field(3.8e9, description="bytes/s of sequential writes to a drive")
+    read: Rate = Field(6.9e9, description="bytes/s of sequential reads from a drive")
+    rated_bytes: Rate = Field(7.0e15, description="bytes that may be written to a drive in its life")
+
+
 class Node(Link):
     """The devices of a host."""
 
     devices: Count = Field(8, description="devices of a node")
+    memory: Annotated[Count, Whole] = Field(2 << 40, description="bytes of host memory")
+    drives: Drives = Drives()
     cores: int = Field(0, ge=0, description="cores, if devices are processes; 0: a core per device")
     memory_bandwidth: Rate | None = Field(None, description="bytes/s of the host's memory, for all devices, if stated")
     turn_s: NotNegative = Field(0.0, description="seconds of a collective per other rank on the same core")
@@ -213,6 +227,15 @@ class Hardware(Section):
     islands: Islands | None = Field(None, description="none if the network joins all nodes alike")
     attained: Attained = Attained()
     stack: MeasuredStack | None = Field(None, description="measured on this machine, in place of a stack's values")
+
+    def store_rates(self, store: str) -> tuple[float, float]:
+        """Return bytes/s of a device to a store of saved tensors, and back: to host memory over the device's link, with
+        no limit if none is stated, and to NVMe over both.
+        """
+        node, link = self.node, (self.device.host_bandwidth or math.inf) * self.attained.link
+        written, read = (rate * node.drives.count / node.devices for rate in (node.drives.write, node.drives.read))
+        rates = {"device": (math.inf, math.inf), "host": (link, link), "nvme": (min(link, written), min(link, read))}
+        return rates[store]
 
     def memory_limit(self, world: int) -> int:
         """Bytes for the tensors of a rank of `world`, on the smallest device; ranks may share a device."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from megascale.config.run import RunConfig
 from megascale.config.sparse_pattern import SparsePattern
@@ -34,8 +35,8 @@ def rank_flops(config: RunConfig, pp_rank: int, cp_rank: int = 0) -> int:
     m, tp = config.model, config.parallel.tp
     layout, samples, every = stages_of(config.model, config.parallel), config.num_microbatches // config.num_chunks, 0
     for chunk in range(layout.vpp):
-        index, recompute = layout.index(pp_rank, chunk), recompute_policy(config.train, chunk)
-        total = sum(_layer_flops(config, layer, recompute, cp_rank) for layer in layout.layers(index))
+        index, policy = layout.index(pp_rank, chunk), partial(recompute_policy, config.train, chunk)
+        total = sum(_layer_flops(config, layer, policy(layer), cp_rank) for layer in layout.layers(index))
         heads = sum(after - 1 in layout.layers(index) for after in m.exits)
         heads += 1 + m.mtp_layers if index == layout.count - 1 else 0
         passes = 2 if matches(TOKEN_EMBEDDING if m.tie_embeddings else HEAD, config.train.freeze) else 3

@@ -1,0 +1,95 @@
+"""A run with `train.memory = "auto"`: one choice for all ranks, in the log and in the recorded configuration."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megascale.config.loading import load_config
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError
+from megascale.core.rank import Rank
+from megascale.plan.account.memory import JobMemory
+from megascale.plan.search.memory_policy import MEMORY_FRACTION, with_memory
+from tests.runs import LLAMA, config_of, settings, write_config
+from tests.worlds import run_world
+
+PROFILE = """
+[device]
+memory = 80e9
+bandwidth = 1e12
+units = 100
+host_bandwidth = 1e12
+peak = { fp32 = 1e13 }
+[device.attention]
+flash2 = { forward = 0.5, backward = 0.5 }
+[node]
+bandwidth = 1e11
+latency = 1e-6
+[network]
+bandwidth = 1e11
+latency = 1e-6
+"""
+
+
+def profiled(home: Path) -> Path:
+    """Write a profile of this machine under a folder of configurations."""
+    path = home / "megascale" / "hardware" / "this.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(PROFILE)
+    return home
+
+
+def tight(tmp_path: Path, **more: object) -> dict:
+    """Return settings with a limit between the least memory and the most."""
+    keys = {"train__precision": "fp32", "model__seq_length": 512} | more
+    tree = settings(LLAMA, tmp_path, **keys)
+    config = config_of(tree, tmp_path)
+    most, least = (JobMemory(with_memory(config, [policy])).fullest().total for policy in ("keep", "full"))
+    tree["train"] |= {"memory": "auto", "memory_limit": int((most + least) / 2 / MEMORY_FRACTION)}
+    return tree
+
+
+def choice(rank: Rank, config: RunConfig, home: str) -> object:
+    """Choose on a rank, of which the first alone has a profile."""
+    from megascale.device import detect_device
+    from megascale.train.build import build_mesh
+    from megascale.train.memory_choice import with_chosen_memory
+
+    os.environ["XDG_CONFIG_HOME"] = home if rank.rank == 0 else f"{home}/none"
+    device = detect_device(rank.local_rank, allow_gpu=False)
+    try:
+        return with_chosen_memory(config, device, build_mesh(config, rank, device)).train
+    except ConfigError as error:
+        return str(error)
+
+
+def test_rank_0_chooses_for_all(tmp_path: Path) -> None:
+    config = config_of(tight(tmp_path, parallel__dp=2), tmp_path)
+    first, second = run_world(2, choice, config, str(profiled(tmp_path / "home")))
+    assert first == second
+    assert len(first.memory) == 4
+    assert {"keep"} < {str(policy) for policy in first.memory}
+    assert JobMemory(config.model_copy(update={"train": first})).fullest().total <= config.train.memory_limit
+
+
+def test_a_machine_without_a_profile_is_told_to_measure_it(tmp_path: Path) -> None:
+    (text,) = run_world(1, choice, config_of(tight(tmp_path), tmp_path), str(tmp_path / "none"))
+    assert "train.memory: auto needs the planner's times" in text
+    assert "`megascale bench profile` measures it" in text
+
+
+@pytest.mark.slow
+def test_the_choice_is_logged_and_recorded(tmp_path: Path) -> None:
+    path = write_config(tight(tmp_path, train__steps=1), tmp_path / "auto.toml")
+    environment = os.environ | {"XDG_CONFIG_HOME": str(profiled(tmp_path / "home"))}
+    command = [sys.executable, "-m", "megascale", "train", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "train.memory: layers 0" in done.stdout
+    recorded = load_config(str(tmp_path / "test" / "config.toml"))
+    assert isinstance(recorded.train.memory, list) and len(recorded.train.memory) == 4
