@@ -1,8 +1,12 @@
-"""A double of `torch.nn.functional.scaled_mm` for CPUs, of matrices with scales of 1 x 32 (MXFP8) and 1 x 16 (NVFP4)
-elements: it refuses what the operator refuses, and computes in fp64 from codes and scales by their definitions.
+"""Doubles of torch's operators for CPUs: they refuse what the operators refuse, and compute in fp64 from codes and
+scales by their definitions.
 
+`scaled_mm`: `torch.nn.functional.scaled_mm` of matrices with scales of 1 x 32 (MXFP8) and 1 x 16 (NVFP4) elements.
 torch's own checks of shapes, strides, counts of scales and their order run first, on meta tensors. The rest follows
 `_scaled_mm_cuda_v2_out` (aten/src/ATen/native/cuda/ScaledBlas.cpp, ScaledBlasUtils.cpp) and cuBLAS's manual.
+
+`scaled_grouped_mm`: `torch._scaled_grouped_mm` of rows in groups, with scales of rows, as
+`_scaled_grouped_mm_cuda` (aten/src/ATen/native/cuda/GroupedBlas.cpp) checks them.
 """
 
 from __future__ import annotations
@@ -62,6 +66,35 @@ def scaled_mm(
     refuse(any(addresses), ValueError, f"addresses must be multiples of {BYTES}")
     a, b = numbers(mat_a, scales_a, decode, side), numbers(mat_b.t(), scales_b, decode, side)
     return (a @ b.t()).to(output_dtype)
+
+
+def scaled_grouped_mm(
+    mat_a: Tensor, mat_b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None = None,
+    bias: Tensor | None = None, scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False, *, capability: tuple[int, int] = (10, 0),
+) -> Tensor:  # fmt: skip
+    """Multiply the rows of mat_a [r, k], in groups that end at `offs` [g], by the matrix of their group, of mat_b
+    [g, k, n]: a row of mat_a, and a column of a matrix, has a scale.
+    """
+    refuse(capability not in ((9, 0), (10, 0)), NotImplementedError, f"no kernel for compute capability {capability}")
+    assert mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None, "not of this double"
+    refuse([mat_a.dtype, mat_b.dtype] != [E4M3, E4M3], ValueError, "both operands are e4m3")
+    (rows, k), (groups, inner, n) = mat_a.shape, mat_b.shape
+    refuse(k != inner, ValueError, "inner sizes differ")
+    refuse(mat_a.stride() != (k, 1), ValueError, "the first operand is row-major")
+    refuse(mat_b.stride() != (n * k, 1, k), ValueError, "matrices of the second operand are column-major")
+    refuse(bool(k % BYTES or n % BYTES), ValueError, f"sizes must be multiples of {BYTES}")
+    refuse(offs.dtype != torch.int32 or offs.shape != (groups,), ValueError, "a group has an end, i32")
+    refuse(bool((offs.diff(prepend=offs.new_zeros(1)) < 0).any()) or int(offs[-1]) != rows, ValueError, "ends ascend")
+    for scale, shape in ((scale_a, (rows,)), (scale_b, (groups, n))):
+        fits = scale.shape == shape and scale.dtype == torch.float32 and scale.is_contiguous()
+        refuse(not fits, ValueError, f"scales are contiguous fp32 {shape}")
+    refuse(bias is not None or scale_result is not None, ValueError, "no bias, and no scale of the result")
+    refuse(out_dtype != torch.bfloat16, ValueError, "the result is bf16")
+    refuse(any(x.data_ptr() % BYTES for x in (mat_a, mat_b)), ValueError, f"addresses must be multiples of {BYTES}")
+    group = torch.searchsorted(offs, torch.arange(rows), right=True)
+    matrices = mat_b.double() * scale_b.double()[:, None, :]
+    return torch.einsum("rk,rkn->rn", mat_a.double() * scale_a.double()[:, None], matrices[group]).to(out_dtype)
 
 
 def refuse(mistake: bool, error: type[Exception], message: str) -> None:

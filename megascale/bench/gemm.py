@@ -7,8 +7,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from megascale.config.model import ModelConfig
 from megascale.core.units import format_flops
 from megascale.device import Device, is_out_of_memory
 from megascale.layout.blocks import block_spec, linears
+from megascale.ops.fp8 import TORCH_KERNELS
+from megascale.ops.quantized import Quantized
+from megascale.ops.recipe import build_recipe
 
 
 class GemmShape(NamedTuple):
@@ -46,11 +49,16 @@ class GemmRate:
     unsupported_reason: str = ""
 
 
+BLACKWELL = 10  # compute capability
+X = TypeVar("X", Tensor, Quantized)
+
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 FP8_FORMATS = ("fp8", "fp8_fast", "fp8_tensorwise", "fp8_tensorwise_fast")
-FORMATS = (*TORCH_DTYPES, *FP8_FORMATS)
+BLOCK_FORMATS = ("mxfp8", "nvfp4")
+FORMATS = (*TORCH_DTYPES, *FP8_FORMATS, *BLOCK_FORMATS)
 """fp8 has a scale per row of both operands, fp8_tensorwise a scale per operand; the result is bf16. `_fast` uses fast
-accumulation: sums stay in the tensor cores, in fewer bits than fp32.
+accumulation: sums stay in the tensor cores, in fewer bits than fp32. mxfp8 and nvfp4 have a scale per 32 and 16
+elements, on tensor cores that take them; a GEMM puts scales in their order first, as in training.
 """
 
 DEFAULT_PRESETS = ("llama3-8b", "gpt3-175b")
@@ -82,7 +90,9 @@ def default_shapes(device: Device) -> list[GemmShape]:
 
 def default_formats(device: Device) -> tuple[str, ...]:
     """Dtypes to measure if the user gives none. On a CPU tensorwise FP8 is a thousand times slower than rowwise."""
-    return ("fp32", "bf16", "fp8") if device.is_cpu else ("tf32", "bf16", *FP8_FORMATS)
+    if device.is_cpu:
+        return ("fp32", "bf16", "fp8")
+    return ("tf32", "bf16", *FP8_FORMATS, *(BLOCK_FORMATS if device.capability[0] == BLACKWELL else ()))
 
 
 def measure_rates(
@@ -148,10 +158,11 @@ def gemm_fn(shape: GemmShape, name: str, device: Device) -> Callable[[], object]
     if device.is_cpu and (name == "tf32" or name.endswith("_fast")):
         raise ValueError("a GPU-only dtype")
     x, weight = (torch.randn(rows, shape.k, device=device.torch_device) for rows in (shape.m, shape.n))
+    if name in BLOCK_FORMATS:
+        return _block_scaled(x, weight, name, device)
     is_fp8 = name in FP8_FORMATS
     operands = _quantize(x, weight, name) if is_fp8 else tuple(each.to(TORCH_DTYPES[name]) for each in (x, weight))
-    more = min(MAX_OPERAND_COPIES - 1, CACHE_BYTES // sum(operand.nbytes for operand in operands))
-    turns = itertools.cycle([operands, *(tuple(each.clone() for each in operands) for _ in range(more))])
+    turns = _in_turn(operands, torch.clone)
     if is_fp8:
         return lambda: _scaled(*next(turns), fast=name.endswith("_fast"))
     out = torch.empty(shape.m, shape.n, dtype=TORCH_DTYPES[name], device=device.torch_device)
@@ -161,6 +172,22 @@ def gemm_fn(shape: GemmShape, name: str, device: Device) -> Callable[[], object]
         torch.mm(a, b.t(), out=out)
 
     return multiply
+
+
+def _in_turn(operands: tuple[X, ...], copy: Callable[[X], X]) -> Iterator[tuple[X, ...]]:
+    """Return operands in turn with copies, more than a cache holds."""
+    more = min(MAX_OPERAND_COPIES - 1, CACHE_BYTES // sum(operand.nbytes for operand in operands))
+    return itertools.cycle([operands, *(tuple(map(copy, operands)) for _ in range(more))])
+
+
+def _block_scaled(x: Tensor, weight: Tensor, name: str, device: Device) -> Callable[[], object]:
+    """Return the GEMM of a recipe with scales per block. Raises: ValueError where tensor cores do not take them"""
+    if device.capability[0] != BLACKWELL:
+        raise ValueError(f"tensor cores of compute capability {BLACKWELL} alone take its scales: operands are decoded")
+    recipe = build_recipe(name, replace(TORCH_KERNELS, capability=device.capability))
+    operands = (recipe.rows["input"].encode(x.bfloat16()), recipe.rows["weight"].encode(weight.bfloat16()))
+    turns = _in_turn(operands, lambda each: replace(each, data=each.codes.clone().view(each.data.dtype)))
+    return lambda: recipe.gemm(*next(turns), torch.bfloat16)
 
 
 def _quantize(x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, ...]:
@@ -194,7 +221,8 @@ def table(measured: Sequence[GemmRate], device: Device) -> str:
         if gemm.rate is None:
             lines.append(f"{gemm.shape!s:>20}  {gemm.format:19}  n/a: {gemm.unsupported_reason[:70]}")
             continue
-        peak = stated_peak(device.name, gemm.format.partition("_")[0])
+        stated = gemm.format.partition("_")[0]
+        peak = stated_peak(device.name, "fp8" if stated == "mxfp8" else stated)
         share = f"{gemm.rate.median / peak.flops:6.1%}" if peak else ""
         row = f"{gemm.shape!s:>20}  {gemm.format:19}  {format_flops(gemm.rate.median):>15}  {share}"
         lines.append(row.rstrip())

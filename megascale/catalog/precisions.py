@@ -4,15 +4,15 @@ from megascale.core.registry import Card, Registry
 
 
 def _card(
-    name: str, help: str, compute: str, accumulate: str, compute_bytes: int, accumulate_bytes: int, cast_bytes: int = 0
-) -> Card:
+    name: str, help: str, compute: str, accumulate: str, compute_bytes: int, accumulate_bytes: int,
+    quantizes: bool = False,
+) -> Card:  # fmt: skip
     facts = {
         "compute_dtype": compute,  # weights and activations
         "accumulate_dtype": accumulate,  # main gradients, optimizer state, loss, master weights
         "compute_bytes": compute_bytes,
         "accumulate_bytes": accumulate_bytes,
-        "fp8_weight_bytes": cast_bytes,  # FP8 copies of a weight, in both layouts
-        "quantizes": cast_bytes > 0,  # linear layers of blocks run the GEMMs of a recipe (`catalog.recipes`)
+        "quantizes": quantizes,  # linear layers of blocks run the GEMMs of a recipe (`catalog.recipes`)
         "master_weights": compute != accumulate,  # the optimizer updates a separate copy of the weights
     }
     return Card(name, help, "torch:" + compute, facts)
@@ -27,7 +27,8 @@ PRECISIONS = Registry(
             "bf16", "compute in bfloat16; gradients, master weights and optimizer in fp32", "bfloat16", "float32", 2, 4
         ),
         _card(
-            "fp8", "as bf16, with FP8 GEMMs in the linear layers of blocks, see `[fp8]`", "bfloat16", "float32", 2, 4, 2
+            "fp8", "as bf16, with FP8 GEMMs in the linear layers of blocks, see `[fp8]`", "bfloat16", "float32", 2, 4,
+            quantizes=True,
         ),
         _card("fp64", "everything in fp64, to compare layouts", "float64", "float64", 8, 8),
     ],

@@ -64,7 +64,7 @@ class QuantizerSpec:
     unit scaling's standard deviations. `scale`: the format of a scale: fp32; pow2, a power of two in fp32; e8m0, a
     power of two in a byte; nvfp4, E4M3 beside one fp32 scale of the tensor. `stochastic`: a code is one of the two
     nearest at random, by `ops.recipe.Dither`; otherwise the nearest. `rotated`: the operand is transformed along the
-    GEMM's sum before (`ops.hadamard`), as must be the other.
+    GEMM's sum before (`ops.hadamard`), as must be the other. `emulated`: numbers of 16 bits stand for the codes.
     """
 
     element: str
@@ -73,6 +73,7 @@ class QuantizerSpec:
     scale: str = "fp32"
     stochastic: bool = False
     rotated: bool = False
+    emulated: bool = False
 
     @property
     def shifts(self) -> bool:
@@ -98,8 +99,23 @@ class QuantizerSpec:
 
     @property
     def gathers_codes(self) -> bool:
-        """True if sharded weights are gathered as codes, which serve forward and dgrad, with all their scales."""
-        return self.serves_transpose and self.amax_block == self.block and not self.stochastic
+        """True if weights are gathered as codes, which serve forward and dgrad, with all their scales."""
+        return self.serves_transpose and self.amax_block == self.block and not (self.stochastic or self.emulated)
+
+    @property
+    def code_bytes(self) -> float:
+        """Bytes of an element: a code, or the number that stands for it."""
+        return 2.0 if self.emulated else 0.5 if self.element == "e2m1" else 1.0
+
+    @property
+    def _scale_bytes(self) -> int:
+        return 1 if self.scale in ("e8m0", "nvfp4") else 4
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of an element with its part of the block's scale; scales of whole rows count nothing."""
+        rows, k = self.block
+        return self.code_bytes + (self._scale_bytes / (rows * k) if rows and k else 0.0)
 
     def count_amaxes(self, rows: int) -> int:
         """Count the amaxes of an operand of `rows` rows to which parts of a row contribute: ranks that cut them reduce
@@ -111,7 +127,7 @@ class QuantizerSpec:
     def row_bytes(self, k: int) -> tuple[int, int]:
         """Size the codes of a row of k elements, and its scales; none if other rows share them."""
         scales = (k // self.block.k if self.block.k else 1) if self.block.rows == 1 else 0
-        return k // 2 if self.element == "e2m1" else k, scales * (1 if self.scale in ("e8m0", "nvfp4") else 4)
+        return int(self.code_bytes * k), scales * self._scale_bytes
 
 
 def facts_of(
@@ -128,7 +144,9 @@ def facts_of(
     - `free_borders`: which tokens have a common scale in wgrad changes values of subnormal codes alone, as scales of
       rows, or of parts of them, are powers of two, and rounding is to nearest
     - `saves_codes`: inputs are saved for wgrad, and gathered, as codes
+    - `weight_bytes`: of an element of a weight's two operands, for forward and for dgrad
     - `serves_experts`: rows of experts have scales of their own, and no random bits of tokens
+    - `saves_expert_codes`: wgrad of experts is quantized from codes of their inputs, which are saved
 
     Raises: ValueError if one operand of a GEMM is rotated, and the other is not
     """
@@ -141,6 +159,7 @@ def facts_of(
     over_tokens = input.amax_block.rows is None or of_columns["input_column"].block.k is None
     of_tokens = [input, gradient, of_columns["input_column"], of_columns["gradient_column"]]
     stochastic = any(spec.stochastic for spec in both.values())
+    free = not stochastic and all(spec.shifts and spec.block.rows == 1 for spec in of_tokens)
     return both | {
         "alignment": alignment,
         "granularity": granularity or {TENSOR: "tensor", ROW: "row"}.get(input.block, "block"),
@@ -149,9 +168,10 @@ def facts_of(
         "token_run": max(max(spec.block.k or 0, DITHERED if spec.stochastic else 0) for spec in of_tokens[2:]),
         "stochastic": stochastic,
         "covers_tokens": over_tokens and input.scaling != "static",
-        "free_borders": not stochastic
-        and all(spec.shifts and spec.block.rows == 1 for spec in of_tokens),
+        "free_borders": free,
+        "saves_expert_codes": free and input.requantises,
         "saves_codes": input.serves_transpose,
+        "weight_bytes": weight.element_bytes + of_columns["weight_column"].element_bytes,
         "serves_experts": input.amax_block.rows is not None and not stochastic,
         "whole": whole,
     }  # fmt: skip
@@ -229,7 +249,9 @@ RECIPES = Registry(
         Card(
             "metis", "singular vectors in FP8 beside a residual in NVFP4, emulated (Metis, Cao et al. 2025)",
             "megascale.ops.contrib.metis:metis_recipe",
-            facts_of(*[QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4")] * 3, granularity="row", whole=True),
+            facts_of(
+                *[QuantizerSpec("e2m1", NVFP4_1D, scale="nvfp4", emulated=True)] * 3, granularity="row", whole=True
+            ),
         ),
     ],
     synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mx": "mxfp8", "fp4": "nvfp4"},

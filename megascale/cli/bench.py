@@ -95,7 +95,7 @@ def add_gemm(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     one.add_argument(
         "--dtypes", nargs="+", metavar="NAME", help="fp64, fp32, tf32, bf16; fp8 (a scale per row), fp8_tensorwise "
-        "(a scale per tensor); fp8_fast, fp8_tensorwise_fast (with fast accumulation)",
+        "(a scale per tensor); fp8_fast, fp8_tensorwise_fast (with fast accumulation); mxfp8, nvfp4 (Blackwell)",
     )  # fmt: skip
     add_json(one)
 

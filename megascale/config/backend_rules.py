@@ -25,6 +25,9 @@ def fp8_shapes(
     (first, last), layers = bf16_layers(fp8, model.num_layers), model.num_layers
     if first + last >= layers:
         message = f"the first {first} and last {last} of {layers} layers leave none in fp8"
+        message += (
+            ", and these stay in bf16 by default" if fp8.first_layers_bf16 is fp8.last_layers_bf16 is None else ""
+        )
         yield Finding(
             "fp8.first_layers_bf16",
             message,
@@ -79,14 +82,14 @@ def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
 
 
 def fp8_scale(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
-    """Check that a format of scales is for amaxes of the operands themselves, and has an effect."""
+    """Check that a format of scales is for amaxes of the operands themselves, and has an effect in a phase."""
     facts, key = RECIPES[fp8.recipe].facts, "fp8.scale"
     if not train.quantizes or fp8.scale == "fp32":
         return
     if facts["scaling"] != "current":
         message = f"{fp8.scale} is for scales by an operand's amax, and those of {fp8.recipe} are {facts['scaling']}"
         yield Finding(key, message, "fp8.recipe = tensorwise, rowwise or blockwise, or remove the key")
-    elif fp8.facts is facts:
+    elif all(phase.facts is RECIPES[phase.recipe].facts for _, phase in fp8.phases):
         message = f"has no effect: the fp8 recipe {fp8.recipe} has scales in {facts['input'].scale}"
         yield Finding(key, message, "remove the key")
 

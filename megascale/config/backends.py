@@ -55,9 +55,15 @@ class Fp8Config(Section):
             if change == BF16_FORWARD:
                 found.append((change, section.model_copy(update={"schedule": [(0.0, change)]})))
             else:
-                section = section if change == BF16 else section.model_copy(update={"recipe": change})
+                section = section if change == BF16 else section._followed_by(change)
                 found.append((change, section))
         return found
+
+    def _followed_by(self, recipe: str) -> Fp8Config:
+        """Return the section of a later recipe: without the format of scales of those before, if it has its own."""
+        facts = RECIPES[recipe].facts
+        keeps = recipe == self.recipe or with_scale(facts, self.scale) is not facts
+        return self.model_copy(update={"recipe": recipe, "scale": self.scale if keeps else "fp32"})
 
     @property
     def facts(self) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -94,8 +95,18 @@ class Choice:
     def __call__(self, name: str, info: ValidationInfo) -> str:
         names = [*self.also, *self.registry.names()]
         if name not in names and info.context != ELSEWHERE:
-            raise no_choice(self.registry.kind, name, names, self.registry.nearest(name, self.also))
+            nearest = self.registry.nearest(name, self.also) or _but_for_digits(name, names)
+            raise no_choice(self.registry.kind, name, names, nearest)
         return name
+
+
+def _but_for_digits(name: str, names: Sequence[str]) -> str | None:
+    """Return the only name that has the same letters, such as bf16 for bf17; None without one."""
+    found = [each for each in names if _DIGITS.sub("", each) == _DIGITS.sub("", name)]
+    return found[0] if len(found) == 1 and _DIGITS.sub("", name) else None
+
+
+_DIGITS = re.compile(r"\d+")
 
 
 def choice(registry: Registry, *also: str) -> Any:

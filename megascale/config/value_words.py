@@ -51,12 +51,11 @@ def _words(annotation: Any, bounds: Iterable[Any] = ()) -> Iterator[str]:
         yield from (f"`{json.dumps(argument)}`" for argument in arguments)
     elif hasattr(annotation, "__metadata__"):
         yield from _words(arguments[0], annotation.__metadata__)
-    elif origin is dict:
-        yield "table"
     elif origin is list:
         yield f"list of {' or '.join(_words(arguments[0]))}"
-    elif origin is dict and get_origin(arguments[0]) is Literal:
-        yield f"table of {' or '.join(_words(arguments[0]))} = {' or '.join(_words(arguments[1]))}"
+    elif origin is dict:
+        entry = " = ".join(" or ".join(_words(argument)) for argument in arguments)
+        yield f"table of {entry}" if get_origin(arguments[0]) is Literal else "table"
     elif origin is tuple:
         yield f"[{', '.join(' or '.join(_words(argument)) for argument in arguments)}]"
     elif annotation in (None, NoneType):

@@ -153,8 +153,8 @@ def _split(modules: list[_Module], min_numel: int, max_numel: int) -> list[list[
 
 
 class BucketSize(NamedTuple):
-    """A bucket's first module, and of its layout the elements with padding, `reduce_axes`, `fp8_numel`, and the
-    parameters that have the vocabulary's rows. `frozen`: without gradients and optimizer state.
+    """A bucket's first module, and of its layout the elements with padding, `reduce_axes`, `fp8_numel`, the parameters
+    that have the vocabulary's rows, and all modules. `frozen`: without gradients and optimizer state.
     """
 
     first_module: str
@@ -162,22 +162,26 @@ class BucketSize(NamedTuple):
     reduce_axes: tuple[str, ...] = DATA_AXES
     fp8_numel: int = 0
     tables: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
     frozen: bool = False
 
     @classmethod
-    def of(cls, first_module: str, layout: BucketLayout) -> BucketSize:
+    def of(cls, first_module: str, layout: BucketLayout, modules: Iterable[str] = ()) -> BucketSize:
+        """Size a bucket of a layout; `modules`: instead of those that it names."""
         kinds = {slot.parameter.name: slot.parameter.kind for slot in layout.slots}
         tables = frozenset(name for name, kind in kinds.items() if kind in ("embedding", "head"))
-        return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel, tables, layout.frozen)
+        held = frozenset(modules or map(module_of, kinds))
+        return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel, tables, held, layout.frozen)
 
     def coded(self, layers: range, weight: QuantizerSpec) -> int:
-        """Count the first elements that are gathered as FP8 codes if weights are sharded: weights of FP8 `layers`,
-        where the codes of a `weight` serve forward and dgrad, of experts in rows or parts of them.
+        """Count the first elements that are gathered as FP8 codes: weights of a bucket of FP8 `layers` alone, where the
+        codes of a `weight` serve forward and dgrad, of experts in rows or parts of them.
         """
-        kind, _, number = self.first_module.partition(".")
         experts = self.reduce_axes != DATA_AXES
         serves = weight.gathers_codes and not (experts and weight.block.rows is None)
-        return self.fp8_numel if serves and kind == "layers" and int(number) in layers else 0
+        numbers = (module.partition(".") for module in self.modules if serves)
+        within = all(kind == "layers" and int(number) in layers for kind, _, number in numbers)
+        return self.fp8_numel if serves and within else 0
 
     def shard(self, topology: Topology) -> int:
         """Count the elements of a shard over the inner ranks of those whose gradients are summed."""
@@ -203,7 +207,7 @@ def bucket_sizes(
         key = tuple(module.params[0].name for module in modules)
         if key not in known:
             known[key] = [pack(bucket, topology) for bucket in _params_of_buckets(modules)]
-        return [BucketSize.of(modules[0].name, layout) for layout in known[key]]
+        return [BucketSize.of(modules[0].name, layout, _modules_in(layout, modules)) for layout in known[key]]
 
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")
@@ -234,6 +238,12 @@ class _Module(NamedTuple):
 def _module(name: str, params: list[ParamSpec], topology: Topology, freeze: Sequence[str]) -> _Module:
     numel = sum(parameter.local_numel(topology) for parameter in params)
     return _Module(name, mark_frozen(params, freeze), numel)
+
+
+def _modules_in(layout: BucketLayout, modules: Iterable[_Module]) -> Iterator[str]:
+    """The names of those modules that have parameters in a bucket."""
+    kind = layout.frozen, layout.reduce_axes
+    return (each.name for each in modules if any((param.frozen, param.reduce_axes) == kind for param in each.params))
 
 
 def _params_of_buckets(modules: list[_Module]) -> list[list[ParamSpec]]:

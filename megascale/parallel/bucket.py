@@ -19,7 +19,7 @@ from megascale.layout.chunks import module_of
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.ops.quantized import Quantized
 from megascale.ops.wgrad import Wgrad
-from megascale.parallel.bucket_storage import ShardedAll, build_storage
+from megascale.parallel.bucket_storage import Sharded, build_storage
 from megascale.parallel.grad_accumulation import Accumulation, accumulate_grad
 
 
@@ -75,9 +75,9 @@ class Bucket:
         return self.storage.shard_weights
 
     @property
-    def sharded(self) -> ShardedAll:
-        """The storage of weights that are sharded."""
-        assert isinstance(self.storage, ShardedAll), "every rank has all weights"
+    def sharded(self) -> Sharded:
+        """The storage of weights that are gathered."""
+        assert isinstance(self.storage, Sharded), "every rank updates all weights"
         return self.storage
 
     def shards(self) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
@@ -94,7 +94,7 @@ class Bucket:
             parameter.gathered = None  # type: ignore[attr-defined]
 
     def bind_gathered(self, memory: Tensor) -> None:
-        """Make the parameters views of `memory` (`ShardedAll.gather_into`); or leave them NaN, with the matrix of their
+        """Make the parameters views of `memory` (`Sharded.gather_into`); or leave them NaN, with the matrix of their
         codes as `gathered`.
         """
         (codes, rest), first = self.sharded.views(memory), self.sharded.coded
@@ -105,6 +105,11 @@ class Bucket:
                 parameter.gathered = part.gathered(matrix, part.scale)  # type: ignore[attr-defined]
             else:
                 parameter.data = rest[slot.start - first : slot.stop - first].view(parameter.shape)
+
+    def keep_codes(self, coded: int) -> None:
+        """Gather the first `coded` elements as FP8 codes."""
+        self.sharded.keep_codes(coded)
+        self.weights = self.storage.weights
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:

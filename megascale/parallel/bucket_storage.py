@@ -8,7 +8,8 @@
     3     ShardedAll   as 2                         its shard          -                         shard; full for 2 units
 
 With zero = 3 a rank keeps its shard of the weights as well, which are gathered where they are used, and gradients are
-full for the modules of two buckets (`parallel.sharded_weights`).
+full for the modules of two buckets (`parallel.sharded_weights`). With zero = 1 or 2 it does so for FP8 weights whose
+codes are gathered instead (`keep_codes`): all ranks keep those.
 
 With hybrid sharding these are collectives of inner ranks. At the end of a step the outer ones all-reduce the shard of
 the gradient; or, if they shard the state, reduce-scatter it, and all-gather the updated weights of a shard.
@@ -67,7 +68,7 @@ class Storage(ABC):
         self.shard = layout.state_range(self.shards.index)
         start, stop = self.held = self.part if layout.shard_axes.weight else (0, layout.numel)
         self.weights = torch.zeros(stop - start, dtype=dtypes[0], device=device)
-        self._gathering: Work = COMPLETED
+        self._gathering = list[Work]()
         self._reducing: Work = COMPLETED
         self._summed = False  # over the outer ranks
         self._finite = torch.ones((), dtype=torch.bool, device=device)  # the gradients before their reductions
@@ -104,8 +105,9 @@ class Storage(ABC):
 
     def acquire_weights(self) -> None:
         """Wait until all weights are up to date: on a GPU the stream waits, not the host."""
-        self._gathering.wait()
-        self._gathering = COMPLETED
+        for work in self._gathering:
+            work.wait()
+        self._gathering.clear()
 
     def acquire_gradient(self) -> bool:
         """Provide a full gradient to add to; return True if it is a new one, of any values but for zeros as padding."""
@@ -171,10 +173,60 @@ class Replicated(Storage):
 
 
 class Sharded(Storage):
-    """A rank updates its shard of the weights, for which it has the reduced gradient, in place of its own."""
+    """A rank updates its shard of the weights, for which it has the reduced gradient, in place of its own.
+
+    The first `coded` elements may be gathered as FP8 codes, of which `codes`, u8 [size of the part], has this rank's:
+    then a byte for every element of the bucket is gathered, and the rest of it, such as norms, in the compute dtype.
+    Few shards have that, so it is a sum of bytes over the ranks, of which the others add zeros. `gathered`, u8
+    [gathered_bytes]: what was gathered last, if it is kept.
+    """
+
+    coded = 0
+    codes: Tensor
+    gathered: Tensor | None = None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of all weights as they are gathered."""
+        rest = self.weights.itemsize * (self.layout.numel - self.coded)
+        return rest + (self.layout.numel if self.coded else 0)
+
+    def keep_codes(self, coded: int) -> None:
+        """Gather the first `coded` elements as `codes`, which the caller writes; keep what is gathered, and of the
+        weights this rank's part alone.
+        """
+        self.coded, self.held = coded, self.part
+        self.weights = self.weights[slice(*self.part)].clone()
+        self.gathered = self.weights.new_zeros(self.gathered_bytes, dtype=torch.uint8)
+        self.codes = self.gathered[slice(*self.part)]
 
     def start_gather(self) -> None:
-        self._gathering = all_gather(self.inner, self.weights, self.shard_weights, label=self.label, wait=False)
+        if not self.coded:
+            self._gathering = [all_gather(self.inner, self.weights, self.shard_weights, label=self.label, wait=False)]
+
+    def gather_codes(self) -> None:
+        """Start to gather the codes that the caller has written, and the rest, if they are kept."""
+        assert self.gathered is not None, "codes are kept"
+        self._gathering = self.gather_into(self.gathered)
+
+    def gather_into(self, memory: Tensor) -> list[Work]:
+        """Start to gather all weights into `memory`, u8 [gathered_bytes]."""
+        self.acquire_weights()
+        codes, rest = self.views(memory)
+        if not self.coded:
+            return [all_gather(self.inner, rest, self.weights, label=self.label, wait=False)]
+        works = [all_gather(self.inner, codes, self.codes, label=self.label, wait=False)]
+        if len(rest):
+            (start, stop), end = self.held, self.coded
+            rest.zero_()
+            rest[max(0, start - end) : max(0, stop - end)] = self.weights[max(0, end - start) :]
+            works.append(all_reduce(self.inner, rest.view(torch.uint8), label=f"{self.label} rest", wait=False))
+        return works
+
+    def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is gathered into `memory`: codes, u8 [size], if there are any, and the rest."""
+        at = self.layout.numel if self.coded else 0
+        return memory[:at], memory[at:].view(self.weights.dtype)
 
     def release_gradient(self) -> None:
         full = self._full()
@@ -263,49 +315,15 @@ class ShardedEach(Sharded):
 
 
 class ShardedAll(ShardedEach):
-    """As `ShardedEach`, with this rank's shard of the weights alone.
-
-    The first `coded` elements may be gathered as FP8 codes, of which `codes`, u8 [size of the part], has this rank's:
-    then a byte for every element of the bucket is gathered, and the rest of it, such as norms, in the compute dtype.
-    Few shards have that, so it is a sum of bytes over the ranks, of which the others add zeros.
-    """
-
-    coded = 0
-    codes: Tensor
-
-    @property
-    def gathered_bytes(self) -> int:
-        """The bytes of all weights as they are gathered."""
-        rest = self.weights.itemsize * (self.layout.numel - self.coded)
-        return rest + (self.layout.numel if self.coded else 0)
+    """As `ShardedEach`, with this rank's shard of the weights alone, of which all are gathered where they are used."""
 
     def keep_codes(self, coded: int) -> None:
-        """Gather the first `coded` elements as `codes`, which the caller writes."""
         self.coded, self.codes = coded, self.weights.new_zeros(len(self.weights), dtype=torch.uint8)
 
     def start_gather(self) -> None:
-        """Send what outer ranks have updated of this rank's weights; all are gathered where they are used."""
+        """Send what outer ranks have updated of this rank's weights."""
         if self.shard != self.held:
-            self._gathering = all_gather(self.outer, self.weights, self.shard_weights, label=self.label, wait=False)
-
-    def gather_into(self, memory: Tensor) -> list[Work]:
-        """Start to gather all weights into `memory`, u8 [gathered_bytes]."""
-        self.acquire_weights()
-        codes, rest = self.views(memory)
-        if not self.coded:
-            return [all_gather(self.inner, rest, self.weights, label=self.label, wait=False)]
-        works = [all_gather(self.inner, codes, self.codes, label=self.label, wait=False)]
-        if len(rest):
-            (start, stop), end = self.held, self.coded
-            rest.zero_()
-            rest[max(0, start - end) : max(0, stop - end)] = self.weights[max(0, end - start) :]
-            works.append(all_reduce(self.inner, rest.view(torch.uint8), label=f"{self.label} rest", wait=False))
-        return works
-
-    def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is gathered into `memory`: codes, u8 [size], if there are any, and the rest."""
-        at = self.layout.numel if self.coded else 0
-        return memory[:at], memory[at:].view(self.weights.dtype)
+            self._gathering = [all_gather(self.outer, self.weights, self.shard_weights, label=self.label, wait=False)]
 
 
 def build_storage(

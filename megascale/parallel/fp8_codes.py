@@ -1,8 +1,11 @@
-"""FP8 codes of sharded weights (`zero = 3`), in which they are gathered (`bucket_storage.ShardedAll`).
+"""FP8 codes of the weights that a rank updates, in which they are gathered (`bucket_storage.Sharded`).
 
 Once a step a rank casts its shards. A scale covers elements of other ranks: the amaxes of blocks are reduced to their
 maxima first, for all weights in one call, so that the codes are those of a cast of whole weights. A recipe has codes if
 they serve forward and dgrad; other weights are gathered in the compute dtype, and cast where they are used.
+
+With zero = 1 or 2 the codes of all ranks are gathered after the cast, and kept for the step; with zero = 3 for each
+use. A bucket with other modules than FP8 layers, such as small models have, is gathered in the compute dtype.
 """
 
 from __future__ import annotations
@@ -59,21 +62,30 @@ class _Weights(NamedTuple):
 
 
 class ShardedCodes:
-    """The codes of this rank's shards of `buckets`, which decode what they gather with the scales of whole weights."""
+    """The codes of this rank's shards of `buckets`, which decode what they gather with the scales of whole weights.
+    `overlap`: they are gathered in the background.
+    """
 
-    def __init__(self, buckets: Iterable[Bucket], state: Fp8State, tp: Group) -> None:
+    def __init__(self, buckets: Iterable[Bucket], state: Fp8State, tp: Group, *, overlap: bool) -> None:
         self._state, self._tp, self._quantizer = state, tp, state.recipe.rows["weight"]
+        self._overlap = overlap
         by_axes = dict[tuple[str, ...], list[Bucket]]()
         for bucket in buckets:
             size = BucketSize.of(bucket.first_module, bucket.layout)
             coded = 0 if state.changes else size.coded(state.layers, self._quantizer.spec)
-            if coded:
-                bucket.sharded.keep_codes(coded)
+            if coded and (bucket.layout.shard_axes.weight or bucket.storage.inner.size > 1):
+                bucket.keep_codes(coded)
                 by_axes.setdefault(size.reduce_axes, []).append(bucket)
         self._weights = [self._shard(each) for each in by_axes.values()]
+        self._kept = [
+            bucket for each in self._weights for bucket in each.buckets if bucket.sharded.gathered is not None
+        ]
+        for bucket in self._kept:
+            bucket.bind_weights(None)
+            bucket.bind_gathered(bucket.sharded.gathered)
 
     def encode(self) -> None:
-        """Cast this rank's shards after an update of the weights. A collective call."""
+        """Cast this rank's shards after an update of the weights, and gather what is kept. A collective call."""
         own = self._state.uses_own_amax(self._quantizer.spec)
         for weights in self._weights:
             for bucket in weights.buckets:
@@ -87,6 +99,11 @@ class ShardedCodes:
                 weights.scales.copy_(scales_of(weights.amaxes, self._quantizer.element, self._quantizer.spec.scale))
                 for part in weights.parts:
                     self._cast(part)
+        for bucket in self._kept:
+            with bucket.group.recorder.scope(bucket.chunk):
+                bucket.sharded.gather_codes()
+            if not self._overlap:
+                bucket.storage.acquire_weights()
 
     def _find(self, weights: _Weights) -> None:
         """Find the amaxes of all blocks, which have elements on the ranks that share the weights."""
@@ -103,8 +120,9 @@ class ShardedCodes:
         if not len(part.values):
             return
         record = self._state.record(part.name) if part.name in self._state.weights else None
-        codes = self._quantizer.encode(part.padded, part.amaxes, record=record).codes.view(-1)
-        part.codes.copy_(codes[part.before :][: len(part.codes)])
+        cast = self._quantizer.encode(part.padded, part.amaxes, record=record)
+        assert cast.data.dtype == self._quantizer.element.dtype, "numbers that stand for codes are declared `emulated`"
+        part.codes.copy_(cast.codes.view(-1)[part.before :][: len(part.codes)])
         if record is not None and record.sums is not None:
             record.sums[2] -= part.before + part.after  # counted as elements
 

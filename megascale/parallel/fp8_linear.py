@@ -128,10 +128,10 @@ class Fp8Gemms(LinearGemms):
         return grad if isinstance(grad, Quantized) else self._cast("gradient", grad, with_transpose=True)
 
     def weight_for_forward(self, weight: Tensor) -> Operand:
-        return self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
+        return self._kept_weights(weight)[0] if self.state.keeps_weights else self._forward_weight(weight)
 
     def weight_for_dgrad(self, weight: Tensor) -> Operand:
-        return self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
+        return self._kept_weights(weight)[1] if self.state.keeps_weights else self._dgrad_weight(weight)
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         assert isinstance(operand, Quantized), "the operand comes from `input_operand` or `grad_operand`"
@@ -175,7 +175,8 @@ class Fp8Gemms(LinearGemms):
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
         kept = self._kept
         if kept.version != self.state.weight_version:
-            x = weight.detach()  # keeps the amaxes of its columns
+            # a tensor of its own keeps the amaxes of its columns
+            x = weight.detach() if _gathered(weight) is None else weight
             with self.tp.group.recorder.memory_kind("parameters"):
                 forward = self._forward_weight(x)
                 kept.operands = forward, self._dgrad_weight(x, forward)
@@ -184,9 +185,9 @@ class Fp8Gemms(LinearGemms):
 
     def _forward_weight(self, weight: Tensor) -> Quantized:
         """Return W [n, k] for forward: as it was gathered, or cast."""
-        operand: Quantized | None = getattr(weight, "gathered", None)
+        operand = _gathered(weight)
         if operand is None:
-            both, (by_row, by_column) = self.state.cast_shards is None, (self.shard_dim == 0, self.shard_dim == 1)
+            both, (by_row, by_column) = self.state.keeps_weights, (self.shard_dim == 0, self.shard_dim == 1)
             operand = self._cast("weight", weight, rows_sharded=by_row, k_sharded=by_column, with_transpose=both)
         return replace(operand, use_fast_accum=True)
 
@@ -268,6 +269,11 @@ class Fp8Gemms(LinearGemms):
         for group in groups:
             all_reduce(group, amax, "max", label=label)
         return amax
+
+
+def _gathered(weight: Tensor) -> Quantized | None:
+    """Return the codes in which a weight was gathered, if it was."""
+    return getattr(weight, "gathered", None)
 
 
 class BackwardGemms(Fp8Gemms):

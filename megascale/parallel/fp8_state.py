@@ -56,8 +56,8 @@ class Fp8State:
     event labels.
     `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
     `token_groups`: the groups over which micro-batches have their tokens; none in hybrid data parallelism.
-    `cast_shards`: if weights are sharded, casts this rank's (`parallel.fp8_codes`); then no operand of a weight is kept
-    for the step.
+    `cast_shards`: casts what this rank updates of weights that are gathered as codes (`parallel.fp8_codes`).
+    `keeps_weights`: operands of weights are kept for the step; not where weights are sharded.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Fp8State:
         self._largest, self._largest_of = largest, dict(zip(self.names, largest.unbind(), strict=True))
         self.weight_version = 0
         self.cast_shards: Callable[[], None] | None = None
+        self.keeps_weights = True
         self.collects_stats = False
 
     @property
@@ -153,7 +154,9 @@ class Fp8State:
         return {"input": 1.0, "weight": weight_std, "gradient": self._gradient_std}
 
     def invalidate_weights(self) -> None:
-        """Mark quantized weights as outdated, after an update of the weights. A collective call if they are sharded."""
+        """Mark quantized weights as outdated, after an update of the weights. A collective call if their codes are
+        gathered.
+        """
         self.weight_version += 1
         if self.cast_shards is not None:
             self.cast_shards()

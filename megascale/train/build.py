@@ -196,8 +196,9 @@ def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext, buffers: ParamA
     device, seed = context.device.torch_device, config.train.seed
     later = later_phases(config.fp8, lambda recipe: select.build_op("linear", replace(context, recipe=recipe)))
     state = Fp8State(config.model, config.fp8, layers, mesh, device, kernels, seed=seed, later=later)
-    if config.parallel.zero == 3:
-        state.cast_shards = ShardedCodes(buffers.buckets, state, mesh.tp).encode
+    state.keeps_weights = config.parallel.zero < 3
+    if config.parallel.zero:
+        state.cast_shards = ShardedCodes(buffers.buckets, state, mesh.tp, overlap=config.overlap.dp).encode
     return state
 
 

@@ -29,6 +29,10 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
 
         hooks.append(PolicyUpdates(run.policy, reporter))
     hooks += [StepRecords(reporter), SpikeAlert(run.config.fault, reporter), SkippedSteps(reporter)]
+    if run.config.fp8.schedule:
+        from megascale.train.fp8_casts import RecipeChanges
+
+        hooks.append(RecipeChanges(reporter, run.config.fp8.recipe))
     if run.sites is not None:
         from megascale.train.outer_steps import Sites
 

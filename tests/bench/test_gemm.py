@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megascale.bench import gemm
 from megascale.bench.gemm import GemmRate, GemmShape
@@ -17,8 +18,14 @@ from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.device import Device
 from megascale.plan.account.flops import token_flops
+from tests import blackwell
 
 CPU = Device(torch.device("cpu"), "gloo")
+
+
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Device:
+    monkeypatch.setattr(Device, "capability", property(lambda self: (9, 0)))
+    return Device(torch.device("cuda"), "nccl")
 
 
 @pytest.mark.parametrize("preset", ["llama3-8b", "gpt3-175b"])
@@ -65,7 +72,7 @@ def test_fp8_operands_dequantize_to_their_values(name: str) -> None:
 
 def test_a_gpus_fp8_is_measured_with_fast_accumulation_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dtype's name decides about fast accumulation. Training does not use it, peers may."""
-    gpu = Device(torch.device("cuda"), "nccl")
+    gpu = hopper(monkeypatch)
     names = [name for name in gemm.default_formats(gpu) if name in gemm.FP8_FORMATS]
     assert names == ["fp8", "fp8_fast", "fp8_tensorwise", "fp8_tensorwise_fast"]
     asked: list[tuple[int, bool]] = []
@@ -76,6 +83,28 @@ def test_a_gpus_fp8_is_measured_with_fast_accumulation_and_without(monkeypatch: 
     for name in names:
         gemm.gemm_fn(GemmShape(16, 32, 48), name, CPU)()
     assert asked == [(16, False), (16, True), (1, False), (1, True)]
+
+
+@pytest.mark.parametrize("name", gemm.BLOCK_FORMATS)
+def test_formats_with_scales_of_blocks_need_their_tensor_cores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    once(monkeypatch)
+    shape, calls = GemmShape(32, 64, 48), list[Any]()
+    (decoded,) = gemm.measure_rates([shape], [name], CPU, repeats=2, seconds=0.0)
+    assert decoded.unsupported_reason.startswith("tensor cores of compute capability 10 alone take its scales")
+
+    def operator(*given: Any, **more: Any) -> torch.Tensor:
+        calls.append(given)
+        return blackwell.scaled_mm(*given, **more)
+
+    monkeypatch.setattr(F, "scaled_mm", operator)
+    monkeypatch.setattr(Device, "capability", property(lambda self: (10, 0)))
+    (rate,) = gemm.measure_rates([shape], [name], CPU, repeats=3, seconds=0.0)
+    assert rate.rate is not None and rate.rate.count == 3 and len(calls) > 3
+    monkeypatch.setattr(Device, "is_cpu", property(lambda self: False))
+    assert set(gemm.BLOCK_FORMATS) <= {*gemm.default_formats(CPU)}
+    monkeypatch.setattr(Device, "name", "NVIDIA B200")
+    half = Quartiles(4.5e15 if name == "nvfp4" else 2.25e15, 0.0, math.inf, 3)
+    assert gemm.table([GemmRate(shape, name, half)], CPU).endswith("50.0%")
 
 
 def test_operand_copies_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +153,7 @@ def test_attainable_is_the_best_of_the_models_own_gemms(monkeypatch: pytest.Monk
 def test_attainable_in_fp8_is_the_best_variant_of_a_gpu_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {"fp8": 2.0, "fp8_fast": 4.0, "fp8_tensorwise": 3.0, "fp8_tensorwise_fast": 5.0}
     monkeypatch.setattr(gemm, "_rate", lambda shape, name, *_: Quartiles(speeds[name], 0.0, math.inf, 3))
-    gpu = Device(torch.device("cuda"), "nccl")
+    gpu = hopper(monkeypatch)
     peak = gemm.attainable_peak(ModelConfig(preset="gpt2-124m"), 64, "fp8", gpu)
     assert peak is not None and (peak.flops, peak.source[-32:]) == (5.0, "in fp8_tensorwise_fast, measured")
     speeds["fp8"] = 6.0

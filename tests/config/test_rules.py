@@ -607,6 +607,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"fp8.scale": "has no effect: the fp8 recipe mxfp8 has scales in e8m0"},
     ),
     (
+        "fp8_scale",
+        FP8_MODEL | {"fp8__recipe": "rowwise", "fp8__scale": "pow2", "fp8__schedule": [[0.5, "delayed"]]},
+        {"fp8.scale": "pow2 is for scales by an operand's amax, and those of delayed are delayed"},
+    ),
+    (
+        "fp8_scale",
+        FP8_MODEL | {"fp8__recipe": "mxfp8", "fp8__scale": "pow2", "fp8__schedule": [[0.5, "nvfp4"]]},
+        {"fp8.scale": "has no effect: the fp8 recipe mxfp8 has scales in e8m0"},
+    ),
+    (
         "hybrid_fp8",
         FP8_MODEL | HYBRID | {"fp8__recipe": "rowwise"},
         {"fp8.scale": "ranks have other tokens together than without hybrid_dp, and other tokens"},
@@ -655,6 +665,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "fp8_shapes",
         {"train__precision": "fp8", "fp8__first_layers_bf16": 2, "fp8__last_layers_bf16": 2},
         {"fp8.first_layers_bf16": "the first 2 and last 2 of 4 layers leave none in fp8"},
+    ),
+    (
+        "fp8_shapes",
+        {"train__precision": "fp8", "model__num_layers": 2},
+        {"fp8.first_layers_bf16": "the first 1 and last 1 of 2 layers leave none in fp8, and these stay in bf16 by d"},
     ),
     ("fp8_shapes", {"train__precision": "fp8", "model__seq_length": 8}, {"model.seq_length": "8 tokens in a micro"}),
     (

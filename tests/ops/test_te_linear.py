@@ -86,7 +86,9 @@ def general_gemm(
     out: Tensor | None = None, bias: None = None, use_split_accumulator: bool = False, grad: bool = False,
     ub: None = None, ub_type: None = None, extra_output: None = None, bulk_overlap: bool = False,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
-    """cpp_extensions/gemm.py, and the conditions of common/gemm/cublaslt_gemm.cu."""
+    """cpp_extensions/gemm.py, and the conditions of common/gemm/cublaslt_gemm.cu. On Blackwell no operand has fp32
+    scales of blocks: TE's modules convert such operands to MXFP8 first.
+    """
     assert quantization_params is gelu_in is beta is bias is ub is ub_type is extra_output is None
     assert not (gelu or grad or bulk_overlap) and alpha == 1.0
     assert layout == "TN" and use_split_accumulator and out_dtype in (torch.float32, torch.bfloat16)
@@ -95,6 +97,7 @@ def general_gemm(
     matrix, rows = A.dequantize(), B.dequantize()
     assert matrix.shape[1] == rows.shape[1] and rows.shape[1] % 16 == 0
     if isinstance(A, Float8BlockwiseQTensorStorage):
+        assert Device(torch.device("cpu"), "gloo").capability[0] == 9, "block scales need Hopper"
         assert not (A._is_2D_scaled and B._is_2D_scaled)
         assert matrix.shape[0] % 8 == 0 and (B._is_2D_scaled or rows.shape[0] % 8 == 0)
     general_gemm.calls += 1  # type: ignore[attr-defined]
@@ -198,6 +201,17 @@ def test_a_gemm_equals_that_of_the_dequantized_operands(
     assert actual.dtype == dtype and actual.shape == (*shape[:-1], N)
     assert error(actual, exact) < (1e-6 if dtype == torch.float32 else 2**-8)
     assert general_gemm.calls == 1  # type: ignore[attr-defined]
+
+
+def test_on_blackwell_tensors_are_multiplied_and_blocks_refused(engine: SimpleNamespace) -> None:
+    engine.capability = (10, 0)
+    a, b = (quantized(normal(*shape), TENSOR) for shape in ((M, K), (N, K)))
+    total, exact = torch.zeros(M, N), a.dequantize().double() @ b.dequantize().double().t()
+    kernels().scaled_wgrad(total, a, b, True)
+    for found in (te_scaled_matmul()(a, b, torch.float32), total):
+        assert error(found, exact) < 1e-6
+    with pytest.raises(AssertionError, match="block scales need Hopper"):
+        te_scaled_matmul()(quantized(normal(M, K), BLOCK_1D), quantized(normal(N, K), BLOCK_2D), torch.float32)
 
 
 @pytest.mark.parametrize(("grain_a", "grain_b"), GEMMS)

@@ -1,4 +1,4 @@
-"""Sharded FP8 weights are gathered as codes: of as many bytes as planned, with scales that all ranks share."""
+"""FP8 weights are gathered as codes: of as many bytes as planned, with scales that all ranks share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.layout.chunks import BucketSize
 from megascale.layout.topology import topology_of
 from megascale.parallel import fp8_codes
 from megascale.plan.account.traffic import step_traffic
@@ -67,6 +68,98 @@ def test_codes_have_half_the_bytes(tmp_path: Path) -> None:
     assert coded["dp", "all_reduce"] == (gathers + 1, gathers * 2 * 128 + amaxes)
 
 
+# Codes that are kept for the step: zero = 1 and 2.
+
+BY_MODULE = {"overlap__bucket_bytes": 1}  # a small model's layers are in buckets of their own, as a large model's are
+KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{name: each for name, each in WORLDS.items() if "zero" not in name},
+    "static dp2, all layers, tied": (TENSORS | {"tie_embeddings": True}, {**fp8("static"), **ALL}),
+    "mxfp8 dp4": (TENSORS, {"parallel__dp": 4, **fp8("mxfp8")}),
+    "tensorwise dp2 pp2 vpp2, full": (TENSORS, {"parallel__pp": 2, "parallel__vpp": 2, **fp8("tensorwise"), **FULL}),
+    "delayed dp2 cp2, muon": (TENSORS, {"parallel__cp": 2, **fp8("delayed"), "optimizer__name": "muon"}),
+    "tensorwise dp4 in twos": (TENSORS, {"parallel__dp": 4, "parallel__dp_shard": 2, **fp8("tensorwise")}),
+    "nvfp4 dp2, no codes": (TENSORS, fp8("nvfp4")),
+}
+QUICK_KEPT = ("tensorwise dp2 tp2", "blockwise dp2 ep2", "rowwise pow2 dp2 tp2 sp")
+
+
+def trained(run: Any) -> tuple[list[tuple[float, float]], int, int]:
+    """Return the curve of two steps; the buckets gathered as codes, and their bytes of whole weights."""
+    coded = [bucket for bucket in run.buffers.buckets if getattr(bucket.storage, "coded", 0)]
+    assert all(len(bucket.weights) == bucket.layout.numel // bucket.storage.inner.size for bucket in coded)
+    return curve_of(run, 2), len(coded), sum(bucket.sharded.gathered_bytes for bucket in coded)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("name", only_quick(KEPT, *QUICK_KEPT))
+def test_codes_that_are_kept_change_no_bit(
+    name: str, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, keys = KEPT[name]
+    config = configured(tmp_path, model, **BY_MODULE, **keys, parallel__zero=zero)
+    ours = run_threads(config, trained)
+    assert all((coded > 0) != ("no codes" in name) for _, coded, _ in ours)
+    monkeypatch.setattr(BucketSize, "coded", lambda *_: 0)
+    assert [curve for curve, *_ in run_threads(config, trained)] == [curve for curve, *_ in ours]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("name", only_quick(KEPT, *QUICK_KEPT))
+def test_bytes_of_kept_codes_are_those_of_the_formula(name: str, zero: int, tmp_path: Path) -> None:
+    model, keys = KEPT[name]
+    config = configured(tmp_path, model, **BY_MODULE, **keys, parallel__zero=zero)
+    for rank, found in enumerate(run_threads(config, sent)):
+        planned = step_traffic(config, topology_of(config.parallel).coord(rank))
+        planned.pop(("ep", "all_to_all"), None)
+        assert found == planned
+
+
+@pytest.mark.parametrize("zero", only_quick([1, 2], 1))
+def test_kept_codes_halve_the_bytes_of_weights(zero: int, tmp_path: Path) -> None:
+    """As with zero = 3, in one gather a step, and one reduction of all amaxes."""
+    keys = {**BY_MODULE, "parallel__zero": zero}
+    codes = configured(tmp_path, TENSORS, **fp8("tensorwise"), **ALL, **keys)
+    wide = configured(tmp_path, TENSORS, batch__global=4, train__precision="bf16", **keys)
+    (coded, _), (whole, _) = run_threads(codes, sent), run_threads(wide, sent)
+    calls, nbytes = coded["dp", "all_gather"]
+    assert (calls, nbytes + 4 * (30_720 + 128)) == whole["dp", "all_gather"]
+    assert coded["dp", "all_reduce"] == (4 + 1, 4 * 2 * 128 + 4 * 16)
+
+
+def test_a_bucket_with_other_modules_is_gathered_whole(tmp_path: Path) -> None:
+    config = configured(tmp_path, TENSORS, **fp8("tensorwise"), **ALL, parallel__zero=1)
+    (found, _) = run_threads(config, trained)
+    assert found[1] == 0
+
+
+def in_all_uses(run: Any) -> tuple[Any, ...]:
+    """Train, evaluate the weights and their average, and train on: all losses, and the weights at the end."""
+    from megascale.train.evaluate import validation_loss
+    from megascale.train.replica_check import ReplicaCheck
+
+    curves = curve_of(run, 1)
+    run.average.update(run.progress.step)
+    curves += curve_of(run, 1)
+    losses = [validation_loss(run, 1)]
+    with run.average.in_place_of_weights(run.buffers):
+        losses.append(validation_loss(run, 1))
+    losses.append(validation_loss(run, 1))
+    ReplicaCheck().check(run)
+    weights = [tensor.clone() for tensor in run.optimizer.flat_tensors()]
+    return curves + curve_of(run, 1), losses, [each.sum().item() for each in weights]
+
+
+def test_evaluation_averages_and_checks_of_replicas_use_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {**fp8("tensorwise"), **BY_MODULE, "train__weight_average": "ema", "train__eval_every": 2}
+    config = configured(tmp_path, TENSORS, **keys, parallel__zero=1, parallel__tp=2)
+    ours = run_threads(config, in_all_uses)
+    assert ours[0][1][0] != ours[0][1][1] and ours[0][1][0] == ours[0][1][2]
+    monkeypatch.setattr(BucketSize, "coded", lambda *_: 0)
+    assert run_threads(config, in_all_uses) == ours
+
+
 def curve(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
     return curve_of(build_run(rank, config), 2)
 
@@ -82,12 +175,14 @@ def test_processes_have_the_bits_of_zero_2(recipe: str, tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.parametrize("zero", only_quick([1, 3], 3))
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_scales_that_ranks_do_not_share_change_the_bits(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unplugged: without the maximum over ranks a rank casts its shard by its own amax."""
-    config = configured(tmp_path, BLOCKS if recipe == "blockwise" else TENSORS, **fp8(recipe))
+    keys = {**fp8(recipe), **BY_MODULE, "parallel__zero": zero}
+    config = configured(tmp_path, BLOCKS if recipe == "blockwise" else TENSORS, **keys)
     expected = run_threads(config, lambda run: curve_of(run, 2))
     monkeypatch.setattr(fp8_codes, "all_reduce", lambda *_, **__: None)
     assert run_threads(config, lambda run: curve_of(run, 2)) != expected

@@ -128,6 +128,50 @@ def test_memory_is_that_of_the_largest_phase(tmp_path: Path) -> None:
     assert sum(dry_run(forward, 0).peak.values()) == pytest.approx(JobMemory(forward).rank(0).total, rel=0.05)
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_a_format_of_scales_is_for_the_recipes_without_one(recipe: str, tmp_path: Path) -> None:
+    """Of all phases one has an effect of the key."""
+    others = [[0.5, "mxfp8" if recipe == "rowwise" else "rowwise"], [0.75, "nvfp4"]]
+    config = configured(tmp_path, others, recipe, fp8__scale="pow2")
+    scales = [section.facts["input"].scale for _, section in config.fp8.phases]
+    assert sorted(scales) == ["e8m0", "nvfp4", "pow2"]
+
+
+class Noted:
+    """A writer of metrics that keeps messages."""
+
+    name = "notes"
+
+    def __init__(self) -> None:
+        self.messages = list[str]()
+
+    def write(self, record: Any) -> None:
+        pass
+
+    def write_message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def messages(rank: Rank, config: RunConfig, resumed: int) -> list[str]:
+    from megascale.train.fp8_casts import RecipeChanges
+    from megascale.train.reporter import Reporter
+
+    run, notes = build_run(rank, config), Noted()
+    run.progress.step, run.progress.samples = resumed, resumed * BATCH
+    hook = RecipeChanges(Reporter(config, run.device, None, [notes], run.mesh.recorder), config.fp8.recipe)
+    for step in range(resumed, STEPS):
+        run.progress.step, run.progress.samples = step, step * BATCH
+        hook.step_begins(run)
+    return notes.messages
+
+
+def test_the_console_names_a_change(tmp_path: Path) -> None:
+    config = configured(tmp_path, [[0.5, "rowwise"], [0.75, "bf16"]])
+    later = "step 7 and later run bf16 by fp8.schedule"
+    assert run_world(1, messages, config, 0) == [["step 5 and later run rowwise by fp8.schedule", later]]
+    assert run_world(1, messages, config, 7) == [[later.replace("7", "8")]]
+
+
 @pytest.mark.parametrize(
     ("schedule", "more", "message"),
     [
@@ -135,6 +179,7 @@ def test_memory_is_that_of_the_largest_phase(tmp_path: Path) -> None:
         ([[0.5, "tensorwise"]], {}, "tensorwise at 0.5 follows itself"),
         ([[1.5, "bf16"]], {}, "less than 1"),
         ([[0.5, "fp3"]], {}, "'fp3' is not one of bf16, bf16_forward, tensorwise"),
+        ([[0.5, "bf17"]], {}, "did you mean 'bf16'?"),
         ([[0.5, "bf16"]], {"train__precision": "bf16"}, "has no effect with train.precision = bf16"),
         ([[0.5, "blockwise"]], {}, "the fp8 recipe blockwise needs multiples of 128"),
     ],

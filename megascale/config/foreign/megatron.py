@@ -189,7 +189,7 @@ TRAIN = (
     needless("--fp8-amax-compute-algo", 'nothing to write: the maximum of the history, with fp8.recipe = "delayed"'),
     needless("--fp8-interval", "nothing to write: 1"),
     absent("--fp8-margin", "not supported", harmless={"0": "nothing to write: 0"}),
-    needless("--fp8-param-gather", "nothing to write: zero = 3 gathers FP8, or bf16 with exact rowwise scales", 0),
+    needless("--fp8-param-gather", "nothing to write: zero = 1 to 3 gather FP8, or bf16 with exact rowwise scales", 0),
     same("--num-layers-at-start-in-bf16", "fp8.first_layers_bf16", only_with="first_last_layers_bf16"),
     same("--num-layers-at-end-in-bf16", "fp8.last_layers_bf16", only_with="first_last_layers_bf16"),
     needless("--first-last-layers-bf16", "nothing to write: one layer at each end stays in bf16 by default", 0),

@@ -143,18 +143,19 @@ class ExpertLayer(Part):
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         quantized = sizes.fp8 and sizes.recipe["serves_experts"]
         cast = (FP32 + 1) / sizes.compute if quantized else 0  # of rows, for each of their bytes
+        (saved, beside), (down_saved, down_beside) = (self._saved(sizes, rows, n) for n in (self.hidden, self.width))
         steps = [
             self._router_bytes(sizes),
             UnitBytes(0, *dispatch, own - arrived),
             UnitBytes(
-                arrived, max(inputs, int(cast * arrived)), max(arrived + up, int(cast * inputs)), arrived - inputs,
-                left=arrived + inputs, wgrad=up,
+                saved, beside + max(inputs, int(cast * arrived)), max(arrived + up, int(cast * inputs)),
+                arrived - inputs, left=saved + inputs, wgrad=up,
             ),  # `up`: wgrad of an expert
             UnitBytes(inputs, outputs, inputs + gate, inputs - outputs),
             UnitBytes(outputs + rows * sizes.compute, outputs, 2 * outputs),  # times the weights of slots
             UnitBytes(
-                outputs, max(arrived, int(cast * outputs)), max(outputs + down, int(cast * arrived)), outputs - arrived,
-                left=outputs + arrived, wgrad=down,
+                down_saved, down_beside + max(arrived, int(cast * outputs)), max(outputs + down, int(cast * arrived)),
+                outputs - arrived, left=down_saved + arrived, wgrad=down,
             ),
             UnitBytes(0, *combine, arrived - result),
             *self._shared_bytes(sizes, at, *in_flight),
@@ -195,6 +196,16 @@ class ExpertLayer(Part):
         sent, arriving = (tokens, sizes.ep * tokens) if sizes.gathers_tokens else (2 * tokens * self.chosen, rows)
         arrived = token * (arriving + 2 * rows) + rows * self.hidden * sizes.compute
         return max(CAST * tokens * self.hidden, token * (2 * tokens + sent + arriving), arrived)
+
+    def _saved(self, sizes: MicroBatchSizes, rows: int, width: int) -> tuple[int, int]:
+        """Size what is saved of the rows of a layer's input, and what forward has besides: the rows, if that are codes,
+        which their cast has counted.
+        """
+        whole = rows * width * sizes.compute
+        if not (sizes.fp8 and sizes.recipe["saves_expert_codes"]):
+            return whole, 0
+        codes = rows * sum(sizes.recipe["input"].row_bytes(width))
+        return codes, whole - codes
 
     def _wgrad(self, sizes: MicroBatchSizes, rows: int, width: int) -> int:
         """Size wgrad of an expert's layer of `width`, with both operands if it is in FP8."""

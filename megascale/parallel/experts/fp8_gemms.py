@@ -15,14 +15,14 @@ from torch import Tensor
 
 from megascale.device import profiler_range
 from megascale.ops.grouped_gemm import RowGroups, scaled_grouped_gemm
-from megascale.ops.planned_cast import taken_cast
+from megascale.ops.planned_cast import keep_cast, kept_cast, taken_cast
 from megascale.ops.quantized import Quantized
 from megascale.ops.recipe import Quantizer
 from megascale.ops.wgrad import Wgrad
 from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
 from megascale.parallel.fp8_state import Fp8State
-from megascale.parallel.linear_gemms import OperandName
+from megascale.parallel.linear_gemms import Operand, OperandName
 from megascale.record.recorder import Recorder
 
 ALIGNMENT = 16  # of the sum of a GEMM with scales of rows
@@ -42,14 +42,14 @@ class Fp8GroupedGemms(GroupedGemms):
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         if not self._quantizes_forward:
             return super().forward(x, weight, groups)
-        operand = self._forward_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[0]
+        operand = self._kept_weights(weight)[0] if self.state.keeps_weights else self._forward_weight(weight)
         return self._gemm("input", x, operand, groups)
 
     def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         if not (self.state.quantizes and self.state.recipe.facts["serves_experts"]):
             self._weights, self._version = (), -1
             return super().dgrad(grad, weight, groups)
-        operand = self._dgrad_weight(weight) if self.state.cast_shards else self._kept_weights(weight)[1]
+        operand = self._kept_weights(weight)[1] if self.state.keeps_weights else self._dgrad_weight(weight)
         return self._gemm("gradient", grad, operand, groups)
 
     @property
@@ -61,7 +61,16 @@ class Fp8GroupedGemms(GroupedGemms):
     def _quantizes_forward(self) -> bool:
         return bool(self.state.quantizes_forward and self.state.recipe.facts["serves_experts"])
 
-    def wgrad(self, total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
+    def wgrad_source(self, x: Tensor) -> Operand:
+        quantizer = self.state.recipe.rows["input"]
+        if not (self._quantizes_forward and self.state.recipe.facts["saves_expert_codes"] and len(x)):
+            return x
+        if (kept := kept_cast(x)) is None:
+            with profiler_range("quantize"):
+                keep_cast(x, kept := quantizer.encode(x))  # for forward
+        return kept
+
+    def wgrad(self, total: Tensor, grad: Tensor, x: Operand, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
         if not (self.state.quantizes and self.state.recipe.facts["free_borders"]):
             super().wgrad(total, grad, x, groups, wgrad, add)
             return
@@ -73,16 +82,17 @@ class Fp8GroupedGemms(GroupedGemms):
             elif not add:
                 matrix.zero_()
 
-    def _turned(self, operand: OperandName, rows: Tensor) -> Quantized:
+    def _turned(self, operand: OperandName, rows: Operand) -> Quantized:
         """Quantize the transpose of an expert's rows, with zeros up to whole blocks, perhaps from their codes."""
         row, column = (each[operand] for each in (self.state.recipe.rows, self.state.recipe.columns))
-        missing = -len(rows) % (column.spec.block.k or ALIGNMENT)
+        missing = -rows.shape[0] % (column.spec.block.k or ALIGNMENT)
         with profiler_range("quantize"):
-            given = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-            if row.spec.requantises:
-                given = row.kernels.decode(row.encode(given))
+            codes = row.encode(rows) if row.spec.requantises and isinstance(rows, Tensor) else rows
+            given = row.kernels.decode(codes) if isinstance(codes, Quantized) else codes
+            del codes  # large, as what is next
+            given = F.pad(given, (0, 0, 0, missing)) if missing else given
             turned = column.turned(given)
-            del given  # large, as what is next
+            del given
             return column.encode(turned)
 
     def _gemm(self, operand: OperandName, x: Tensor, weight: Quantized, groups: RowGroups) -> Tensor:

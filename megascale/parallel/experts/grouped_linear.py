@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, grouped_gemm, grouped_wgrad
+from megascale.ops.quantized import Quantized
 from megascale.ops.wgrad import Wgrad
 from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, is_frozen, leaves
+from megascale.parallel.linear_gemms import Operand
 
 
 class GroupedGemms:
@@ -26,8 +28,13 @@ class GroupedGemms:
         """Compute grad W_e [r, k]."""
         return grouped_gemm(grad, weight.flatten(1, -2).transpose(-2, -1), groups)
 
-    def wgrad(self, total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
-        """Write each expert's grad^T x into `total` [experts, n, k], or add it with `add`."""
+    def wgrad_source(self, x: Tensor) -> Operand:
+        """Return what is saved of an input for wgrad, before its forward."""
+        return x
+
+    def wgrad(self, total: Tensor, grad: Tensor, x: Operand, groups: RowGroups, wgrad: Wgrad, add: bool) -> None:
+        """Write each expert's grad^T x into `total` [experts, n, k], or add it with `add`; x is a `wgrad_source`."""
+        assert isinstance(x, Tensor)
         grouped_wgrad(total, grad, x, groups, wgrad, add)
 
     @property
@@ -44,7 +51,8 @@ def grouped_linear(
     gemms: GroupedGemms = HIGH_PRECISION_GROUPS,
 ) -> Tensor:  # fmt: skip
     """Compute y = x W_e^T for rows x [r, k] of each expert e, and `weight` [experts, ..., k], whose dimensions between
-    are the n outputs: [r, n]; plus `bias` [experts, ...], times the rows' `factors` [r, 1]. Saved for backward: x.
+    are the n outputs: [r, n]; plus `bias` [experts, ...], times the rows' `factors` [r, 1]. Saved for backward: x, or
+    its codes if they serve wgrad.
     """
     return _GroupedLinear.apply(x, weight, groups, bias, factors, gemms)
 
@@ -60,7 +68,10 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None, factors: Tensor | None,
         gemms: GroupedGemms,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, factors)
+        source = gemms.wgrad_source(x)
+        coded = isinstance(source, Quantized)
+        tensors, ctx.restore = (source.tensors, source.constructor()) if coded else ((source,), lambda x: x)
+        ctx.save_for_backward(weight, bias, factors, *tensors)
         ctx.groups, ctx.gemms = groups, gemms
         out = gemms.forward(x, weight, groups)
         if bias is not None:
@@ -69,8 +80,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, factors = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        weight, bias, factors, *tensors = ctx.saved_tensors
+        x, grad = ctx.restore(*tensors), grads[0].contiguous()
         grad_x = ctx.gemms.dgrad(grad, weight, ctx.groups)
         grad_bias = grad_factors = None
         if bias is not None:
@@ -79,7 +90,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, _accumulate(weight, grad, x, ctx.groups, ctx.gemms), None, grad_bias, grad_factors, None
 
 
-def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, gemms: GroupedGemms) -> Tensor | None:
+def _accumulate(weight: Tensor, grad: Tensor, x: Operand, groups: RowGroups, gemms: GroupedGemms) -> Tensor | None:
     """Add each expert's grad^T x to the main gradient of `weight`; without one, return the gradient."""
     if is_frozen(weight) or leaves(_accumulate, weight, grad, x, groups, gemms):
         return None

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import QuantizerSpec
 from megascale.layout.blocks import BlockSpec, distinct_blocks, linears, surroundings, tile_mlp
 from megascale.layout.loss import BLOCK_BYTES, loss_chunks
@@ -52,8 +51,7 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
     weight: QuantizerSpec = sizes.recipe["weight"]
     turned = 0 if weight.block.serves_transpose else 1 + sizes.compute
-    cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + turned
-    casting = cast * max(elements) if fp8 else 0
+    casting = int((CAST - sizes.recipe["weight_bytes"] + turned) * max(elements)) if fp8 else 0
     if fp8 and sizes.cast_where_used:  # the operands of the largest weight, of codes a transpose in backward
         forward = forward if weight.gathers_codes else max(forward + max(elements), casting)
         backward, casting = max(backward + max(elements), casting), 0

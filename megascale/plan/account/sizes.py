@@ -12,7 +12,7 @@ from megascale.layout.chunks import BucketSize, fp8_layers
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes
 from megascale.layout.pieces import MAX_PIECES
-from megascale.layout.topology import DATA_AXES, topology_of
+from megascale.layout.topology import DATA_AXES, inner_axes, topology_of
 from megascale.plan.account.attended import expected_documents
 
 
@@ -23,13 +23,15 @@ def data_ranks(parallel: ParallelConfig) -> int:
 
 def coded_elements(config: RunConfig, bucket: BucketSize) -> int:
     """Count the elements of a bucket that are gathered as FP8 codes."""
-    weight = config.fp8.facts["weight"]
-    gathered = config.parallel.zero == 3 and not config.fp8.schedule
+    p, weight = config.parallel, config.fp8.facts["weight"]
+    if not config.train.quantizes or config.fp8.schedule:
+        return 0
+    gathered = p.zero == 3 or (p.zero > 0 and topology_of(p).size(*inner_axes(bucket.reduce_axes)) > 1)
     return bucket.coded(fp8_layers(config.model, config.train, config.fp8), weight) if gathered else 0
 
 
 def gathered_bytes(config: RunConfig, bucket: BucketSize) -> int:
-    """Size the weights of a bucket as they are gathered (`bucket_storage.ShardedAll`)."""
+    """Size the weights of a bucket as they are gathered (`bucket_storage.Sharded`)."""
     coded, compute = coded_elements(config, bucket), config.train.element_bytes[0]
     return compute * (bucket.numel - coded) + (bucket.numel if coded else 0)
 

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from megascale.catalog.recipes import TENSOR
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
-from megascale.layout.chunks import count_heads, fp8_layers, stages_of
+from megascale.layout.chunks import bucket_sizes, count_heads, fp8_layers, stages_of
 from megascale.layout.freezing import matches
 from megascale.layout.loss import loss_chunks
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
@@ -21,7 +22,8 @@ from megascale.layout.pieces import split_rows
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Stages
 from megascale.layout.tensors import TOKEN_EMBEDDING, padded_vocab
-from megascale.plan.account.sizes import micro_batch_sizes
+from megascale.layout.topology import DATA_AXES
+from megascale.plan.account.sizes import coded_elements, micro_batch_sizes
 
 
 def block_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: RecomputePolicy) -> list[CommOp]:
@@ -78,38 +80,54 @@ class StageTraffic:
         sizes = {quantized: replace(self.sizes, batch=batch, fp8=quantized) for quantized in (False, True)}
         for chunk in range(p.vpp):
             layers = self.layout.layers(self.layout.index(self.stage, chunk))
-            policies = ((layer, recompute_policy(config.train, chunk, layer)) for layer in layers)
             kinds = Counter(
-                (block_spec(config.model, layer, config.train.freeze), layer in fp8, policy)
-                for layer, policy in policies
+                (
+                    block_spec(config.model, layer, config.train.freeze),
+                    layer in fp8,
+                    f"layers.{layer}" in self._coded,
+                    recompute_policy(config.train, chunk, layer),
+                )
+                for layer in layers
             )
-            for (block, quantized, recompute), count in kinds.items():
+            for (block, quantized, coded, recompute), count in kinds.items():
                 sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
                 sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
                 sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []
                 visits = self.layout.placement.visits(self.stage, chunk, m)
                 yield from (each._replace(times=parts * count * visits) for each in sent)
-                amaxes = self._weight_amaxes(block, recompute, visits) if p.tp > 1 and quantized else ()
+                amaxes = self._weight_amaxes(block, recompute, visits, coded) if p.tp > 1 and quantized else ()
                 yield from (each._replace(times=count * each.times) for each in amaxes)
         yield from (each._replace(times=m) for each in self._ends())
         for path, count in self.layout.placement.counted_paths(m).items():
             yield from (each._replace(times=count) for each in self._messages(path))
 
-    def _weight_amaxes(self, block: BlockSpec, recompute: RecomputePolicy, visits: int) -> Iterator[CommOp]:
+    @cached_property
+    def _coded(self) -> set[str]:
+        """The layers whose weights, but for experts, are gathered as codes."""
+        c = self.config
+        buckets = chain(*bucket_sizes(c.model, c.parallel, c.overlap, c.train, self.stage))
+        dense = (bucket for bucket in buckets if bucket.reduce_axes == DATA_AXES and coded_elements(c, bucket))
+        return {module for bucket in dense for module in bucket.modules}
+
+    def _weight_amaxes(
+        self, block: BlockSpec, recompute: RecomputePolicy, visits: int, coded: bool
+    ) -> Iterator[CommOp]:
         """List the all-reduces of the amaxes of a block's FP8 weights: once a step; of sharded ones with every cast in
-        which tp shards a scale's elements: all if it is the tensor's, for dgrad if tp shards rows, else for forwards,
-        which codes need no more.
+        which tp shards a scale's elements: all if it is the tensor's, for dgrad if tp shards rows, else for forwards.
+        Of those gathered as codes they are casts for dgrad alone, where codes do not serve it.
         """
         sharded, weight = self.config.parallel.zero == 3, self.config.fp8.facts["weight"]
-        for part in block if not (sharded and weight.gathers_codes and weight.block.serves_transpose) else ():
+        for part in block if not (coded and weight.block.serves_transpose) else ():
             forwards = 2 if recompute.full and not is_skippable(block, part) else 1
             for param in (param for param in part.params("", self.config.model) if param.fp8):
                 dimension = param.sharding["tp"]
                 whole = param.parts[0].shape[1 - dimension]  # of the dimension that tp does not shard
-                if sharded and weight.amax_block == TENSOR:
+                if coded and dimension == 1:
+                    times = 0
+                elif sharded and weight.amax_block == TENSOR:
                     times = visits * (forwards + 1)
                 elif sharded and dimension == 1:
-                    times = 0 if weight.gathers_codes else visits * forwards
+                    times = visits * forwards
                 else:
                     times = visits if sharded else 1
                 layer = param.name.removeprefix(".").removesuffix(".weight")

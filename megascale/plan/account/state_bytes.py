@@ -1,7 +1,8 @@
 """State of a rank between steps: parameters, gradients and optimizer state, exactly (`state_bytes`).
 
 For N parameters of c bytes in the compute and a in the accumulation dtype, d ranks that shard and ZeRO stage z
-(Rajbhandari et al. 2020): parameters c N, for z = 3 divided by d, plus 2 bytes per FP8 weight, or 1 / d of its code;
+(Rajbhandari et al. 2020): parameters c N, for z = 3 divided by d, plus 2 bytes per FP8 weight, or 1 / d of its code. Of
+weights gathered as codes with z = 1 or 2 a rank has c N / d and both FP8 copies, the first of which is gathered;
 gradients a N, for z >= 2 divided by d; optimizer (k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the
 two dtypes differ, master weights. Parameters of experts are divided by the ranks along edp. State of whole matrices is
 on their owners (`account.optimizer_state`).
@@ -22,7 +23,7 @@ from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, st
 from megascale.layout.sub_groups import AHEAD, aligned_size
 from megascale.layout.topology import topology_of
 from megascale.plan.account.optimizer_state import StageOptimizer
-from megascale.plan.account.sizes import coded_elements
+from megascale.plan.account.sizes import coded_elements, gathered_bytes
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,16 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     if config.fp8.facts["serves_experts"]:
         cast += sum(part.expert_numel for block in quantized for part in block) // config.parallel.ep
     beside = storage.fp8_weights == "beside"
-    cast_bytes = (facts["fp8_weight_bytes"] - (0 if beside else compute)) * cast
+    cast_bytes = int((config.fp8.facts["weight_bytes"] - (0 if beside else compute)) * cast)
     chunks = bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
     weights, weight_shard, _ = stage_elements(chunks, topology, trained=False)
     elements, shard, state = stage_elements(chunks, topology, trained=True)
-    if "weight" in sharded:  # codes
-        coded = (bucket for bucket in chain(*chunks) if coded_elements(config, bucket))
-        cast_bytes = sum(bucket.shard(topology) for bucket in coded) if beside else 0
+    coded = {bucket: numel for bucket in chain(*chunks) if (numel := coded_elements(config, bucket)) and beside}
+    if "weight" in sharded:
+        cast_bytes = sum(bucket.shard(topology) for bucket in coded)
+    else:
+        cast_bytes += sum(gathered_bytes(config, bucket) - numel for bucket, numel in coded.items())
+        cast_bytes -= compute * sum(bucket.numel - bucket.shard(topology) for bucket in coded)
     sizes = {"weight": (weights, weight_shard), "gradient": (elements, shard), "state": (elements, state)}
     held = {kind: sizes[kind][kind in sharded] for kind in sizes}
     averages = {

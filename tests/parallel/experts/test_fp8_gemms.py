@@ -25,6 +25,7 @@ MODEL = LLAMA | {
 }  # fmt: skip
 RECIPES = ("rowwise", "blockwise", "mxfp8")
 SCALED = [*((recipe, "fp32") for recipe in RECIPES), ("rowwise", "pow2"), ("blockwise", "pow2")]
+ROTATED = [("halo", "fp32"), ("halo", "pow2"), ("halo_int8", "pow2")]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 ep2": {"parallel__dp": 2, "parallel__ep": 2},
     "dp2 ep1": {"parallel__dp": 2},
@@ -86,7 +87,7 @@ def weights_of_experts(run: Any) -> None:
     assert not found[1].any()
 
 
-@pytest.mark.parametrize(("recipe", "scale"), SCALED)
+@pytest.mark.parametrize(("recipe", "scale"), SCALED + ROTATED)
 def test_wgrad_is_in_fp8_with_scales_of_powers_of_two(recipe: str, scale: str, tmp_path: Path) -> None:
     run_threads(configured(tmp_path, recipe, fp8__scale=scale), weights_of_experts)
 
@@ -110,6 +111,25 @@ def test_layouts_train_equally(recipe: str, layout: str, scale: str, tmp_path: P
         for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
             assert loss == pytest.approx(expected, rel=2e-3)
             assert norm == pytest.approx(expected_norm, rel=5e-2)
+
+
+LARGEST_GAP = 0.01  # of the mean loss of the last two of six steps
+
+
+def last_losses(config: RunConfig) -> float:
+    (found,) = run_threads(config, lambda run: curve_of(run, 6))
+    return sum(loss for loss, _ in found[-2:]) / 2
+
+
+def test_losses_stay_near_those_of_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factor on the experts' results, as a scale that is lost, is found."""
+    keys = {"train__steps": 6, "optimizer__lr": 3e-3}
+    bf16 = last_losses(configured(tmp_path, "rowwise", train__precision="bf16", **keys))
+    for recipe in RECIPES:
+        assert abs(last_losses(configured(tmp_path, recipe, **keys)) - bf16) < LARGEST_GAP
+    real = Fp8GroupedGemms.forward
+    monkeypatch.setattr(Fp8GroupedGemms, "forward", lambda *given: real(*given) * 4)
+    assert abs(last_losses(configured(tmp_path, "rowwise", **keys)) - bf16) > LARGEST_GAP
 
 
 @pytest.mark.parametrize("dispatcher", only_quick(["all_to_all", "all_gather"], "all_to_all"))

@@ -1,0 +1,82 @@
+"""Recipes quantize as one process in every layout: without the rounding of bf16 sums, runs are the same to 1e-10.
+
+Compute is in fp64, and GEMMs multiply what codes and scales stand for. In bf16 ranks of tp add outputs that are
+rounded; an amax that differs in its last bit changes most codes of a tensor, and losses by 1e-3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.catalog.precisions import PRECISIONS
+from megascale.config.run import RunConfig
+from megascale.ops.quantized import Quantized
+from megascale.ops.wgrad import write
+from megascale.parallel import fp8_linear
+from tests.marks import only_quick_rows
+from tests.parallel.test_fp8_linear import NAMES, WIDE, configured
+from tests.runs import curve_of
+from tests.thread_world import run_threads
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"parallel__tp": 2},
+    "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
+    "tp2 sp, no overlap": {"parallel__tp": 2, "parallel__sp": True, "overlap__tp": False},
+    "cp2": {"parallel__cp": 2, "model__seq_length": 512},
+    "pp2 zb_h1": {"parallel__pp": 2, "parallel__schedule": "zb_h1"},
+    "dp2 zero3": {"parallel__dp": 2, "parallel__zero": 3},
+}
+RECIPES = [*((name, "fp32") for name in NAMES), *((name, "pow2") for name in ("tensorwise", "rowwise", "blockwise"))]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute and accumulate in fp64 what [fp8] quantizes."""
+    facts = PRECISIONS["fp64"].facts | {"quantizes": True}
+    monkeypatch.setitem(PRECISIONS.cards, "fp8", replace(PRECISIONS["fp8"], target="torch:float64", facts=facts))
+
+
+def gemm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    out = a.dequantize().double().flatten(0, -2) @ b.dequantize().double().t()
+    return out.to(dtype).view(*a.shape[:-1], b.shape[0])
+
+
+def wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
+    write(total, gemm(a, b, total.dtype), add)
+
+
+def curve(config: RunConfig) -> tuple[float, float]:
+    """Return the loss and the gradient norm of the third step."""
+
+    def trained(run: Any) -> list[tuple[float, float]]:
+        run.fp8_state.recipe = replace(run.fp8_state.recipe, gemm=gemm, wgrad=wgrad)
+        return curve_of(run, 3)
+
+    return run_threads(config, trained)[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scale", "layout"),
+    only_quick_rows(
+        [(*each, layout) for each in RECIPES for layout in LAYOUTS],
+        ("tensorwise", "fp32", "tp2 sp"), ("nvfp4", "fp32", "tp2"), ("rowwise", "pow2", "tp2 sp"),
+    ),
+)  # fmt: skip
+def test_layouts_are_the_same_run(recipe: str, scale: str, layout: str, tmp_path: Path) -> None:
+    keys = LAYOUTS[layout] | {"fp8__scale": scale}
+    model = WIDE | {"seq_length": keys.pop("model__seq_length", 128)}
+    ours, alone = (curve(configured(tmp_path, recipe, model, **each)) for each in (keys, {"fp8__scale": scale}))
+    assert ours == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_amaxes_of_a_rank_alone_change_the_run(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = curve(configured(tmp_path, recipe, WIDE))
+    monkeypatch.setattr(fp8_linear, "all_reduce", lambda *_, **__: None)
+    assert curve(configured(tmp_path, recipe, WIDE, parallel__tp=2)) != pytest.approx(alone, rel=1e-5)
