@@ -928,6 +928,31 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.mup_base_width": "has no effect with lamb"},
     ),
     (
+        "frozen_parameters",
+        {"train__freeze": ["layers.9.*"]},
+        {"train.freeze": "layers.9.* matches no parameter"},
+    ),
+    (
+        "frozen_parameters",
+        {"train__freeze": ["*.q.weight"]},
+        {"train.freeze": "is in one weight with layers.0.attention.k.weight, layers.0.attention.v.weight"},
+    ),
+    (
+        "frozen_parameters",
+        {"train__freeze": ["*"]},
+        {"train.freeze": "all parameters are frozen: nothing is trained"},
+    ),
+    (
+        "FROZEN",
+        {"train__freeze": ["embedding.*"], "optimizer__name": "lamb"},
+        {"optimizer.name": "lamb needs norms of all parameters"},
+    ),
+    (
+        "FROZEN",
+        SITES | {"train__freeze": ["embedding.*"]},
+        {"sites.count": "sites exchange all weights"},
+    ),
+    (
         "TIED_HEAD",
         {"model__mup_base_width": 32, "model__tie_embeddings": True},
         {"model.mup_base_width": "the head's scale and learning rate are not the token embedding's under muP"},

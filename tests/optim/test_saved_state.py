@@ -113,7 +113,7 @@ def test_what_another_configuration_keeps(before: Any, now: Any, kept: bool, tmp
     assert (was is None) == (before is None)
     matrices = [p for p in all_params(after.model) if p.kind == "matrix" and p.name.startswith("layers.1")]
     names = [f"{state}.{t.name}" for p in matrices for t in p.parts for state in groups.group_of(p, t).state]
-    assert fresh_state(names, matrices, groups, was) == ([] if kept else names)
+    assert fresh_state(names, matrices, groups, config) == ([] if kept else names)
 
 
 def test_a_rule_that_is_not_installed_leaves_nothing(tmp_path: Path) -> None:

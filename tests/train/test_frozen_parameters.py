@@ -11,7 +11,6 @@ import torch
 
 from megascale.checkpoint import folders
 from megascale.checkpoint.format import manifest
-from megascale.core.errors import ConfigError
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.train.resume import load_initial_state
@@ -87,18 +86,3 @@ def test_state_is_saved_of_trained_ones_alone_and_begins_at_zero(tmp_path: Path)
     names, text, _ = run_world(1, train_and_save, config, 1)[0]
     assert "begins at zero: exp_avg, exp_avg_sq" in text
     assert "exp_avg.layers.0.mlp.up.weight" in names
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"train__freeze": ["layers.9.*"]}, "layers.9.* matches no parameter"),
-        ({"train__freeze": ["*.q.weight"]}, "is in one weight with layers.0.attention.k.weight, layers.0.attention.v"),
-        ({"train__freeze": ["*"]}, "nothing is trained"),
-        ({"train__freeze": ["embedding.*"], "optimizer__name": "lamb"}, "lamb needs norms"),
-    ],
-)
-def test_lists_that_cannot_work_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.freeze|optimizer\.name") as error:
-        config_of(settings(LLAMA, tmp_path, **keys), tmp_path)
-    assert message in str(error.value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from megascale.config.model import ModelConfig
 from megascale.layout.freezing import matches
@@ -35,7 +36,7 @@ class DepthInput(Part):
     def whole_numel(self) -> int:
         return self.token_weights
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> DepthInput:
+    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
         return replace(self, frozen=matches(TOKEN_EMBEDDING, patterns))
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
+from typing import Self
 
 from megascale.config.model import ModelConfig
 from megascale.layout.freezing import matches
@@ -94,7 +95,7 @@ class ExpertLayer(Part):
             params += linear_params(f"{block}.shared_gate", model, gate)
         return params
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> ExpertLayer:
+    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
         stacks, shared = ("gate_up" if self.inputs > self.width else "up", "down"), self.shared
         first, last = (matches(f"{block}.experts.{name}.weight", patterns) for name in stacks)
         if shared is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.attention import AttentionSpec
@@ -66,7 +67,7 @@ class LatentProjections(Part):
         parts = tuple(replace(part, head_dim=part.shape[0] // self.heads) for part in param.parts)
         return replace(param, parts=parts)
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> LatentProjections:
+    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
         return replace(self, queries=self.queries.freeze(block, patterns), keys=self.keys.freeze(block, patterns))
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from megascale.config.model import ModelConfig
 from megascale.layout.freezing import matches
@@ -56,7 +56,7 @@ class LinearGroup(Part):
         params = (linear_params(f"{block}.{layer.name}", model, layer, self.sharded) for layer in self.layers)
         return list(itertools.chain(*params))
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> LinearGroup:
+    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
         layers = (
             replace(layer, frozen=all(matches(f"{name}.weight", patterns) for name in layer.tensors(block)))
             for layer in self.layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach
@@ -147,7 +147,7 @@ class Part(ABC):
         """The parameters. `block`: name of the block."""
         return []
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> Part:
+    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
         """Return the part with the linear layers whose weights match `patterns`, and are not trained, as such."""
         return self
 
