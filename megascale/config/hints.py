@@ -122,7 +122,11 @@ def _with_article(words: str) -> str:
     """Return a type in words as a noun with its article."""
     words = words.replace("`", "").replace("list of whole number", "list of whole numbers")
     words = words.replace("list of number", "list of numbers")
-    return f"a {words}" if words.startswith(("whole", "number", "list", "table")) else words.replace("text", "text in quotes")
+    return (
+        f"a {words}"
+        if words.startswith(("whole", "number", "list", "table"))
+        else words.replace("text", "text in quotes")
+    )
 
 
 def _boolean(text: str) -> str:
