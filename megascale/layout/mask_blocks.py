@@ -122,8 +122,10 @@ def mask_blocks(
     if starts is None and window is None and tuple(queries) == tuple(keys):
         size = count(queries)  # spans ascend: a triangle also where they are held
         return MaskBlocks([MaskBlock(slice(0, size), slice(0, size), None, 0)])
-    documents = documents_of(queries, keys, starts, length)
-    blocks = (block for row, _, *runs in documents for block in band_blocks(itertools.product(*runs), window, row))
+    pairs = (
+        (row, itertools.product(own, theirs)) for row, _, own, theirs in documents_of(queries, keys, starts, length)
+    )
+    blocks = (block for row, runs in pairs for block in band_blocks(runs, window, row))
     return MaskBlocks(merge_rectangles(blocks) if starts is None else blocks)
 
 

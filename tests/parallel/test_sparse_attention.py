@@ -51,9 +51,9 @@ QUICK = (
 
 
 def curves(folder: Path, **changes: Any) -> list[list[tuple[float, float]]]:
-    keys = {"train__steps": 3, "batch__global": 4, "optimizer__lr": 1e-3}
+    keys = {"train__steps": 2, "batch__global": 2, "optimizer__lr": 1e-3, "optimizer__warmup_steps": 0}
     config = config_of(settings(SPARSE, folder, **(keys | changes)), folder)
-    return run_threads(config, lambda run: curve_of(run, 3))
+    return run_threads(config, lambda run: curve_of(run, 2))
 
 
 @pytest.fixture(scope="module")

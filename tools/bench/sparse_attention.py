@@ -2,8 +2,9 @@
 
     .venv/bin/python tools/bench/sparse_attention.py [--lengths 2048 8192] [--rounds 5]
 
-Attention alone runs forward and backward on random q, k and v of the model's heads. Steps take turns, after one of each
-that is not timed. Prints a table in Markdown.
+Attention alone runs forward and backward on random q, k and v of the model's heads. Cases take turns, after a time of
+each that does not count. Times are the process's CPU seconds, on one thread, which other load on the machine changes
+little. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ every = 0
 """
 SPARSE = "{local_blocks = 4, stride = 8, block = 64}"
 KINDS = {"dense": "auto", "sparse": SPARSE}
-HEADER = ["tokens", "attention", "scores of a head", "share", "attention, s", "speed", "step, s", "speed"]
+HEADER = ["tokens", "attention", "scores of a head", "share", "attention, CPU s", "speed", "step, CPU s", "speed"]
 
 
 def main() -> None:
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     rows = [row for length in options.lengths for row in measure(length, options.rounds)]
     print("\n".join(pipes(HEADER, *rows)))
 
@@ -107,13 +109,13 @@ def attention(config: RunConfig) -> Callable[[], Any]:
 
 
 def medians(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of cases that take turns, after a first time each."""
+    """Return the median CPU seconds of cases that take turns, after a first time each."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds + 1):
         for name, case in cases.items():
-            start = time.perf_counter()
+            start = time.process_time()
             case()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.process_time() - start)
     return {name: statistics.median(each[1:]) for name, each in seconds.items()}
 
 
