@@ -59,7 +59,8 @@ class MicroBatchSizes:
     lengths in a row with a document mask. `recipe`: facts of the FP8 recipe (`catalog.recipes`); `fp8`: the linear
     layers run FP8 GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
     all-gather; `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
-    `cast_where_used`: FP8 operands of weights are not kept for the step.
+    `cast_where_used`: FP8 operands of weights are not kept for the step. `input_rank`: elements of a token that linear
+    layers save in place of an input; 0: all.
     """
 
     model: ModelConfig
@@ -84,6 +85,7 @@ class MicroBatchSizes:
     token_blocks: int = 1
     split: bool = False
     cast_where_used: bool = False
+    input_rank: int = 0
 
     @property
     def tokens(self) -> int:
@@ -170,6 +172,10 @@ class MicroBatchSizes:
         if self.saves_codes:
             return int(elements // width * sum(spec.row_bytes(width)))
         return nbytes + (FP32 * width if self.fp8 and whole and self.recipe["input_column"].block == ROW else 0)
+
+    def projected(self, inputs: int) -> int:
+        """Size what is saved of a token's input of linear layers, if it is projected."""
+        return min(self.input_rank, inputs) * self.compute
 
     def sends_codes(self, operand: str, both: bool = True) -> bool:
         """True if an operand is all-gathered as codes, for the GEMM or with `both` also for that of its transpose."""

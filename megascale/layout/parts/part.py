@@ -49,7 +49,7 @@ class LinearSpec:
     `name`: path inside the block, such as 'attention.qkv'. `label`: name in the event log. `parts`: logical parts of
     the weight with their rows, stacked along dimension 0. `fp8`: FP8 may run this GEMM; a router, for example, stays
     in the compute dtype. `bias`: the layer has a bias. `head_dim`: rows of an attention head, of which the parts are
-    stacks; None for other layers.
+    stacks; None for other layers. `alone`: no other operation saves the input.
     """
 
     name: str
@@ -59,6 +59,7 @@ class LinearSpec:
     fp8: bool = True
     bias: bool = False
     head_dim: int | None = None
+    alone: bool = True
 
     @property
     def outputs(self) -> int:
