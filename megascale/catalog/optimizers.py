@@ -4,9 +4,9 @@
   full parameters as well; "rows_and_columns", "matrix" and "low_rank", whole matrices on their owners
 - `state`: fp32 state tensors by name, with their shape in dimensions: m rows, n columns, s the shorter and l the longer
   of the two, r the rank (option `rank`), M and N like m and n up to option `max_size`, else 1, h the
-  option `history`, d the share `density` of m n; a and b rows and columns of a block of at most option `block`, x and y
-  the numbers of blocks, t and u the elements above the diagonals of a block of a and of b; "" is one element, and
-  "mn/256" one for every block of 256 elements of [m, n]
+  option `history`, c the rank or n if that is less, d the share `density` of m n; a and b rows and columns of a block
+  of at most option `block`, x and y the numbers of blocks, t and u the elements above the diagonals of a block of a and
+  of b; "" is one element, and "mn/256" one for every block of 256 elements of [m, n]
 - `meaning`: what the state means, by default the rule's name: on resume a rule takes over the state of another one
   with the same meaning, names and shapes; by an option's value: (option, meanings by value)
 - `state_with`: further state with an option of a value, by (option, value); `uint8`: the names of tensors in 8 bits
@@ -20,6 +20,8 @@
 - `gemms`: matmuls [m, k] x [k, n] of an update by m, n and k, as letters; of a Newton-Schulz step with an option
   `ns_steps`; `gemms_with`: further ones, as in `state_with`
 - `temporaries`: tensors of a matrix's size at the peak of its update, a bound for memory
+- `input_projection`: `module:attribute` of a function (`parallel.projected_gemms.Projection`) with which linear layers
+  save projections of their inputs, of `rank` elements a token
 - `decompositions`: their multiplications as GEMMs, every `update_gap` steps, or in every step without this option;
   `decompositions_with`: further ones, as in `state_with`
 """
@@ -45,7 +47,8 @@ def with_defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
     mappings = ("options", "choices", "options_of", "state_with", "gemms", "gemms_with")
     no_more = {key: dict[str, Any]() for key in (*mappings, "decompositions", "decompositions_with")}
     defaults = {
-        "meaning": "", "uint8": (), "weight": False, "first_moves": True, "width_power": 1.0, "temporaries": TEMPORARIES
+        "meaning": "", "uint8": (), "weight": False, "first_moves": True, "width_power": 1.0,
+        "temporaries": TEMPORARIES, "input_projection": "",
     }  # fmt: skip
     return {"kinds": kinds, **defaults, **no_more, **facts}
 
@@ -185,6 +188,13 @@ OPTIMIZERS = Registry(
             },
             choices={"cayley": ("neumann", "exact")}, weight=True, width_power=0.0,
             gemms={"mna": 2, "mnb": 2, "maa": 15, "nbb": 15},
+        ),
+        _card(
+            "compact", "Adam in a random subspace, in which layers save inputs, experimental (Shamshoum et al. 2024)",
+            "contrib.compact:compact", "low_rank", {"exp_avg": "mc", "exp_avg_sq": "mc"},
+            options=_ADAM | {"rank": 256, "update_gap": 50, "scale": 0.25},
+            gemms={"mcn": 2, "cnc": 1, "ccc": 1 / 3, "ccm": 1}, width_power=0.5,
+            input_projection="megascale.optim.contrib.compact:projection",
         ),
         _card(
             "soap", "Adam in the eigenbases of Shampoo's factors (Vyas et al. 2024)", "contrib.soap:soap", "matrix",

@@ -1,11 +1,11 @@
-"""Rules of what a rule of `[optimizer]` changes beside the update: where its state is."""
+"""Rules of what a rule of `[optimizer]` changes beside the update: where its state is, and what layers save."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.config.exclusions import Exclusions, only, unless, unsupported
+from megascale.config.exclusions import Exclusions, is_full_precision, only, unless, unsupported
 from megascale.config.finding import Finding
 from megascale.config.train import OptimizerConfig
 
@@ -22,6 +22,21 @@ OFFLOAD = unsupported(
     ("sites.count", only(1), "outer steps are of master weights on the device", "1"),
     ("fault.rebuild_stage", only(0), "stages are rebuilt from state on the device", "0"),
     when=unless("none"), off="none",
+)  # fmt: skip
+
+PROJECTED_INPUTS = unsupported(
+    "optimizer.name",
+    ("optimizer.groups", only([]), "layers save what one rule needs", "no groups"),
+    ("train.precision", is_full_precision, "wgrad is of projected inputs", "bf16"),
+    ("train.recompute", unless("full"), "blocks save their own inputs, not those of layers", "none"),
+    ("train.recompute_ops", only(None, ["attention"]), "recomputed inputs are not saved", '["attention"]'),
+    ("train.mlp_tiles", only(1), "tiles save no inputs of layers", "1"),
+    ("train.noise_scale_every", only(0), "gradients have the noise of the projection", "0"),
+    ("model.experts", only(0), "experts keep whole inputs", "0"),
+    ("model.kv_lora_rank", only(0), "latent projections keep whole inputs", "0"),
+    ("model.mtp_layers", only(0), "MTP layers keep whole inputs", "0"),
+    ("overlap.tp", unless("domino"), "halves of a micro-batch share no projection", "true"),
+    when=lambda name: bool(OPTIMIZERS[str(name)].facts.get("input_projection")), off="another rule",
 )  # fmt: skip
 
 

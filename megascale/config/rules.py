@@ -76,6 +76,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.TIED_HEAD,
     train_rules.compensated_weights, exclusions.LAMB, exclusions.COMPENSATED,
     optimizer_rules.NO_OFFLOAD, optimizer_rules.OFFLOAD, optimizer_rules.offloaded_state,
+    optimizer_rules.PROJECTED_INPUTS,
     exclusions.ZCLIP, exclusions.SKIPPED_STEPS,
     backend_rules.supported_backends,
     exclusions.NO_HOST_READER,

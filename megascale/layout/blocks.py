@@ -205,4 +205,4 @@ def attention(model: ModelConfig, layer: int) -> AttentionSpec:
 def out(model: ModelConfig) -> LinearSpec:
     """The output projection of attention, from the heads to the residual stream."""
     width = model.num_heads * model.value_head_dim
-    return LinearSpec("attention.out", "out", width, (("out", model.hidden_size),), bias=model.bias)
+    return LinearSpec("attention.out", "out", width, (("out", model.hidden_size),), bias=model.bias, alone=False)

@@ -127,7 +127,7 @@ class ParamGroup:
         (rows, columns), (short, long), options = shape[-2:], sorted(shape[-2:]), self.all_options
         rank, most = min(options.get("rank", short), short), options.get("max_size", long)
         drawn = max(1, int(options.get("density", 1.0) * rows * columns))
-        own = {"r": rank, "h": options.get("history", 1), "d": drawn}
+        own = {"r": rank, "c": min(options.get("rank", columns), columns), "h": options.get("history", 1), "d": drawn}
         a, b = (max(2, min(size, options.get("block", size))) for size in (rows, columns))
         blocks = {
             "a": a,
@@ -161,6 +161,11 @@ class ParamGroups:
     def rules(self) -> tuple[str, ...]:
         """The rules of all groups, `REST` included if the rule of `[optimizer]` leaves kinds to it."""
         return tuple(dict.fromkeys(group.rule for group in (self.default, self.rest, *self.listed)))
+
+    @property
+    def input_rank(self) -> int:
+        """The elements of a token that linear layers save in place of an input; 0: all."""
+        return int(self.default.all_options["rank"]) if self.default.facts["input_projection"] else 0
 
     @property
     def needs_matrix(self) -> bool:

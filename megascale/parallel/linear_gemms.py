@@ -5,7 +5,7 @@ For Y = X W^T + b with X [s, b, k] and W [n, k], tokens flattened in wgrad:
     GEMM                    operands                                                       method
     forward  Y  = X W^T     input_operand(X), weight_for_forward(W)                        gemm, gemm_out
     dgrad    dX = dY W      grad_operand(dY), weight_for_dgrad(W)                          gemm, gemm_out
-    wgrad    dW = dY^T X    operand_for_wgrad of wgrad_source(dY) and of wgrad_source(X)   accumulate_wgrad
+    wgrad    dW = dY^T X    operand_for_wgrad of wgrad_source(dY) and of saved_input(X)    accumulate_wgrad
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ class LinearGemms:
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         """Return what wgrad transposes and quantizes: x in bf16, or `operand` if one scale holds for the tensor.
 
-        x: an input, whose source is saved for backward, or an output gradient. `operand`: x as quantized for forward or
+        x: an input, or an output gradient. `operand`: x as quantized for forward or
         dgrad.
         """
         return x
+
+    def saved_input(self, x: Tensor, operand: Operand) -> Operand:
+        """Return what is saved for wgrad of an input, with `operand` as of `wgrad_source`."""
+        return self.wgrad_source(x, operand)
 
     def grad_operand(self, grad: Tensor) -> Operand:
         """Convert an output gradient [s, b, n] for dgrad."""

@@ -133,7 +133,7 @@ class _ColumnParallel(torch.autograd.Function):
         operand, gathering = edge.take_gathering() if edge else (first.input_operand(x), None)
         weights = [WeightOperand(gemms.weight_for_forward(weight), bias, gemms) for weight, bias, gemms in layers]
         _, outputs = all_gather_matmul(operand, weights, tp, label, x.dtype, gathering=gathering)
-        _save_for_wgrad(ctx, [first.wgrad_source(x, operand)], [recompute_input])
+        _save_for_wgrad(ctx, [first.saved_input(x, operand)], [recompute_input])
         return tuple(outputs)
 
     @staticmethod
@@ -192,7 +192,7 @@ class _RowParallel(torch.autograd.Function):
         inputs, operands, sources = tensors[: len(layers)], list[Operand](), list[Operand]()
         for layer, x in zip(layers, inputs, strict=True):
             operands.append(layer.gemms.input_operand(x))
-            sources.append(layer.gemms.wgrad_source(x, operands[-1]))
+            sources.append(layer.gemms.saved_input(x, operands[-1]))
         _save_for_wgrad(ctx, sources, recompute_inputs)
         if not compute_output:
             seq, batch, _ = inputs[0].shape
@@ -285,7 +285,7 @@ def _leave_started(
 
 
 def _save_for_wgrad(ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None]) -> None:
-    """Save the inputs' wgrad sources (`LinearGemms.wgrad_source`) for backward.
+    """Save the inputs' wgrad sources (`LinearGemms.saved_input`) for backward.
 
     For a source with a `Recomputation`, the tensor from which backward recomputes the source is saved instead.
     Quantized sources are always saved: recomputation would include another cast.

@@ -54,7 +54,7 @@ from megascale.schedule.ir import RankSchedule, forwards_only
 from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
-from megascale.train.build_optimizer import build_optimizer
+from megascale.train.build_optimizer import build_optimizer, rule_gemms
 from megascale.train.further_losses import FurtherLosses
 from megascale.train.op_context import op_context
 from megascale.train.run import Dtypes, Hooks, Run
@@ -132,8 +132,10 @@ def build_rank_run(
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
-    layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
-    layers = replace(layers, objectives=open_objectives(config.train, tp, mesh))
+    gemms, objectives = rule_gemms(config, tp), open_objectives(config.train, tp, mesh)
+    layers = LayerContext(
+        config.model, {}, tp, operators, gemms, cp=cp, offload=offload, experts=experts, objectives=objectives
+    )
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config, mesh, buffers, context, device)
     mesh.recorder.log.start_parts.begin("indices")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,15 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
+from megascale.core.registry import Card
 from megascale.device import Device
 from megascale.layout.param_groups import ParamGroups
 from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.optim.sharded import ShardedOptimizer
+from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
+from megascale.parallel.tp_overlap import TensorParallel
 
 if TYPE_CHECKING:
     from megascale.optim.step_guard import StepGuard
@@ -37,6 +41,17 @@ def build_optimizer(
         guard = StepGuard(settings, mesh, device.torch_device)
     host = build_host_update(config, device) if settings.offload == "host" else None
     return ShardedOptimizer(buffers.buckets, mesh, settings, update_rules, guard, host), guard
+
+
+def rule_gemms(config: RunConfig, tp: TensorParallel) -> Callable[[str], LinearGemms]:
+    """Return the GEMMs of a linear layer by its name, those of the rule if its card has some."""
+    group = ParamGroups(config.optimizer).default
+    target = group.facts["input_projection"]
+    if not target:
+        return lambda name: HIGH_PRECISION_GEMMS
+    from megascale.parallel.projected_gemms import projected_gemms
+
+    return projected_gemms(config.model, Card(group.rule, "", target).load(), group.all_options, tp)
 
 
 def build_host_update(config: RunConfig, device: Device) -> HostUpdate:

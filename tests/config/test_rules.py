@@ -1357,6 +1357,20 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ({"train__weight_average": "ema"}, "train.weight_average", "averages are of master weights on the device"),
         )
     ),
+    *(
+        ("PROJECTED_INPUTS", {"optimizer__name": "compact"} | changes, {key: message})
+        for changes, key, message in (
+            ({"train__precision": "fp8"}, "train.precision", "wgrad is of projected inputs (optimizer.name = compact)"),
+            ({"train__recompute": "full"}, "train.recompute", "blocks save their own inputs"),
+            (
+                {"train__recompute": "selective", "train__recompute_ops": ["norm"]},
+                "train.recompute_ops",
+                "recomputed inputs are not saved",
+            ),
+            (MOE, "model.experts", "experts keep whole inputs"),
+            ({"train__mlp_tiles": 2}, "train.mlp_tiles", "tiles save no inputs of layers"),
+        )
+    ),
     (
         "offloaded_state",
         {"optimizer__offload": "host", "optimizer__name": "muon"},

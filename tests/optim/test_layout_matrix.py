@@ -133,7 +133,7 @@ def test_every_rule_at_its_defaults(rule: str, precision: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", OPTIMIZERS.names())
+@pytest.mark.parametrize("rule", [name for name in OPTIMIZERS.names() if name != "compact"])
 def test_every_rule_with_experts(rule: str, tmp_path: Path) -> None:
     found = worst(rule, "fp64", tmp_path, steps=6, layouts=tuple(EXPERT_LAYOUTS), model=EXPERTS)
     assert found.loss < 1e-10 and found.weight < 1e-10, found

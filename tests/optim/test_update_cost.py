@@ -18,7 +18,7 @@ FACTS = {name: with_defaults(OPTIMIZERS[name].facts) for name in OPTIMIZERS.name
 WITH_GEMMS = [name for name, facts in FACTS.items() if facts["gemms"] or facts["gemms_with"]]
 OPTIONS: dict[str, dict[str, Any]] = {
     "galore": {"rank": 16}, "galore_8bit": {"rank": 16}, "grad_norm_lorp": {"rank": 16}, "ada_pm": {"rank": 16},
-    "poet": {"block": 32}, "muon": {"ns_dtype": "fp64"},
+    "poet": {"block": 32}, "compact": {"rank": 16}, "muon": {"ns_dtype": "fp64"},
 }  # fmt: skip
 
 

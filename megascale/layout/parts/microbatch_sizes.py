@@ -63,7 +63,7 @@ class MicroBatchSizes:
     layers run FP8 GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
     all-gather; `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
     `cast_where_used`: FP8 operands of weights are not kept for the step. `spans`: most spans of consecutive tokens of a
-    rank.
+    rank. `input_rank`: elements of a token that linear layers save in place of an input; 0: all.
     """
 
     model: ModelConfig
@@ -89,6 +89,7 @@ class MicroBatchSizes:
     split: bool = False
     cast_where_used: bool = False
     spans: int = 1
+    input_rank: int = 0
 
     @property
     def tokens(self) -> int:
@@ -179,6 +180,10 @@ class MicroBatchSizes:
         if self.saves_codes:
             return int(elements // width * sum(spec.row_bytes(width)))
         return nbytes + (FP32 * width if self.fp8 and whole and self.recipe["input_column"].block == ROW else 0)
+
+    def projected(self, inputs: int) -> int:
+        """Size what is saved of a token's input of linear layers, if it is projected."""
+        return min(self.input_rank, inputs) * self.compute
 
     def sends_codes(self, operand: str, both: bool = True) -> bool:
         """True if an operand is all-gathered as codes, for the GEMM or with `both` also for that of its transpose."""

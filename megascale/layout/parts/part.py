@@ -51,7 +51,7 @@ class LinearSpec:
     `name`: path inside the block, such as 'attention.qkv'. `label`: name in the event log. `parts`: logical parts of
     the weight with their rows, stacked along dimension 0. `fp8`: FP8 may run this GEMM; a router, for example, stays
     in the compute dtype. `bias`: the layer has a bias. `head_dim`: rows of an attention head, of which the parts are
-    stacks; None for other layers. `frozen`: the weight is not trained.
+    stacks; None for other layers. `frozen`: the weight is not trained. `alone`: no other operation saves the input.
     """
 
     name: str
@@ -62,6 +62,7 @@ class LinearSpec:
     bias: bool = False
     head_dim: int | None = None
     frozen: bool = False
+    alone: bool = True
 
     @property
     def outputs(self) -> int:

@@ -10,6 +10,7 @@ from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import BucketSize, fp8_layers
 from megascale.layout.document_shards import row_sharding
+from megascale.layout.param_groups import ParamGroups
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.topology import DATA_AXES, inner_axes, topology_of
@@ -53,6 +54,7 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
         gathers_tokens=p.ep > 1 and config.moe.dispatcher == "all_gather", token_blocks=config.moe.token_blocks,
         split=p.schedule is not None and SCHEDULES[p.schedule].facts["split"], cast_where_used=p.zero == 3,
         spans=_spans(config),
+        input_rank=ParamGroups(config.optimizer).input_rank,
     )  # fmt: skip
 
 
