@@ -1,7 +1,7 @@
 """Auxiliary objectives of training, `type` of `[[train.objectives]]`: the registry `OBJECTIVES`.
 
 Facts: the options of an objective, `required` and `optional`, by name their types: int, float or bool. Numbers are
-positive. Targets are classes of the protocol `parallel.objectives.Objective`.
+positive. Targets are classes of the protocol `parallel.auxiliary_objectives.Objective`.
 """
 
 from megascale.core.registry import Card, Registry

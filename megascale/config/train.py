@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from megascale.catalog.decays import DECAYS
 from megascale.catalog.optimizers import ALL_KINDS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
-from megascale.config.objectives import ObjectiveTable
+from megascale.config.objective_tables import ObjectiveTable
 from megascale.config.section import AUTO, AUTO_AS_NONE, Count, FilePath, Float32, NonNegativeInt, Section, choice
 from megascale.core.registry import closest_name
 

@@ -19,10 +19,10 @@ from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 
 if TYPE_CHECKING:
+    from megascale.parallel.auxiliary_objectives import AuxiliaryObjectives
     from megascale.parallel.context_parallel import ContextParallel
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.input_offload import ActivationOffload
-    from megascale.parallel.objectives import AuxiliaryObjectives
 
 Parameters = Mapping[str, nn.Parameter]
 """This rank's parameters by global name (`layout.tensors`)."""

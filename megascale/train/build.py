@@ -41,7 +41,7 @@ from megascale.optim.lr import learning_rate
 from megascale.optim.outer_optimizer import OuterOptimizer
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
-from megascale.parallel.objectives import CP_AXES, open_objectives
+from megascale.parallel.auxiliary_objectives import CP_AXES, open_objectives
 from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.stateful import Stateful

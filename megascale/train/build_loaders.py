@@ -16,7 +16,7 @@ from megascale.data.mix.loader import Distilling, Loader
 from megascale.data.mix.mock_mixture import build_mixture
 from megascale.layout.chunks import token_ranks
 from megascale.layout.sequence_shard import sequence_chunks
-from megascale.parallel.objectives import load_objectives
+from megascale.parallel.auxiliary_objectives import load_objectives
 from megascale.train.run_splits import mixture_spec
 
 if TYPE_CHECKING:

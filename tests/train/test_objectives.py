@@ -16,7 +16,7 @@ from megascale.catalog.objectives import OBJECTIVES
 from megascale.config.run import RunConfig
 from megascale.core.registry import Card
 from megascale.ops.contrib.jepa import Jepa
-from megascale.parallel.objectives import SampleView
+from megascale.parallel.auxiliary_objectives import SampleView
 from megascale.train.evaluate import evaluate
 from megascale.train.further_losses import measured_metrics
 from megascale.train.step import train_step

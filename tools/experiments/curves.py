@@ -92,11 +92,11 @@ def plan(config: str, folder: Path, keys: Mapping[str, Sequence[str]]) -> dict[s
 
 
 def read(run: Path) -> Curve:
-    """Read the curve from a run's folder."""
+    """Read the curve from a run's folder, with the evaluations after logged steps."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "loss" in line]
     tokens = {line["step"]: line["loss_tokens"] for line in steps} | {0: 0}
-    valid = [line for line in lines if "valid_loss" in line]
+    valid = [line for line in lines if "valid_loss" in line and line["step"] in tokens]
     return Curve(
         [line["loss_tokens"] for line in steps],
         [line["loss"] for line in steps],

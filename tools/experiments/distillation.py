@@ -32,17 +32,23 @@ HEAD = ("student", "validation loss", "steps to the plain loss", "training FLOPs
 def main() -> None:
     """Run the experiment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=160, help="steps of a student (default: 160)")
+    parser.add_argument("--steps", type=int, default=80, help="steps of a student (default: 80)")
     parser.add_argument("--teacher-steps", type=int, default=320, help="steps of the teacher (default: 320)")
     parser.add_argument("--top-k", type=int, default=32, help="the teacher's tokens for a label (default: 32)")
     parser.add_argument("--output", type=path, default="runs/distillation", metavar="DIR", help="folder of the runs")
     parser.add_argument("--write", action="store_true", help="write docs/results/distillation.md")
     options = parser.parse_args()
     steps, labels = options.steps, options.output / "teacher.labels"
-    common = [*ONE_PROCESS, f"train.eval_every={steps // 20}", "checkpoint.every=100000"]
-    taught = [*TEACHER, *common, f"train.steps={options.teacher_steps}"]
+    common = [*ONE_PROCESS, "checkpoint.every=100000"]
+    taught = [
+        *TEACHER,
+        *common,
+        f"train.steps={options.teacher_steps}",
+        f"train.eval_every={options.teacher_steps // 40}",
+    ]
     teacher = plan(CONFIG, options.output, {"teacher": taught})["teacher"].train()
-    students = [*STUDENT, *common, f"train.steps={steps}"]
+    every = max(1, steps // 10)
+    students = [*STUDENT, *common, f"train.steps={steps}", f"train.eval_every={every}", f"train.log_every={every}"]
     if not labels.exists():
         write_labels(students, options.output / "teacher", labels, options.top_k)
     soft = [*students, f"train.distill_teacher={labels}", f"train.distill_top_k={options.top_k}"]

@@ -21,8 +21,8 @@ from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.distillation import SoftLabels
+from megascale.parallel.auxiliary_objectives import Auxiliary
 from megascale.parallel.microbatch import DepthTargets, MicroBatch, ObjectiveTargets, StepBatch
-from megascale.parallel.objectives import Auxiliary
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:

@@ -95,10 +95,12 @@ def head_bytes(sizes: MicroBatchSizes, soft: int = 0) -> UnitBytes:
 
 
 def objective_bytes(sizes: MicroBatchSizes, cp: int) -> UnitBytes:
-    """Account for objectives over the hidden states of whole sequences, of which `cp` ranks have parts."""
+    """Account for objectives over the hidden states of whole sequences, of which `cp` ranks have parts. The
+    gradient that the head has saved stays beside the sum with theirs.
+    """
     whole = cp * sizes.full
     gathered = (sizes.full if sizes.cut and cp > 1 else 0) + (2 if cp > 1 else sizes.cut) * whole
-    return UnitBytes(0, gathered, whole + sizes.stream)
+    return UnitBytes(sizes.stream, gathered, 2 * whole)
 
 
 def stage_ends(sizes: MicroBatchSizes) -> tuple[UnitBytes, UnitBytes]:

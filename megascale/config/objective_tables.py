@@ -13,8 +13,8 @@ from megascale.config.section import TableChoice
 
 def _check(table: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     """Check the type and its options by the catalog, and the weight."""
-    options, weight = dict(table), table.get("weight")
-    options.pop("weight", None)
+    options = dict(table)
+    weight: Any = options.pop("weight", None)
     found = TableChoice(OBJECTIVES)(options, info)
     if type(weight) not in (int, float) or not (weight == 0 or 2**-126 <= weight < 2**128):
         context = {
