@@ -65,6 +65,8 @@ CASES = {
         "llama", {"train__recompute": "selective", "model__softmax_scale": 0.3, "model__qk_norm": "head"}
     ),
 }
+LINEAR = "llama, packed, linear attention"
+CASES[LINEAR] = Case("llama", PACKED | {"model__attention_pattern": "LLS"})
 LATENT = "mla, packed"
 CASES[LATENT] = Case("mla", PACKED)
 MUON = "llama, Muon, z-loss, averaged weights"

@@ -78,14 +78,15 @@ class LinearAttentionSpec(Part):
         ranks = sizes.cp_heads * sizes.cp_keys
         starts = sizes.spans * state if sizes.key_parts > 1 or ranks > 1 else 0
         tensors = projected + 3 * heads + statistics + starts
-        saved, recomputed = (projected, tensors - projected) if sizes.recompute.attention else (tensors, 0)
         block = min(self.block, sizes.rows) * sizes.batch * self.width // sizes.tp * sizes.wide
         gathered = (ranks * sizes.spans if ranks > 1 else 0) * state
-        forward = tensors - saved + max(heads, 2 * wide - 2 * heads, gathered + 8 * block - 3 * heads)
-        norm = 5 * wide
-        blocks = projected - 3 * heads + 3 * heads + (sizes.rows // self.block) * state + 12 * block + gathered
-        backward = recomputed + max(norm, blocks, 2 * projected - 3 * heads)
-        return UnitBytes(saved, forward, backward, projected - heads)
+        forming = max(heads, 2 * wide - 2 * heads, gathered + 8 * block - 3 * heads)
+        norm = (4 if sizes.narrow else 3) * wide - heads
+        blocks = heads + sizes.rows // self.block * state + 12 * block + gathered
+        if sizes.recompute.attention:  # beside the result and its gradient
+            again = tensors - projected
+            return UnitBytes(projected, again + forming, again + 2 * heads + max(norm, blocks), projected - heads)
+        return UnitBytes(tensors, forming, max(norm, blocks), projected - heads)
 
     def chunk_store(self, sizes: MicroBatchSizes, tokens: int, chunks: int) -> int:
         """Size the states between chunks, and the gradient of one."""

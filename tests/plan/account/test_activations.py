@@ -47,6 +47,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"train__precision": "fp8", "fp8__recipe": "rowwise", "model__block": "parallel"},
     {"train__precision": "fp8", "fp8__recipe": "rowwise", "fp8__scale": "pow2"},
     {"train__precision": "fp8", "fp8__recipe": "mxfp8"},
+    {"train__precision": "bf16", "model__attention_pattern": "LS", "batch__micro": 2},
 ]
 TILED = [
     ("none", {"train__precision": "bf16"}),
