@@ -29,23 +29,15 @@ def layer_policies(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
         yield Finding("train.memory", message, f"at most {model.total_layers}; a shorter list repeats")
 
 
-def shares(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
-    """Check that a share of tokens is a number of tiles, of a layer that has an MLP."""
-    policies, tiles = train.memory if isinstance(train.memory, list) else [], train.mlp_tiles
-    for layer in range(model.total_layers if policies else 0):
-        policy = policies[layer % len(policies)]
+def shares(train: TrainConfig) -> Iterator[Finding]:
+    """Check that a share of tokens is a number of tiles."""
+    tiles = train.mlp_tiles
+    for policy in train.memory if isinstance(train.memory, list) else ():
         share = 1.0 if isinstance(policy, str) else next(iter(policy.values()))
-        if share == 1:
-            continue
-        if model.has_experts(layer):
-            message = f"layer {layer} has experts, and {share:g} is a share of the tokens of an MLP"
-            yield Finding("train.memory", message, "host or nvme, which move all that a layer saves")
-        elif not (share * tiles).is_integer():
+        if share < 1 and not (share * tiles).is_integer():
             message = f"a share of {share:g} is no whole number of tiles with train.mlp_tiles = {tiles}"
             yield Finding("train.memory", message, _valid_shares(tiles))
-        else:
-            continue
-        return
+            return
 
 
 def _valid_shares(tiles: int) -> str:
@@ -54,7 +46,7 @@ def _valid_shares(tiles: int) -> str:
     return f"a multiple of 1 / {tiles}, or another train.mlp_tiles"
 
 
-def memory_folder(train: TrainConfig) -> Iterator[Finding]:
+def saved_tensors_folder(train: TrainConfig) -> Iterator[Finding]:
     """Check that files of saved tensors have a folder, and that the folder has files."""
     key, folder, moves = "train.memory_dir", train.memory_dir, may_have(train, "nvme")
     if folder is None and moves and train.memory != "auto":

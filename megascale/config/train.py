@@ -64,7 +64,7 @@ class TrainConfig(Section):
         description="what becomes of the tensors that a layer saves for backward, a list that repeats over the layers: "
         "keep; selective or full, recompute; host or nvme, move to host memory or to memory_dir; {host = 0.5} or "
         "{nvme = 0.5}, a share of mlp_tiles moves; auto: the planner's choice "
-        "([policies](memory.md#a-policy-for-each-layer))",
+        "([policies](long-context.md#a-policy-for-each-layer))",
     )
     memory_dir: FilePath | None = Field(
         None, description="folder on a local disk for the tensors of memory = nvme, with room for those of all ranks"
