@@ -16,10 +16,8 @@ def one_way(train: TrainConfig) -> Iterator[Finding]:
     others = {"recompute": "none", "recompute_model_chunks": None, "activation_offload": False}
     given = [f"train.{name}" for name, default in others.items() if getattr(train, name) != default]
     if train.memory is not None and given:
-        message = f"says what every layer saves, and so does {' and '.join(given)}"
-        yield Finding(
-            "train.memory", message, f"policies for all layers, or remove train.memory: not beside {given[0]}"
-        )
+        message = f"has a policy for every layer, and so has {' and '.join(given)}"
+        yield Finding("train.memory", message, f"keep, selective, full or host in the list, without {given[0]}")
 
 
 def layer_policies(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Where tensors are between forward and backward: in host memory (`HostMemory`) or in a file (`FileMemory`).
 
-Both have a `Pool` of pinned memory in pieces as large as the tensors that ask for them, where torch's own are powers of
-two (MemAscend, Liaw and Chen 2025). A file is written and read by threads (SSDTrain, Wu et al. 2024):
+Both have a `MemoryPool` of pinned memory in pieces as large as the tensors, where torch's own sizes are powers of two
+(MemAscend, Liaw and Chen 2025). A file is written and read by threads (SSDTrain, Wu et al. 2024):
 
     leave    device -> buffer by a stream, buffer -> file by the thread that writes, which then frees the buffer
     return   file -> buffer -> device by the thread that reads
@@ -34,7 +34,7 @@ Loaded = tuple[Tensor, Wait]
 """A tensor on the device, and the wait before it is read."""
 
 
-class Copy(Protocol):
+class TensorCopy(Protocol):
     """A copy of a tensor outside of the device."""
 
     def leave(self) -> None:
@@ -50,30 +50,30 @@ class Copy(Protocol):
 class Medium(Protocol):
     """Keeps copies of tensors."""
 
-    def save(self, x: Tensor) -> Copy:
+    def save(self, x: Tensor) -> TensorCopy:
         """Start to copy x, after the work that was issued to the device before."""
 
 
-class StoreError(MegascaleError):
+class SavedTensorError(MegascaleError):
     """A file of saved tensors that cannot be written or read."""
 
 
-class Piece(NamedTuple, Generic[T]):
+class PoolPiece(NamedTuple, Generic[T]):
     """A piece of memory of `nbytes`."""
 
     nbytes: int
     memory: T
 
 
-class Pool(Generic[T]):
+class MemoryPool(Generic[T]):
     """Pieces of memory that are used again. `nbytes`: of all of them; `allocate`: makes the memory of one."""
 
     def __init__(self, allocate: Callable[[int], T]) -> None:
         self._allocate = allocate
-        self.free = list[Piece[T]]()  # by size
+        self.free = list[PoolPiece[T]]()  # by size
         self.nbytes = 0
 
-    def take(self, nbytes: int) -> Piece[T]:
+    def take(self, nbytes: int) -> PoolPiece[T]:
         """Return the smallest free piece that fits, or else a new one in place of the largest free one."""
         at = bisect_left(self.free, nbytes, key=_size)
         if at < len(self.free):
@@ -81,13 +81,13 @@ class Pool(Generic[T]):
         if self.free:
             self.nbytes -= self.free.pop().nbytes
         self.nbytes += nbytes
-        return Piece(nbytes, self._allocate(nbytes))
+        return PoolPiece(nbytes, self._allocate(nbytes))
 
-    def give(self, piece: Piece[T]) -> None:
+    def give(self, piece: PoolPiece[T]) -> None:
         insort(self.free, piece, key=_size)
 
 
-def _size(piece: Piece[T]) -> int:
+def _size(piece: PoolPiece[T]) -> int:
     return piece.nbytes
 
 
@@ -96,7 +96,7 @@ class HostMemory:
 
     def __init__(self, buffers: HostBuffers) -> None:
         self.buffers = buffers
-        self.pool = Pool(buffers.allocate)
+        self.pool = MemoryPool(buffers.allocate)
 
     def reserve(self, count: int, nbytes: int) -> None:
         """Allocate memory for `count` tensors of `nbytes` before the first step: CUDA may wait for the device to pin
@@ -115,7 +115,7 @@ class HostCopy:
     """A copy in host memory. `saved`: the wait for its save."""
 
     memory: HostMemory
-    piece: Piece[Tensor]
+    piece: PoolPiece[Tensor]
     shape: torch.Size
     dtype: torch.dtype
     saved: Wait
@@ -137,8 +137,8 @@ class FileMemory:
 
     def __init__(self, buffers: HostBuffers, folder: str) -> None:
         self.buffers = buffers
-        self.pool = Pool(buffers.allocate)
-        self.extents = Pool(self._extend)
+        self.pool = MemoryPool(buffers.allocate)
+        self.extents = MemoryPool(self._extend)
         self.written = 0
         self._folder, self._end = folder, 0
         try:
@@ -154,9 +154,9 @@ class FileMemory:
         self._end += nbytes
         return self._end - nbytes
 
-    def _error(self, what: str, error: OSError) -> StoreError:
+    def _error(self, what: str, error: OSError) -> SavedTensorError:
         hint = "free or repair the disk, set another train.memory_dir, or write host or full in train.memory"
-        return StoreError(f"cannot {what} in train.memory_dir = {self._folder}: {error.strerror}", hint=hint)
+        return SavedTensorError(f"cannot {what} in train.memory_dir = {self._folder}: {error.strerror}", hint=hint)
 
     def save(self, x: Tensor) -> FileCopy:
         piece, extent = self.pool.take(x.nbytes), self.extents.take(x.nbytes)
@@ -195,11 +195,11 @@ class FileCopy:
     """A copy in an extent of a file. `piece`: its buffer, from the save to the end of `writing`, and from the load."""
 
     memory: FileMemory
-    extent: Piece[int]
+    extent: PoolPiece[int]
     shape: torch.Size
     dtype: torch.dtype
     saved: Wait
-    piece: Piece[Tensor] | None
+    piece: PoolPiece[Tensor] | None
     writing: Future[None]
 
     def leave(self) -> None:

@@ -1,5 +1,5 @@
-"""What blocks save for backward, kept elsewhere behind compute (MEMO, Zhao et al. 2024; ALST, Bekman et al. 2025; vDNN,
-Rhu et al. 2016): a block's input, with full recomputation, or all tensors that its forward saves.
+"""Saved tensors of blocks, kept elsewhere behind compute (MEMO, Zhao et al. 2024; ALST, Bekman et al. 2025; vDNN, Rhu
+et al. 2016): a block's input, with full recomputation, or all tensors that its forward saves.
 
 A block's tensors leave while the next block computes, an input while its own does; they come back while the next
 block's backward runs, one block ahead:
@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megascale.layout.recompute_policy import STAYS
-from megascale.parallel.activation_media import Copy, Loaded, Medium
+from megascale.parallel.activation_media import Loaded, Medium, TensorCopy
 
 
-class StoredTensor:
+class MovedTensor:
     """A tensor with a copy elsewhere. `x`: the tensor on the device, until it has left, and once it is back."""
 
-    def __init__(self, x: Tensor, copy: Copy) -> None:
+    def __init__(self, x: Tensor, copy: TensorCopy) -> None:
         self.x: Tensor | None = x
         self._copy = copy
         self._loading: Callable[[], Loaded] | None = None
@@ -66,19 +66,19 @@ class StoredTensor:
 
 
 @dataclass(eq=False)
-class StoredBlock:
+class MovedBlock:
     """The tensors of a block, which live until its backward has used them. `before`: the block before it, in the same
     micro-batch and chunk.
     """
 
-    before: StoredBlock | None
-    _refs: list[weakref.ref[StoredTensor]] = field(default_factory=list)
+    before: MovedBlock | None
+    _refs: list[weakref.ref[MovedTensor]] = field(default_factory=list)
 
     @property
-    def tensors(self) -> list[StoredTensor]:
+    def tensors(self) -> list[MovedTensor]:
         return [tensor for ref in self._refs if (tensor := ref()) is not None]
 
-    def add(self, tensor: StoredTensor) -> None:
+    def add(self, tensor: MovedTensor) -> None:
         self._refs.append(weakref.ref(tensor))
 
     def fetch(self) -> None:
@@ -91,8 +91,8 @@ class StoredBlock:
 class _View:
     """A saved tensor: a view of stored memory, of a block that needs it."""
 
-    stored: StoredTensor
-    block: StoredBlock
+    stored: MovedTensor
+    block: MovedBlock
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -104,16 +104,16 @@ class ActivationStore:
 
     def __init__(self, media: Mapping[str, Medium]) -> None:
         self.media = media
-        self._leaving: StoredBlock | None = None
-        self._last: StoredBlock | None = None
-        self._seen = weakref.WeakValueDictionary[tuple[int, int], StoredTensor]()  # of this forward, by memory
+        self._leaving: MovedBlock | None = None
+        self._last: MovedBlock | None = None
+        self._seen = weakref.WeakValueDictionary[tuple[int, int], MovedTensor]()  # of this forward, by memory
 
     def store(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to save a block's input; the returned function, for the block's backward, gives it back once."""
         x = x.detach()
         block = self._begin()
         self._leave_to(block)  # the block before it has been issued, and hides its save
-        stored = [StoredTensor(x, self.media["host"].save(x))]
+        stored = [MovedTensor(x, self.media["host"].save(x))]
         block.add(stored[0])
         return lambda: self._restore(stored.pop(), block)
 
@@ -136,17 +136,17 @@ class ActivationStore:
             yield
         self._leave_to(block)
 
-    def end_forward(self) -> StoredBlock | None:
+    def end_forward(self) -> MovedBlock | None:
         """Return the last block stored since the forward before this one, for `fetch`; None if there is none."""
         last, self._last = self._last, None
         self._seen.clear()
         return last
 
-    def _begin(self) -> StoredBlock:
-        self._last = StoredBlock(self._last)
+    def _begin(self) -> MovedBlock:
+        self._last = MovedBlock(self._last)
         return self._last
 
-    def _leave_to(self, block: StoredBlock) -> None:
+    def _leave_to(self, block: MovedBlock) -> None:
         """Free what has left of the block before `block`, but for tensors that both have."""
         if self._leaving is not None:
             both = {id(tensor) for tensor in block.tensors}
@@ -155,7 +155,7 @@ class ActivationStore:
                     tensor.leave()
         self._leaving = block
 
-    def _stored(self, tensor: Tensor, medium: str) -> StoredTensor:
+    def _stored(self, tensor: Tensor, medium: str) -> MovedTensor:
         """Store the memory of which a tensor is a view, once for all of this forward that share it unchanged."""
         memory = tensor.untyped_storage()
         key = memory._cdata, tensor._version
@@ -163,7 +163,7 @@ class ActivationStore:
         if known is not None and known.x is not None and known.x.untyped_storage()._cdata == memory._cdata:
             return known
         flat = tensor.as_strided((memory.nbytes() // tensor.itemsize,), (1,), 0)
-        self._seen[key] = stored = StoredTensor(flat, self.media[medium].save(flat))
+        self._seen[key] = stored = MovedTensor(flat, self.media[medium].save(flat))
         return stored
 
     def _unpack(self, packed: Tensor | _View) -> Tensor:
@@ -172,7 +172,7 @@ class ActivationStore:
         memory = self._restore(packed.stored, packed.block)
         return memory.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
 
-    def _restore(self, stored: StoredTensor, block: StoredBlock) -> Tensor:
+    def _restore(self, stored: MovedTensor, block: MovedBlock) -> Tensor:
         """Return a tensor of a block; the first one starts to load the block before it."""
         if block is self._leaving:
             self._leaving = None

@@ -49,7 +49,7 @@ from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, Overlap, 
 
 if TYPE_CHECKING:
     from megascale.comm.mesh import Mesh
-    from megascale.parallel.activation_store import ActivationStore, StoredBlock
+    from megascale.parallel.activation_store import ActivationStore, MovedBlock
     from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
     from megascale.parallel.vocabulary_passes import VocabularyPasses
 
@@ -72,7 +72,7 @@ class _Saved:
     edges: list[GradientEdge]
     cuts: list[Cut]
     received: InputGradient | None
-    stored: StoredBlock | None
+    stored: MovedBlock | None
 
 
 class PipelineExecutor:

@@ -626,7 +626,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "one_way",
         {"train__memory": ["keep"], "train__recompute": "full", "train__activation_offload": True},
-        {"train.memory": "and so does train.recompute and train.activation_offload"},
+        {"train.memory": "and so has train.recompute and train.activation_offload"},
     ),
     ("one_way", {"train__memory": ["keep"], "train__recompute": "selective"}, {"train.memory": "train.recompute"}),
     ("layer_policies", {"train__memory": ["keep", "full"] * 3}, {"train.memory": "6 policies, and the model has 4"}),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale.device import PlainBuffers
-from megascale.parallel.activation_media import FileMemory, HostMemory, Pool, StoreError
+from megascale.parallel.activation_media import FileMemory, HostMemory, MemoryPool, SavedTensorError
 from megascale.parallel.activation_store import ActivationStore
 
 TENSORS = [
@@ -76,7 +76,9 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
     files = FileMemory(PlainBuffers(), str(tmp_path))
     monkeypatch.setattr(os, "pwrite", full)
     copy = files.save(torch.randn(10))
-    with pytest.raises(StoreError, match=f"cannot write saved tensors in train.memory_dir = {tmp_path}: No space left"):
+    with pytest.raises(
+        SavedTensorError, match=f"cannot write saved tensors in train.memory_dir = {tmp_path}: No space left"
+    ):
         copy.leave()
     copy.free()
 
@@ -88,12 +90,12 @@ def test_a_lost_file_is_one_clear_error(tmp_path: Path) -> None:
         copy.leave()
     os.ftruncate(files._file, 60)
     copies[0].load()()
-    with pytest.raises(StoreError, match=r"cannot read saved tensors in .*: the file ends 20 bytes too early"):
+    with pytest.raises(SavedTensorError, match=r"cannot read saved tensors in .*: the file ends 20 bytes too early"):
         copies[1].load()()
 
 
 def test_a_folder_that_is_gone_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"cannot create a file of saved tensors in .*: No such file"):
+    with pytest.raises(SavedTensorError, match=r"cannot create a file of saved tensors in .*: No such file"):
         FileMemory(PlainBuffers(), str(tmp_path / "gone"))
 
 
@@ -117,7 +119,7 @@ def test_a_pool_replaces_pieces_that_are_too_small() -> None:
         made.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    pool = Pool(allocate)
+    pool = MemoryPool(allocate)
     for size in range(10, 20):
         pieces = [pool.take(size) for _ in range(2)]
         for piece in pieces:
