@@ -102,4 +102,5 @@ def _of_layer(train: TrainConfig, kept: RecomputePolicy, policy: LayerPolicy) ->
 
 
 def _selective(train: TrainConfig, kept: RecomputePolicy) -> RecomputePolicy:
-    return replace(kept, **dict.fromkeys(train.recompute_ops or ["attention"], True))
+    names = train.recompute_ops or ["attention"]
+    return replace(kept, attention="attention" in names, norm="norm" in names, activation="activation" in names)
