@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -113,6 +115,9 @@ class HostBuffers(Protocol):
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
         """Start to copy a saved tensor to the device. Until the returned wait, it may not be read, nor host written."""
 
+    def finish_saves(self) -> None:
+        """Wait until the host can read all saves that have been started."""
+
 
 class PlainBuffers:
     """The memory of a CPU, whose work is done when a call returns."""
@@ -127,16 +132,21 @@ class PlainBuffers:
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
         return _saved_view(host, shape, dtype).clone(), _nothing
 
+    def finish_saves(self) -> None:
+        """A save is done when its call returns."""
+
 
 class PinnedBuffers:
-    """Pinned host memory of a GPU, with a stream for each direction of the link."""
+    """Host memory of a GPU that `pin` pins, in exact sizes: torch's are powers of two. Streams for both directions."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, pin: Callable[[Tensor], Callable[[], None]]) -> None:
+        self._device, self._pin = device, pin
         self._save, self._load = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # whole pages, shared with nothing
+        weakref.finalize(memory, self._pin(memory)).atexit = False  # then CUDA may be gone
+        return memory
 
     def save(self, x: Tensor, host: Tensor) -> Wait:
         return self._copy(self._save, _saved_view(host, x.shape, x.dtype), x)
@@ -145,10 +155,11 @@ class PinnedBuffers:
         x = torch.empty(shape, dtype=dtype, device=self._device)
         return x, self._copy(self._load, x, _saved_view(host, shape, dtype))
 
+    def finish_saves(self) -> None:
+        self._save.synchronize()
+
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Wait:
-        """Start a copy in a stream. The caller waits before either tensor is freed, so that the allocator need not know
-        of the stream.
-        """
+        """Start a copy in a stream unknown to the allocator: the caller waits before either tensor is freed."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -255,7 +266,7 @@ class Device:
 
     def host_buffers(self) -> HostBuffers:
         """Return host memory for copies of this device's tensors."""
-        return PlainBuffers() if self.is_cpu else PinnedBuffers(self.torch_device)
+        return PlainBuffers() if self.is_cpu else PinnedBuffers(self.torch_device, self.pin_memory)
 
     def synchronize(self) -> None:
         """Wait for all issued work."""
@@ -268,9 +279,9 @@ class Device:
         """
         if self.is_cpu:
             return _nothing
-        portable, address = 1, memory.data_ptr()
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, portable))
-        return lambda: torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+        portable, address, runtime = 1, memory.data_ptr(), torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, portable))
+        return lambda: torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
     def host_threads(self) -> int:
         """Return the number of threads that may compute on the host: torch's on a CPU; beside a GPU this rank's

@@ -17,10 +17,8 @@ def one_way(train: TrainConfig) -> Iterator[Finding]:
     others = {"recompute": "none", "recompute_model_chunks": None, "activation_offload": False}
     given = [f"train.{name}" for name, default in others.items() if getattr(train, name) != default]
     if train.memory is not None and given:
-        message = f"says what every layer saves, and so does {' and '.join(given)}"
-        yield Finding(
-            "train.memory", message, f"policies for all layers, or remove train.memory: not beside {given[0]}"
-        )
+        message = f"has a policy for every layer, and so has {' and '.join(given)}"
+        yield Finding("train.memory", message, f"keep, selective, full or host in the list, without {given[0]}")
 
 
 def layer_policies(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
@@ -30,23 +28,15 @@ def layer_policies(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
         yield Finding("train.memory", message, f"at most {model.total_layers}; a shorter list repeats")
 
 
-def shares(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
-    """Check that a share of tokens is a number of tiles, of a layer that has an MLP."""
-    policies, tiles = train.memory if isinstance(train.memory, list) else [], train.mlp_tiles
-    for layer in range(model.total_layers if policies else 0):
-        policy = policies[layer % len(policies)]
+def shares(train: TrainConfig) -> Iterator[Finding]:
+    """Check that a share of tokens is a number of tiles."""
+    tiles = train.mlp_tiles
+    for policy in train.memory if isinstance(train.memory, list) else ():
         share = 1.0 if isinstance(policy, str) else next(iter(policy.values()))
-        if share == 1:
-            continue
-        if model.has_experts(layer):
-            message = f"layer {layer} has experts, and {share:g} is a share of the tokens of an MLP"
-            yield Finding("train.memory", message, "host or nvme, which move all that a layer saves")
-        elif not (share * tiles).is_integer():
+        if share < 1 and not (share * tiles).is_integer():
             message = f"a share of {share:g} is no whole number of tiles with train.mlp_tiles = {tiles}"
             yield Finding("train.memory", message, _valid_shares(tiles))
-        else:
-            continue
-        return
+            return
 
 
 def _valid_shares(tiles: int) -> str:
@@ -62,7 +52,7 @@ def memory_limit(train: TrainConfig) -> Iterator[Finding]:
         yield Finding("train.memory_limit", message, 'train.memory = "auto", or remove the key')
 
 
-def memory_folder(train: TrainConfig) -> Iterator[Finding]:
+def saved_tensors_folder(train: TrainConfig) -> Iterator[Finding]:
     """Check that files of saved tensors have a folder, and that the folder has files."""
     key, folder, moves = "train.memory_dir", train.memory_dir, may_have(train, "nvme")
     if folder is None and moves and train.memory != "auto":

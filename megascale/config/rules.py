@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.coded_gradients,
     train_rules.recomputed_operations,
     exclusions.NO_RECOMPUTATION, exclusions.NOT_FULL, train_rules.recompute_model_chunks,
-    memory_rules.one_way, memory_rules.layer_policies, memory_rules.shares, memory_rules.memory_folder,
+    memory_rules.one_way, memory_rules.layer_policies, memory_rules.shares, memory_rules.saved_tensors_folder,
     memory_rules.memory_limit,
     train_rules.batch_size, train_rules.batch_rampup, train_rules.counts,
     train_rules.noise_scale,

@@ -21,7 +21,7 @@ Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(m
 Share = Annotated[float, Field(gt=0, le=1)]
 StoredShare = Annotated[dict[Literal["host", "nvme"], Share], Field(min_length=1, max_length=1)]
 LayerPolicy = Literal["keep", "selective", "full", "host", "nvme"] | StoredShare
-"""What becomes of the tensors that a layer's forward saves for backward."""
+"""A policy for a layer's saved tensors, between its forward and backward."""
 
 
 class BatchConfig(Section):
@@ -61,16 +61,16 @@ class TrainConfig(Section):
     )
     memory: Literal["auto"] | Annotated[list[LayerPolicy], Field(min_length=1)] | None = Field(
         None,
-        description="what becomes of the tensors that a layer saves for backward, a list that repeats over the layers: "
-        "keep; selective or full, recompute; host or nvme, move to host memory or to memory_dir; {host = 0.5} or "
-        "{nvme = 0.5}, a share of mlp_tiles moves; auto: the planner's choice "
-        "([policies](memory.md#a-policy-for-each-layer))",
+        description="policies for the layers' saved tensors, repeated over the layers: keep; selective or full, "
+        "recompute; host or nvme, move to host memory or to memory_dir; {host = 0.5} or {nvme = 0.5}, move a share of "
+        "mlp_tiles; auto: the planner's choice "
+        "([policies](long-context.md#a-policy-for-each-layer))",
     )
     memory_limit: Count | None = Field(
         None, description="bytes of a device that memory = auto may fill; default: what the hardware's profile leaves"
     )
     memory_dir: FilePath | None = Field(
-        None, description="folder on a local disk for the tensors of memory = nvme, with room for those of all ranks"
+        None, description="folder on a local disk for the saved tensors of all ranks of a host, for nvme in memory"
     )
     mlp_tiles: Count = Field(
         1,

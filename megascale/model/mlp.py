@@ -31,7 +31,7 @@ class MLP(nn.Module):
         prefix = "" if place == "mlp" else f"{place} "
         self._up_label, self._down_label = (Label.for_layer(index, f"{prefix}{part}") for part in ("up", "down"))
         self._recompute = context.recompute.activation
-        self.tiles = context.recompute.mlp_tiles
+        self.tiles, self._stored_tiles = context.recompute.mlp_tiles, context.recompute.stored_tiles
 
     def steps(
         self,
@@ -44,7 +44,8 @@ class MLP(nn.Module):
         `row_parallel_steps`.
         """
         if self.tiles > 1:
-            return run_in_tiles(partial(self._run_tile, batch), x_sbh, self.tiles, recompute_input, compute_output)
+            tiles = partial(self._run_tile, batch), x_sbh, self.tiles
+            return run_in_tiles(*tiles, recompute_input, compute_output, self._stored_tiles)
         (inner,) = yield from self.project(x_sbh, batch, recompute_input)
         return (yield from self._down(inner, batch, self.recompute_activation(inner, batch), compute_output))
 

@@ -19,9 +19,9 @@ from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 
 if TYPE_CHECKING:
+    from megascale.parallel.activation_store import ActivationStore
     from megascale.parallel.context_parallel import ContextParallel
     from megascale.parallel.experts.expert_parallel import ExpertParallel
-    from megascale.parallel.input_offload import ActivationOffload
 
 Parameters = Mapping[str, nn.Parameter]
 """This rank's parameters by global name (`layout.tensors`)."""
@@ -31,7 +31,7 @@ Parameters = Mapping[str, nn.Parameter]
 class LayerContext:
     """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMMs
     of a linear layer by its name and of experts by the number of their layer, recomputation policy, the attention of
-    ranks that share a sequence, the offload of block inputs, and the parallelism of experts.
+    ranks that share a sequence, the store of what blocks save, and the parallelism of experts.
     """
 
     model: ModelConfig
@@ -42,7 +42,7 @@ class LayerContext:
     grouped_gemms: Callable[[int], GroupedGemms] = lambda layer: HIGH_PRECISION_GROUPS
     recompute: RecomputePolicy = NO_RECOMPUTE
     cp: ContextParallel | None = None
-    offload: ActivationOffload | None = None
+    store: ActivationStore | None = None
     experts: ExpertParallel | None = None
 
 

@@ -82,7 +82,7 @@ class Stage(nn.Module):
         super().__init__()
         self._bucket_boundary = bucket_boundary
         self._policies = {str(index): policy(index) for index in layers}
-        self._store = context.offload
+        self._store = context.store
         model, tp = context.model, context.tp
         self._layers_in_halves = tp.domino and not any(each.whole for each in self._policies.values())
         vocabulary = VocabularyRange.for_rank(model, tp.index, tp.size)
@@ -127,7 +127,11 @@ class Stage(nn.Module):
                 recompute=lambda x: block(x, batch, compute_output=False),
                 store=store.store if store is not None and policy.offload else None,
             )
-        return block(x_sbh, batch)
+        if not policy.moves or not torch.is_grad_enabled():
+            return block(x_sbh, batch)
+        assert store is not None, "a policy that moves tensors comes with a store"
+        with store.moving(policy.store, x_sbh, block.parameters()):
+            return block(x_sbh, batch)
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
         return finish(self.steps(x_sbh, batch, cut=False))

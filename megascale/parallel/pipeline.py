@@ -49,7 +49,7 @@ from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, Overlap, 
 
 if TYPE_CHECKING:
     from megascale.comm.mesh import Mesh
-    from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
+    from megascale.parallel.activation_store import ActivationStore, MovedBlock
     from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
     from megascale.parallel.vocabulary_passes import VocabularyPasses
 
@@ -65,14 +65,14 @@ class PipelineStage(Protocol):
 @dataclass
 class _Saved:
     """A forward's remains for its backward: the autograd edges of its activation, if it has one, and of its losses; the
-    `cuts` between its segments; `received`, which gets the gradient of a received input; and with offload the input of
-    the chunk's last block.
+    `cuts` between its segments; `received`, which gets the gradient of a received input; and the last block whose saved
+    tensors are `stored` elsewhere.
     """
 
     edges: list[GradientEdge]
     cuts: list[Cut]
     received: InputGradient | None
-    offloaded: OffloadedInput | None
+    stored: MovedBlock | None
 
 
 class PipelineExecutor:
@@ -80,7 +80,7 @@ class PipelineExecutor:
 
     def __init__(
         self, stages: Sequence[PipelineStage], buffers: ParamAndGradBuffers, mesh: Mesh, p2p_spec: P2PActivationSpec,
-        loss_dtype: torch.dtype, *, overlap: bool = True, offload: ActivationOffload | None = None,
+        loss_dtype: torch.dtype, *, overlap: bool = True, store: ActivationStore | None = None,
     ) -> None:  # fmt: skip
         """`overlap`: messages overlap with compute; otherwise the sender's compute waits for them."""
         self.stages = stages
@@ -91,7 +91,7 @@ class PipelineExecutor:
         self.p2p_spec = p2p_spec
         self.loss_dtype = loss_dtype
         self.overlap = overlap
-        self.offload = offload
+        self.store = store
         self.passes: VocabularyPasses | None = None
         """The passes of vocabulary parallelism over pp."""
         self.on_loss: Callable[[int, MicroBatch, Tensor], None] | None = None
@@ -253,10 +253,10 @@ class _Execution:
         else:
             out = stage(x, micro_batch)
         if saves:
-            offloaded = self._p.offload.end_forward() if self._p.offload is not None else None
+            stored = self._p.store.end_forward() if self._p.store is not None else None
             roots = (out.activation, out.loss, *out.further.values())
             edges = [get_gradient_edge(root) for root in roots if root is not None]
-            self._saved[action[1:]] = _Saved(edges, cuts, received, offloaded)
+            self._saved[action[1:]] = _Saved(edges, cuts, received, stored)
         activation, loss = (None if root is None else root.detach() for root in out[:2])
         return StageOutput(activation, loss, {module: loss.detach() for module, loss in out.further.items()})
 
@@ -285,8 +285,8 @@ class _Execution:
         """
         saved = self._saved.pop((action.chunk, action.microbatch))
         self._p.buffers.wait_params(action.chunk, backward=True)
-        if self._p.offload is not None and saved.offloaded is not None:  # loaded while the gradient arrives
-            self._p.offload.fetch(saved.offloaded)
+        if saved.stored is not None:  # loaded while the gradient arrives
+            saved.stored.fetch()
         grad = self._wait_received(action)
         grads = [] if grad is None else [grad]
         grads += [self._p.loss_scalar(1.0) for _ in saved.edges[len(grads) :]]

@@ -53,6 +53,7 @@ from megascale.schedule.ir import RankSchedule, forwards_only
 from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
+from megascale.train.build_store import build_store
 from megascale.train.further_losses import FurtherLosses
 from megascale.train.op_context import op_context
 from megascale.train.run import Dtypes, Hooks, Run
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from megascale.parallel.context_parallel import ContextParallel
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.fp8_state import Fp8State
-    from megascale.parallel.input_offload import ActivationOffload
     from megascale.parallel.vocabulary_passes import VocabularyPasses
     from megascale.train.expert_steps import ExpertState
     from megascale.train.noise_scale import NoiseScale
@@ -127,10 +127,10 @@ def build_rank_run(
     fp8_state = build_fp8(config, mesh, context, buffers)
     if p.zero == 3:
         buffers.shard_weights(streams=p.resharding == "forward")
-    operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
+    operators, store = LayerOps.from_context(context), build_store(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
-    layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
+    layers = LayerContext(config.model, {}, tp, operators, cp=cp, store=store, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
     mesh.recorder.log.start_parts.begin("indices")
@@ -139,7 +139,7 @@ def build_rank_run(
     outer = OuterOptimizer(sites, optimizer.shards, config.model.total_layers, mesh) if sites.count > 1 else None
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), config.overlap.pp
-    pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
+    pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, store=store)
     pipeline.passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
     policy = build_policy(config.data, config.batch, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
@@ -222,17 +222,6 @@ def build_noise_scale(
     from megascale.train.noise_scale import NoiseScale
 
     return NoiseScale(settings, FirstGradient(buffers.buckets, mesh, sequence=sequence), mesh, device)
-
-
-def build_offload(config: RunConfig, pp_rank: int, device: Device) -> ActivationOffload | None:
-    """Build the offload of block inputs, with `train.activation_offload`, and allocate its memory."""
-    if not config.train.activation_offload:
-        return None
-    from megascale.parallel.input_offload import ActivationOffload
-    from megascale.plan.account.memory import JobMemory
-
-    memory = JobMemory(config)
-    return ActivationOffload(device.host_buffers(), memory.host_inputs(pp_rank), memory.sizes.stream)
 
 
 def build_average(settings: TrainConfig, optimizer: ShardedOptimizer, mesh: Mesh) -> WeightAverage | None:

@@ -72,6 +72,13 @@ LAYOUTS: dict[str, Layout] = {
     "offload pp2 vpp2": {
         "train__activation_offload": True, "train__recompute": "full", "parallel__pp": 2, "parallel__vpp": 2,
     },
+    "layer memory tp2 sp pp2 vpp2": {
+        "train__memory": ["host", "full", "keep", "selective"], "parallel__tp": 2, "parallel__sp": True,
+        "parallel__pp": 2, "parallel__vpp": 2,
+    },
+    "layer memory pp2 v dp2 zero2, shares of tiles": {
+        **V, "train__memory": ["host", {"host": 0.5}], "train__mlp_tiles": 4, "parallel__dp": 2, "parallel__zero": 2,
+    },
     "chunks pp2 dp2": {
         "data__sequence_chunk_tokens": 4, "data__sequence_chunks_saved": 2, "parallel__pp": 2, "parallel__dp": 2,
     },

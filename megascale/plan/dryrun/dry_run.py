@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megascale.config.run import RunConfig
+from megascale.config.train import LayerPolicy
 from megascale.layout.chunks import shares_embedding, stages_of
 from megascale.layout.topology import Coord, topology_of
 from megascale.ops.rope import rope_table
@@ -48,9 +49,11 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
     """
     data = {"mock": True, "train": None, "valid": None, "reader": "rank"}
     checkpoint = {"every": 0, "in_memory_every": 0, "replicate": False}
+    policies = config.train.memory
+    memory = [*map(_in_host_memory, policies)] if isinstance(policies, list) else policies
     sections: dict[str, dict[str, Any]] = {  # mock data and the whole batch, and only the step
         "data": data, "batch": {"rampup": None}, "checkpoint": checkpoint,
-        "train": {"eval_every": 0, "compile": False}, "fp8": {"monitor": False},
+        "train": {"eval_every": 0, "compile": False, "memory": memory, "memory_dir": None}, "fp8": {"monitor": False},
     }  # fmt: skip
     update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
     config = config.model_copy(update=update)
@@ -87,6 +90,14 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             return DryRun(rank, topology.coord(rank), state, +counts.at_peak, counts.flops, counts.calls)
     finally:
         rope_table.cache_clear()  # fake tables must not leak into other code
+
+
+def _in_host_memory(policy: LayerPolicy) -> LayerPolicy:
+    """Return a policy with host memory in place of files: as many bytes leave the device and come back."""
+    if isinstance(policy, str):
+        return "host" if policy == "nvme" else policy
+    (share,) = policy.values()
+    return {"host": share}
 
 
 def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:
