@@ -102,4 +102,5 @@ def _of_layer(train: TrainConfig, kept: RecomputePolicy, policy: LayerPolicy) ->
 
 
 def _selective(train: TrainConfig, kept: RecomputePolicy) -> RecomputePolicy:
-    return replace(kept, **dict.fromkeys(train.recompute_ops or ["attention"], True))
+    again = train.recompute_ops or ["attention"]
+    return replace(kept, attention="attention" in again, norm="norm" in again, activation="activation" in again)
