@@ -290,6 +290,34 @@ def test_doubtful_estimates_have_a_note(capsys: pytest.CaptureFixture[str], tmp_
     assert "the scores that megatron-2021 saves for backward" in notes("--stack", "megatron-2021")
 
 
+def test_policies_of_memory_are_chosen_and_their_writes_wear_drives(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    layout = (
+        "parallel.tp=1",
+        "parallel.sp=false",
+        "parallel.pp=2",
+        "parallel.vpp=1",
+        "batch.global=64",
+        "batch.micro=2",
+    )
+    job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "8", "--hardware", "h100", *layout]
+    kept, chosen = answer(capsys, job=[*job[:-1], "batch.micro=1"]), answer(capsys, "train.memory=auto", job=job)
+    assert kept["memory_policies"] is None and kept["drive_wear"] is None
+    assert len(chosen["memory_policies"]) == 32 and chosen["fits"]
+    assert main([*job, "train.memory=auto"]) == 0
+    assert "train.memory: layers 0-" in capsys.readouterr().out
+    files = 'train.memory=["nvme","keep"]', f"train.memory_dir={tmp_path}"
+    moved = answer(capsys, *files, job=job)
+    assert moved["drive_wear"]["step"] == 8 // 2 * moved["moved_bytes"]["nvme"] > 0  # 8 micro-batches, 2 in flight
+    assert main([*job, *files]) == 0
+    said = capsys.readouterr().out
+    assert "train.memory: nvme, keep by turns" in said
+    assert "its 8 drives reach their rating of 7,000 TB each in" in said
+    assert main([*job, "train.memory=auto", "train.memory_limit=1000000000"]) == 2
+    assert "train.memory: no policies fit: a rank of stage 0 needs" in capsys.readouterr().err
+
+
 def test_dropout_materialises_scores_in_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     job = [*LLAMA, "model.seq_length=2048", "parallel.tp=8"]
     without, report = answer(capsys, job=job), answer(capsys, "model.dropout=0.1", job=job)

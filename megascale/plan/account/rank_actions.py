@@ -101,11 +101,11 @@ def leaving_beside(actions: Sequence[Action], chunks: Sequence[ChunkBytes]) -> I
     """Yield for every action the bytes of another forward's tensors that are leaving the device (`with_copies`): of the
     last forward with any, until the next one, which counts them itself, or its own backward.
     """
-    leaving, owner = 0, (-1, -1)
+    leaving, owner = 0, list[int]()
     for kind, *place in actions:
         moved = chunks[place[0]].unit.moved if kind in FORWARDS else 0
-        if moved or tuple(place) == owner:
-            leaving, owner = 0, tuple(place)
+        if moved or place == owner:
+            leaving, owner = 0, place
         yield leaving
         leaving = moved or leaving
 

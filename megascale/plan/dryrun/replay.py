@@ -248,9 +248,9 @@ class _Replay(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.cost_cache, ctx.cost, ctx.parameter = cost_cache, cost, parameter
         ctx.layer, ctx.input_meta = layer, (x.shape, x.dtype, x.requires_grad)
+        _replay(cost_cache, cost.forward, layer)  # whose peak has what moves
         moved = [x.new_empty(cost.moved, dtype=torch.uint8)] if cost.moved else []
         ctx.save_for_backward(*([x] if cost.saves_input else []), *moved)
-        _replay(cost_cache, cost.forward, layer)
         for kind, nbytes in cost.saved_for_backward.items():
             cost_cache.counts.add_bytes(kind, nbytes)
         return torch.empty(cost.shape, dtype=cost.dtype, device=x.device)
@@ -259,9 +259,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cost_cache, cost, layer, left = ctx.cost_cache, ctx.cost, ctx.layer, left_for_w(ctx.parameter)
         assert cost.backward is not None, "the module was measured with gradients"
+        operands = *ctx.saved_tensors[: cost.saves_input], *grads  # what has moved comes back, and the block before it
         _replay(cost_cache, cost.backward, layer)
         _change(cost_cache.counts, cost.saved_for_backward, cost.left)
-        operands = *ctx.saved_tensors[: cost.saves_input], *grads
         held = [tensor for tensor, leaves in zip(operands, cost.leaves, strict=False) if leaves]
 
         def weight_gradient() -> None:

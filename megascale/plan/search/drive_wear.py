@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megascale.core.units import format_bytes, format_count
+from megascale.core.units import format_bytes
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.simulate.profiles import Node
 
@@ -31,8 +31,8 @@ def drive_wear(job: JobMemory, node: Node, step_s: float) -> DriveWear:
 
 def describe_wear(wear: DriveWear, node: Node) -> str:
     """Describe the wear in a line."""
-    drives, rated = node.drives.count, format_count(node.drives.rated_bytes)
+    drives, rated = node.drives.count, node.drives.rated_bytes / 1e12
     return (
         f"a rank writes {format_bytes(wear.step)} a step to NVMe, a node {format_bytes(wear.day)} a day: its {drives} "
-        f"drives reach their rating of {rated}B each in {wear.days:,.0f} days"
+        f"drives reach their rating of {rated:,.0f} TB each in {wear.days:,.0f} days"
     )

@@ -73,14 +73,16 @@ def with_memory(config: RunConfig, policies: Sequence[LayerPolicy]) -> RunConfig
 
 
 def describe_policies(config: RunConfig) -> str:
-    """Describe the policies of all layers, such as 'layers 0-3 full, 4-7 keep'."""
-    runs, begin = list[str](), 0
-    policies = itertools.islice(itertools.cycle(config.train.memory or ["keep"]), config.model.total_layers)
-    for policy, same in itertools.groupby(policies):
-        end = begin + len(list(same))
-        name = policy if isinstance(policy, str) else " ".join(f"{store} {share:g}" for store, share in policy.items())
-        runs.append(f"{begin}{f'-{end - 1}' if end - begin > 1 else ''} {name}")
-        begin = end
+    """Describe the policies of all layers, such as 'layers 0-3 full, 4-7 keep', or 'host, keep by turns'."""
+    policies, total, begin = config.train.memory or ["keep"], config.model.total_layers, 0
+    names = [each if isinstance(each, str) else "{} {:g}".format(*next(iter(each.items()))) for each in policies]
+    if 1 < len(names) < total:
+        return f"{', '.join(names)} by turns"
+    runs = list[str]()
+    for name, same in itertools.groupby(itertools.islice(itertools.cycle(names), total)):
+        last = begin + len(list(same)) - 1
+        runs.append(f"{begin}{f'-{last}' if last > begin else ''} {name}")
+        begin = last + 1
     return f"layers {', '.join(runs)}"
 
 
