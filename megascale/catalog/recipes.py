@@ -112,6 +112,13 @@ class QuantizerSpec:
         return 1 if self.scale in ("e8m0", "nvfp4") else 4
 
     @property
+    def cast_bytes(self) -> int:
+        """Most bytes of an element during its cast by torch's operators: in fp32, and the code; of E2M1 magnitude, step
+        and sums beside; of a decomposition the parts.
+        """
+        return 32 if self.emulated else 21 if self.element == "e2m1" else 5
+
+    @property
     def element_bytes(self) -> float:
         """Bytes of an element with its part of the block's scale; scales of whole rows count nothing."""
         rows, k = self.block

@@ -17,7 +17,7 @@ from megascale.config.model import ModelConfig
 from megascale.layout.freezing import matches
 from megascale.layout.parts.elementwise import ActivationSpec
 from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_size, linear_params
-from megascale.layout.parts.microbatch_sizes import CAST, FP32, CommOp, MicroBatchSizes, UnitBytes, walk
+from megascale.layout.parts.microbatch_sizes import FP32, CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
 from megascale.layout.tensors import ParamSpec, TensorSpec
@@ -196,7 +196,9 @@ class ExpertLayer(Part):
         token, tokens = sum(sizes.sent("input", self.hidden)), sizes.local
         sent, arriving = (tokens, sizes.ep * tokens) if sizes.gathers_tokens else (2 * tokens * self.chosen, rows)
         arrived = token * (arriving + 2 * rows) + rows * self.hidden * sizes.compute
-        return max(CAST * tokens * self.hidden, token * (2 * tokens + sent + arriving), arrived)
+        return max(
+            sizes.recipe["input"].cast_bytes * tokens * self.hidden, token * (2 * tokens + sent + arriving), arrived
+        )
 
     def _saved(self, sizes: MicroBatchSizes, rows: int, width: int) -> tuple[int, int]:
         """Size what is saved of the rows of a layer's input, and what forward has besides: the rows, if that are codes,

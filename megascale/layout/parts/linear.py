@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 
 from megascale.config.model import ModelConfig
 from megascale.layout.freezing import matches
-from megascale.layout.parts.microbatch_sizes import CAST, CommOp, MicroBatchSizes, UnitBytes
+from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
 from megascale.layout.tensors import ParamSpec, TensorSpec
@@ -159,7 +159,8 @@ class ColumnParallel(LinearGroup):
         recomputed = sizes.stream if after_norm and sizes.recompute.norm and not sizes.saves_codes else 0
         casts = outputs // sizes.compute if sizes.fp8 else 0
         wgrad = max(sizes.wgrad(layer.weight_numel, sizes.sharded(layer.outputs)) for layer in self.layers)
-        backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, CAST * casts)
+        cast = sizes.recipe["gradient"].cast_bytes * casts
+        backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, cast)
         saved = 0 if recomputed else sizes.saved_input(sizes.stream, sizes.model.hidden_size, whole=not sizes.cut)
         if sizes.input_rank:
             saved = sizes.local * sizes.projected(sizes.model.hidden_size)

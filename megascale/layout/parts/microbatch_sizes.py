@@ -17,7 +17,6 @@ from megascale.layout.pieces import MIN_PIECE_BYTES
 from megascale.layout.recompute_policy import NO_RECOMPUTE, STAYS, RecomputePolicy
 
 FP32 = 4  # bytes of an FP8 scale or amax
-CAST = 5  # bytes of quantizing an element to FP8: in fp32, and the code
 
 
 class CommOp(NamedTuple):
@@ -204,7 +203,8 @@ class MicroBatchSizes:
     def cast_wgrad(self, elements: int, first: int, second: int) -> int:
         """Size wgrad's result of `elements`, and its operands of `first` and `second`, quantized along the tokens."""
         column = self.recipe["input_column"].block
-        cast = 1 if self.recipe["input"].block.serves_transpose else CAST + self.compute
+        column_cast = self.recipe["input_column"].cast_bytes + self.compute
+        cast = 1 if self.recipe["input"].block.serves_transpose else column_cast
         result = elements * self.wide * (3 if column.k else 1)  # of blocks, two partial results and their sum
         return max(cast * first, first + max(cast * second, second + result))
 

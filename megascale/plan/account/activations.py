@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megascale.catalog.recipes import QuantizerSpec
 from megascale.layout.blocks import BlockSpec, distinct_blocks, linears, surroundings, tile_mlp
 from megascale.layout.loss import BLOCK_BYTES, loss_chunks
-from megascale.layout.parts.microbatch_sizes import CAST, MicroBatchSizes, UnitBytes, walk
+from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes, walk
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import padded_vocab
 
@@ -51,7 +51,7 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
     weight: QuantizerSpec = sizes.recipe["weight"]
     turned = 0 if weight.block.serves_transpose else 1 + sizes.compute
-    casting = int((CAST - sizes.recipe["weight_bytes"] + turned) * max(elements)) if fp8 else 0
+    casting = int((weight.cast_bytes - sizes.recipe["weight_bytes"] + turned) * max(elements)) if fp8 else 0
     if fp8 and sizes.cast_where_used:  # the operands of the largest weight, of codes a transpose in backward
         forward = forward if weight.gathers_codes else max(forward + max(elements), casting)
         backward, casting = max(backward + max(elements), casting), 0

@@ -229,13 +229,27 @@ class ReplayModule(nn.Module):
             again = self._policy.full and with_gradients
             choices = cache.choices[self._module_key] = cache.choices[self._module_key] if again else {}
             own = replace(batch, expert_choices=choices)
-            with cache.apart(module):
+            with cache.apart(module), _weights_of(self._module[0], module):
                 cost = cache.measure(module, x, lambda x: module(x, own, **named), choices, self._policy)
             cache.costs[key] = cost
         cost = cache.costs[key]
         if cost.choice is not None:
             batch.expert_choices[self._layer] = _without_values(cost.choice)
         return _Replay.apply(x, self._anchor, cache, cost, self._layer, next(self._module[0].parameters()))
+
+
+@contextmanager
+def _weights_of(owner: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Have the weights of `owner` in an equal `module`, whose own may not be gathered."""
+    theirs, own = ([(p.data, getattr(p, "gathered", None)) for p in each.parameters()] for each in (owner, module))
+
+    def take(weights: Sequence[tuple[Tensor, Any]]) -> None:
+        for parameter, (parameter.data, gathered) in zip(module.parameters(), weights, strict=True):
+            parameter.gathered = gathered  # type: ignore[attr-defined]
+
+    take(theirs)
+    yield
+    take(own)
 
 
 class _Replay(torch.autograd.Function):
