@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic_core import PydanticCustomError
 
 from megascale.catalog.layers import ATTENTIONS
 from megascale.core.registry import Card
-
-if TYPE_CHECKING:
-    from megascale.config.model import ModelConfig
-    from megascale.config.sparse_pattern import Reach
 
 
 def check_attention_pattern(pattern: str) -> str:
@@ -42,13 +36,3 @@ def has_no_scores(pattern: object) -> bool:
 def has_states(pattern: object) -> bool:
     """Return True for a pattern with attention that carries a state."""
     return bool(pattern) and any(kind_of_letter(letter).facts["carries_state"] for letter in str(pattern))
-
-
-def has_scores(model: ModelConfig, layer: int) -> bool:
-    """Return True for a layer whose attention has scores of queries and keys, which linear attention has not."""
-    return "attention" in model.attention_kind(layer).facts["operations"]
-
-
-def score_windows(model: ModelConfig) -> tuple[Reach | None, ...]:
-    """Return the `windows` of the layers with scores, windows or sparse patterns."""
-    return tuple(window for layer, window in enumerate(model.windows) if has_scores(model, layer))

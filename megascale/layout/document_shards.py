@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megascale.config.attention_pattern import score_windows
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.sparse_pattern import Reach, SparsePattern
@@ -32,6 +31,7 @@ from megascale.layout.sequence_shard import (
     split_over_heads,
     within_documents,
 )
+from megascale.layout.windows import score_windows
 
 TILE = 128  # queries that an attention kernel computes at a time (flash-attn's blocks on Hopper)
 

@@ -1,6 +1,9 @@
-"""Sliding-window attention in blocks of queries: the keys visible to every block."""
+"""The windows of layers, and sliding-window attention in blocks of queries: the keys visible to every block."""
 
 from __future__ import annotations
+
+from megascale.config.model import ModelConfig
+from megascale.config.sparse_pattern import Reach
 
 QUERY_BLOCK = 192
 """Queries per block. A query costs window + QUERY_BLOCK keys instead of window, which favours small blocks; but from
@@ -19,3 +22,13 @@ def window_blocks(s: int, window: int, block: int = QUERY_BLOCK) -> list[tuple[s
     firsts = range(0, s, min(block, s))
     queries = [slice(first, min(first + block, s)) for first in firsts]
     return [(block, slice(max(0, block.start + 1 - window), block.stop)) for block in queries]
+
+
+def has_scores(model: ModelConfig, layer: int) -> bool:
+    """Return True for a layer whose attention has scores of queries and keys, which linear attention has not."""
+    return "attention" in model.attention_kind(layer).facts["operations"]
+
+
+def score_windows(model: ModelConfig) -> tuple[Reach | None, ...]:
+    """Return the `windows` of the layers with scores, windows or sparse patterns."""
+    return tuple(window for layer, window in enumerate(model.windows) if has_scores(model, layer))

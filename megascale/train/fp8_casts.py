@@ -6,20 +6,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from megascale.core.files import exists
 from megascale.parallel.fp8_state import CastStats, Fp8State
 from megascale.record.metrics import Alert
 from megascale.train.run import Hook, Run
 from megascale.train.step import is_logged_step
-
-if TYPE_CHECKING:
-    from megascale.train.reporter import Reporter
 
 RISES = {"saturated": 1e-3, "underflow": 0.05, "kurtosis": 12.0}
 """Statistics whose rise raises an alert, and values below which none does; the normal distribution's kurtosis is 3."""
@@ -56,14 +52,14 @@ class Fp8Steps(Hook):
 class RecipeChanges(Hook):
     """Says which recipe of `fp8.schedule` runs from a step on: at a change, and in a run that resumes behind one."""
 
-    def __init__(self, reporter: Reporter, recipe: str) -> None:
-        self._reporter, self._running = reporter, recipe
+    def __init__(self, say: Callable[[str], None], recipe: str) -> None:
+        self._say, self._running = say, recipe
 
     def step_begins(self, run: Run) -> None:
         share = run.progress.samples / run.config.samples
         begun = [change for start, change in run.config.fp8.schedule if start <= share]
         if begun and begun[-1] != self._running:
-            self._reporter.write_message(f"step {run.progress.step + 1} and later run {begun[-1]} by fp8.schedule")
+            self._say(f"step {run.progress.step + 1} and later run {begun[-1]} by fp8.schedule")
             self._running = begun[-1]
 
 

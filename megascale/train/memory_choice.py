@@ -8,8 +8,6 @@ from megascale.config.section import AUTO
 from megascale.config.train import LayerPolicy
 from megascale.core.errors import ConfigError, Problem
 from megascale.device import Device
-from megascale.plan.search.memory_policy import choose, with_memory
-from megascale.plan.simulate import profiles
 from megascale.train.plan_record import own_profile
 
 STACK = "megascale"  # the profile of this trainer
@@ -23,11 +21,16 @@ def with_chosen_memory(config: RunConfig, device: Device, mesh: Mesh) -> RunConf
     """
     if config.train.memory != AUTO:
         return config
+    from megascale.plan.search.memory_policy import with_memory  # the planner, which other runs do not load
+
     policies = _choose(config, device) if mesh.rank == 0 else None
     return with_memory(config, mesh.world.control.broadcast(policies, "memory"))
 
 
 def _choose(config: RunConfig, device: Device) -> list[LayerPolicy]:
+    from megascale.plan.search.memory_policy import choose
+    from megascale.plan.simulate import profiles
+
     name, reason = own_profile(device)
     if not name:
         hint = "a list of policies, such as one that megascale plan --hardware chooses"

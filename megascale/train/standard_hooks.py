@@ -32,7 +32,7 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
     if run.config.fp8.schedule:
         from megascale.train.fp8_casts import RecipeChanges
 
-        hooks.append(RecipeChanges(reporter, run.config.fp8.recipe))
+        hooks.append(RecipeChanges(reporter.write_message, run.config.fp8.recipe))
     if run.sites is not None:
         from megascale.train.outer_steps import Sites
 

@@ -158,7 +158,8 @@ def messages(rank: Rank, config: RunConfig, resumed: int) -> list[str]:
 
     run, notes = build_run(rank, config), Noted()
     run.progress.step, run.progress.samples = resumed, resumed * BATCH
-    hook = RecipeChanges(Reporter(config, run.device, None, [notes], run.mesh.recorder), config.fp8.recipe)
+    reporter = Reporter(config, run.device, None, [notes], run.mesh.recorder)
+    hook = RecipeChanges(reporter.write_message, config.fp8.recipe)
     for step in range(resumed, STEPS):
         run.progress.step, run.progress.samples = step, step * BATCH
         hook.step_begins(run)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megascale.config.attention_pattern import score_windows
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach, SparsePattern
 from megascale.layout.packs import equal_documents
 from megascale.layout.parts.part import Scores
+from megascale.layout.windows import score_windows
 
 
 def windows_of(model: ModelConfig) -> list[Reach | None]:

@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megascale.config.attention_pattern import score_windows
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
@@ -28,6 +27,7 @@ from megascale.layout.parameters import layer_params
 from megascale.layout.parts.part import Scores, TokenFlops
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
+from megascale.layout.windows import score_windows
 from megascale.plan.account.attended import expected_scores, scores_per_token
 
 if TYPE_CHECKING:
