@@ -43,24 +43,11 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
     """Run one step (in the steady state, not the first) of a resolved configuration as `rank`.
 
     Data are mock. Checkpoints, evaluation and torch.compile are off. Of the phases of `fp8.schedule` it is in the one
-    with the highest peak. `collectives_in_pieces`: overlapped collectives
-    are cut into pieces, as between GPUs; False for CPUs, which share memory. `replay_modules`: run one of several equal
-    modules and replay its costs for the rest, if micro-batches cost the same.
+    with the highest peak. `collectives_in_pieces`: overlapped collectives are cut into pieces, as between GPUs; False
+    for CPUs, which share memory. `replay_modules`: run one of several equal modules and replay its costs for the rest,
+    if micro-batches cost the same.
     """
-    data = {"mock": True, "train": None, "valid": None, "reader": "rank"}
-    checkpoint = {"every": 0, "in_memory_every": 0, "replicate": False}
-    policies = config.train.memory
-    memory = [*map(_in_host_memory, policies)] if isinstance(policies, list) else policies
-    sections: dict[str, dict[str, Any]] = {  # mock data and the whole batch, and only the step
-        "data": data, "batch": {"rampup": None}, "checkpoint": checkpoint,
-        "train": {
-            "eval_every": 0, "compile": False, "memory": memory, "memory_dir": None,
-            "distill_teacher": config.train.distill_teacher and MOCK_TEACHER,
-        },
-        "fp8": {"monitor": False},
-    }  # fmt: skip
-    update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
-    config = config.model_copy(update=update)
+    config = _one_step(config)
     topology = topology_of(config.parallel)
     stage = topology.coord(rank).pp
     if config.fp8.schedule:
@@ -94,6 +81,24 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             return DryRun(rank, topology.coord(rank), state, +counts.at_peak, counts.flops, counts.calls)
     finally:
         rope_table.cache_clear()  # fake tables must not leak into other code
+
+
+def _one_step(config: RunConfig) -> RunConfig:
+    """Return the configuration of a step in the steady state, on mock data, without files."""
+    data = {"mock": True, "train": None, "valid": None, "reader": "rank"}
+    checkpoint = {"every": 0, "in_memory_every": 0, "replicate": False}
+    policies = config.train.memory
+    memory = [*map(_in_host_memory, policies)] if isinstance(policies, list) else policies
+    sections: dict[str, dict[str, Any]] = {  # mock data and the whole batch, and only the step
+        "data": data, "batch": {"rampup": None}, "checkpoint": checkpoint,
+        "train": {
+            "eval_every": 0, "compile": False, "memory": memory, "memory_dir": None,
+            "distill_teacher": config.train.distill_teacher and MOCK_TEACHER,
+        },
+        "fp8": {"monitor": False},
+    }  # fmt: skip
+    update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    return config.model_copy(update=update)
 
 
 def _in_host_memory(policy: LayerPolicy) -> LayerPolicy:
