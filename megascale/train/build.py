@@ -119,16 +119,7 @@ def build_rank_run(
     shape, context = (config.row_tokens, config.batch.micro, config.model.hidden_size), op_context(config, device)
     nbytes = math.prod(shape) * dtypes[0].itemsize
     tp = build_tensor_parallel(mesh.tp, device, p, overlap=config.overlap.tp, activation_bytes=nbytes)
-    chunks = chunk_buckets(config.model, p, config.overlap, config.train, mesh.coord.pp)
-    wgrad = select.build_op("wgrad", context)
-    buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
-    buffers.share_embedding(embedding_chunks(config.model, p, mesh.coord.pp))
-    for bucket in buffers.buckets if init_weights else ():
-        with bucket.whole_weights():
-            init_parameters(bucket.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
-    fp8_state = build_fp8(config, mesh, context, buffers)
-    if p.zero == 3:
-        buffers.shard_weights(streams=p.resharding == "forward")
+    buffers, fp8_state = build_weights(config, mesh, device, context, dtypes, init_weights=init_weights)
     operators, store = LayerOps.from_context(context), build_store(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
@@ -159,6 +150,23 @@ def build_rank_run(
         checkpoints=build_checkpoints(config, mesh, parts, device), progress=Progress(), stop=stop,
         step_hooks=build_step_hooks(config, fp8_state, noise_scale, experts, expert_state),
     )  # fmt: skip
+
+
+def build_weights(
+    config: RunConfig, mesh: Mesh, device: Device, context: OpContext, dtypes: Dtypes, *, init_weights: bool
+) -> tuple[ParamAndGradBuffers, Fp8State | None]:
+    """Build the buffers of this rank's weights and gradients, and the state of FP8 casts."""
+    p, wgrad = config.parallel, select.build_op("wgrad", context)
+    chunks = chunk_buckets(config.model, p, config.overlap, config.train, mesh.coord.pp)
+    buffers = build_buffers(chunks, mesh, p, dtypes, device.torch_device, wgrad, overlap=config.overlap.dp)
+    buffers.share_embedding(embedding_chunks(config.model, p, mesh.coord.pp))
+    for bucket in buffers.buckets if init_weights else ():
+        with bucket.whole_weights():
+            init_parameters(bucket.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
+    fp8_state = build_fp8(config, mesh, context, buffers)
+    if p.zero == 3:
+        buffers.shard_weights(streams=p.resharding == "forward")
+    return buffers, fp8_state
 
 
 def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful | None], device: Device) -> Checkpoints:
