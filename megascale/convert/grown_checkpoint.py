@@ -1,7 +1,7 @@
-"""A checkpoint of a grown model (`grow`): weights, averages and optimizer state, and all that does not grow.
+"""A checkpoint of a grown model (`grow`): weights, averages and optimizer state, and all other state as saved.
 
-The run that goes on with it has the same step, samples and tokens, and so the same place in its learning rate's
-schedule. State is by global name: any layout loads it.
+The next run has the same step, samples and tokens, and the same place in the learning rate's schedule. State is by
+global name, for any layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megascale.checkpoint import offline
 from megascale.checkpoint.companions import copy_companions
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
-from megascale.convert.growth import Growth, plan_growth
+from megascale.convert.growth import ModelGrowth, plan_growth
 from megascale.convert.saved_weights import saved_model
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -31,8 +31,8 @@ BEGINS_ANEW = ("fp8_history",)  # state by operand
 
 
 def grow(source: Location, output: Path, to: ModelConfig, seed: int, where: str) -> list[str]:
-    """Make a checkpoint of the model `to`, which computes what that of `source` does. Returns what begins anew, a line
-    each. `seed`: of new weights; `where`: the file of `to`.
+    """Make a checkpoint of the model `to` with the function of that of `source`. Returns lines on state that begins
+    anew. `seed`: of new weights; `where`: the file of `to`.
 
     Raises: ConfigError if the model cannot grow to it, CheckpointError if the checkpoint is unreadable or has state
         that cannot grow; OSError
@@ -54,7 +54,7 @@ class _Grown:
 
     source: Location
     saved: manifest.Manifest
-    growth: Growth
+    growth: ModelGrowth
 
     @property
     def _kinds(self) -> dict[str, list[str]]:

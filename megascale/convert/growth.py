@@ -1,15 +1,15 @@
-"""Growth of a model in width and depth, after which it computes the same function (`Growth`).
+"""Growth of a model in width and depth that keeps its function (`ModelGrowth`).
 
-    hidden_size x k    tensors that write the residual stream have every row k times; those that read it have
-                       W / k + R_i for copy i, with random R_i that add up to 0, so that the copies' gradients differ
+    hidden_size x k    tensors that write the residual stream have every row k times; readers have W / k + R_i
+                       for copy i, with random R_i of sum 0, by which the gradients of copies differ
                        (LEMON, Wang et al. 2024). Norms see k equal copies: the mean square and epsilon are unchanged
-    heads, MLP width   new rows are random; the columns that read them are zero (Net2Net, Chen et al. 2016)
+    heads, MLP width   new rows are random; the columns for them are zero (Net2Net, Chen et al. 2016)
     num_layers         new layers, between or after the others, are random but for their last projections, or the gains
                        of the norms after a branch, which are zero
 
 A tied head reads k copies of each column: the gain of the final norm is divided by k. Gradients of a tensor that writes
-the residual stream are 1 / k of the old ones, and so are first moments; second moments 1 / k^2. What is new has no
-moments.
+the residual stream are 1 / k of the old ones, and so are first moments; second moments 1 / k^2. New
+elements have no moments.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "
 """The keys of `[model]` that may grow."""
 
 FREE = ("preset", "seq_length", "positions", "dropout", "init_std", "mup_base_width", "window", "exits")
-"""The keys without an effect on the function, and those that are compared layer by layer."""
+"""The keys without an effect on the function, and those compared layer by layer."""
 
 IN, OUT, QUERIES, KEYS, INNER, FIXED = "in", "out", "queries", "keys", "inner", "fixed"
-"""Roles of a dimension: it reads or writes the residual stream; rows of heads; the inside of an MLP; or none."""
+"""Roles of a dimension: input from or output to the residual stream; rows of heads; the inside of an MLP; none."""
 
 ROLES = {
     "embedding.token": (FIXED, OUT), "embedding.position": (FIXED, OUT), "head": (FIXED, IN),
@@ -63,9 +63,9 @@ NUMBERED = re.compile(r"(layers|exits)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Growth:
-    """The growth of a model to another one, which `check_growth` has accepted. `layers`: the new places of its layers;
-    `seed`: of what is new.
+class ModelGrowth:
+    """The growth of a model to another model, accepted by `plan_growth`. `layers`: the new places of the layers;
+    `seed`: of new weights.
     """
 
     model: ModelConfig
@@ -94,7 +94,7 @@ class Growth:
         return None if layer is None else f"layers.{layer}.{rest}"
 
     def old_layer(self, number: int) -> int | None:
-        """Return the number of a layer before; None of a new one. Layers of multi-token prediction stay behind all."""
+        """Return the number of a layer before; None for a new layer. Layers of multi-token prediction stay last."""
         if number >= self.to.num_layers:
             return number - self.to.num_layers + self.model.num_layers
         return self.layers.index(number) if number in self.layers else None
@@ -139,11 +139,11 @@ class Growth:
         return {**ROLES, **LATENT_ROLES, "attention.q": queries, "attention.q_rope": queries}
 
     def _divides_logits(self, name: str) -> bool:
-        """True for the final norm before a tied head, which reads each of the copies with the same weight."""
+        """True for the final norm before a tied head, whose weights for all copies are the same."""
         return self.to.tie_embeddings and name.startswith("final_norm.")
 
     def _spread(self, old: Tensor, tensor: TensorSpec, roles: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Return the elements of a tensor at their new places, copies included, and which elements are new."""
+        """Return the elements of a tensor at their new places, copies included, and a mask of new elements."""
         values, is_new = old.double(), torch.zeros(tensor.shape, dtype=torch.bool)
         for dim, role in enumerate(roles):
             index = self._index(role, old.shape[dim], tensor.shape[dim])
@@ -152,7 +152,7 @@ class Growth:
         return values, is_new
 
     def _index(self, role: str, old: int, new: int) -> Tensor:
-        """Return where each element along a dimension was before, -1 for new ones."""
+        """Return the old places of the elements along a dimension, -1 for new elements."""
         if role in (IN, OUT):
             return torch.arange(new).remainder(old)
         if role in (QUERIES, KEYS):
@@ -162,7 +162,7 @@ class Growth:
         return torch.where(torch.arange(new) < old, torch.arange(new), -1)
 
     def _heads(self, keys: bool) -> Tensor:
-        """Return which head each head was, -1 for new ones: heads stay with the key-value head that they share."""
+        """Return the old numbers of heads, -1 for new heads: heads stay with their key-value head."""
         before, after = self.model.num_kv_heads, self.to.num_kv_heads
         groups = torch.where(torch.arange(after) < before, torch.arange(after), -1)
         if keys:
@@ -173,7 +173,7 @@ class Growth:
         return torch.where((groups[:, None] < 0) | (of_group < 0), -1, both).flatten()
 
     def _silent(self, name: str) -> float | None:
-        """Return the value that makes a new layer add nothing, for the tensors that decide it; None for others."""
+        """Return the value of the tensors that make a new layer add nothing; None for other tensors."""
         layer, rest = int(name.split(".")[1]), name.split(".", 2)[2]
         module, _, kind = rest.rpartition(".")
         parts = surroundings(block_spec(self.to, layer))
@@ -190,8 +190,8 @@ class Growth:
         return drawn.double()
 
 
-def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> Growth:
-    """Return the growth of a model to another one, of the file `where`.
+def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> ModelGrowth:
+    """Return the growth of a model to another model, of the file `where`.
 
     Raises: ConfigError if no growth of the kinds above keeps the function
     """
@@ -205,7 +205,7 @@ def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> G
             Problem(where, each.key, f"{each.message}: the function would change", each.hint) for each in findings
         ]
         raise ConfigError(problems)
-    return Growth(model, to, places, seed)
+    return ModelGrowth(model, to, places, seed)
 
 
 def _differences(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:
@@ -223,7 +223,7 @@ def _differences(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:
 
 
 def _obstacles(model: ModelConfig, to: ModelConfig) -> list[tuple[bool, Finding]]:
-    """List what keeps a growth from keeping the function, and if it does here."""
+    """List the obstacles to an exact growth, and whether they are met here."""
     wider, deeper = to.hidden_size > model.hidden_size, to.num_layers > model.num_layers
     heads = (to.num_heads, to.num_kv_heads) != (model.num_heads, model.num_kv_heads)
     shared, sharing = to.num_heads // to.num_kv_heads, model.num_heads // model.num_kv_heads
@@ -248,8 +248,8 @@ def _obstacles(model: ModelConfig, to: ModelConfig) -> list[tuple[bool, Finding]
 
 
 def _places(model: ModelConfig, to: ModelConfig) -> tuple[int, ...] | None:
-    """Return the new places of layers, evenly among the new ones or before them, so that each has the window, the
-    experts and the exit that it had; None if there are none.
+    """Return the new places of layers, evenly among new layers or before them, with the same windows, experts and
+    exits; None without such places.
     """
     old, new = model.num_layers, to.num_layers
     for places in (tuple(layer * new // old for layer in range(old)), tuple(range(old))):

@@ -1,4 +1,4 @@
-"""Spectrum (Hartford et al. 2024, arXiv:2406.06623): which weights of a checkpoint are worth training further, by the
+"""Spectrum (Hartford et al. 2024, arXiv:2406.06623): the weights of a checkpoint to train further, by the
 signal-to-noise ratio of their singular values.
 
 For a matrix [n, m] with singular values s and noise of standard deviation sigma in its elements,

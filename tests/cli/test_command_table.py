@@ -132,7 +132,7 @@ READERS = [
     "watch RUN", "diagnose RUN", "diagnose RUN --slow", "diagnose RUN --mfu", "diagnose RUN --hosts", "trace RUN",
     "events RUN slowest-ranks", "dashboard RUN --file a.html", "data samples RUN --step 1", "ckpt list RUN",
     "ckpt show RUN", "ckpt verify RUN", "ckpt diff RUN RUN", "ckpt model RUN", "ckpt convert RUN out", "sample RUN",
-    "plan batch configs/gpu/llama3-8b.toml --run RUN",
+    "ckpt spectrum RUN", "plan batch configs/gpu/llama3-8b.toml --run RUN",
 ]  # fmt: skip
 """Every command that reads a run."""
 

@@ -19,6 +19,7 @@ from megascale.core.errors import ConfigError
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.train.resume import load_initial_state
+from megascale.train.step import train_step
 from tests.oracles.ours import Result, compute
 from tests.runs import GEMMA2, GPT, LLAMA, MLA, NEOX, OLMO2, build_run, config_of, curve_of, settings, write_config
 from tests.worlds import run_world
@@ -39,13 +40,15 @@ GROWTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, sinks and norms of heads": (LLAMA | {"attention_sinks": True, "qk_norm": "head"}, LARGER),
     "llama, all heads normed": (LLAMA | {"qk_norm": "full"}, WIDER | {"num_layers": 6, "ffn_size": 64}),
     "llama, windows": (LLAMA | {"window": [5, 0]}, {"num_layers": 8}),
-    "llama, exits": (LLAMA | {"exits": [2]}, WIDER | {"num_layers": 8, "exits": [3]}),
     "gemma2": (GEMMA2, LARGER),
     "olmo2": (OLMO2, LARGER),
     "fog": (OLMO2 | {"block": "fog", "qk_norm": "tanh"}, LARGER),
     "neox": (NEOX, WIDER | {"num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 200}),
     "mla": (MLA, WIDER | {"num_layers": 8, "ffn_size": 96}),
     "experts": (MIXTURE, LARGER | {"num_layers": 6, "expert_ffn_size": 32, "shared_ffn_size": 20, "dense_layers": 1}),
+}
+FURTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "exits": (LLAMA | {"exits": [2]}, WIDER | {"num_layers": 8, "exits": [3]}),
     "depths": (LLAMA | {"mtp_layers": 1}, {"num_layers": 6, "ffn_size": 64}),
 }
 QUICK = ("gpt", "llama", "gemma2", "experts")
@@ -161,6 +164,29 @@ def test_training_goes_on_without_a_jump(layout: dict[str, Any], tmp_path: Path)
     curve = run_world(large.world_size, train_and_save, large, 8)[0]
     assert curve[0][0] == pytest.approx(expected[0][0], rel=1e-10)
     assert max(loss for loss, _ in curve) < 1.1 * expected[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FURTHER)
+def test_losses_of_exits_and_depths_stay(name: str, tmp_path: Path) -> None:
+    model, changes = FURTHER[name]
+    source, keys = trained(model, tmp_path / "small"), {"checkpoint__every": 100}
+    losses = []
+    for folder, keyed, path in (
+        ("on", model, source),
+        ("to", model | changes, grown(source, model | changes, tmp_path)),
+    ):
+        tree = settings(keyed, tmp_path / folder, checkpoint__resume=str(path), optimizer__lr=1e-2, **keys)
+        losses.append(run_world(1, further_losses, config_of(tree, tmp_path))[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def further_losses(rank: Rank, config: Any) -> list[float]:
+    """The losses of the next step, of the next token and of the exits or depths, in the order of the network."""
+    run = build_run(rank, config)
+    load_initial_state(run, lambda folder: pytest.fail(str(folder)))
+    totals = train_step(run, run.train_loader.batch(run.progress.samples)).totals
+    return [value for name, value in totals.items() if name.startswith("loss")]
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
