@@ -23,8 +23,8 @@ REQUIRED = ("local_blocks", "stride")
 
 @dataclass(frozen=True)
 class SparsePattern:
-    """A pattern: `local_blocks` with the query's own, `stride` of earlier blocks, `block` in tokens. `dense_every`: of
-    so many layers the last sees all keys; 0: none does.
+    """A pattern: `local_blocks` with the query's own, `stride` of earlier blocks, `block` in tokens. `dense_every`:
+    every layer whose number, from 1, is a multiple of it sees all keys; 0: none does.
     """
 
     local_blocks: int
@@ -36,9 +36,9 @@ class SparsePattern:
         return "sparse"
 
     def by_layer(self, layers: int) -> tuple[SparsePattern | None, ...]:
-        """The pattern of each of so many layers; None for those that see all keys."""
+        """The pattern of each of a model's `layers`; None for those that see all keys."""
         dense = (self.dense_every and (layer + 1) % self.dense_every == 0 for layer in range(layers))
-        return tuple(None if is_dense else self for is_dense in dense)
+        return tuple(None if is_full else self for is_full in dense)
 
     def count_scores(self, tokens: int) -> tuple[float, float]:
         """Count the scores of a document, the mean over heads: with every query's keys those of the last one, and as

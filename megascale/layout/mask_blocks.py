@@ -92,17 +92,17 @@ def tiles(block: MaskBlock) -> Iterator[Tile]:
             yield Tile(slice(start, stop), seen, band=(low, high))
 
 
-class Run(NamedTuple):
+class PlacedSpan(NamedTuple):
     """The positions from `start` up to `stop`, held from `place` on in a tensor."""
 
     start: int
     stop: int
     place: int
 
-    def cut(self, start: int, stop: int) -> Run:
+    def cut(self, start: int, stop: int) -> PlacedSpan:
         """Return the part of the run within these positions."""
         low = max(self.start, start)
-        return Run(low, min(self.stop, stop), self.place + low - self.start)
+        return PlacedSpan(low, min(self.stop, stop), self.place + low - self.start)
 
     @property
     def places(self) -> slice:
@@ -131,7 +131,7 @@ def mask_blocks(
 
 def documents_of(
     queries: Sequence[TokenSpan], keys: Sequence[TokenSpan], starts: Sequence[Sequence[int]] | None, length: int
-) -> Iterator[tuple[int | None, int, list[Run], list[Run]]]:
+) -> Iterator[tuple[int | None, int, list[PlacedSpan], list[PlacedSpan]]]:
     """Yield of every document its row, the position where it begins, and the runs of queries and of keys in it.
     `starts`, `length`: as in `mask_blocks`.
     """
@@ -158,12 +158,14 @@ def merge_rectangles(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
     return merged
 
 
-def _runs(spans: Sequence[TokenSpan]) -> list[Run]:
+def _runs(spans: Sequence[TokenSpan]) -> list[PlacedSpan]:
     ends = itertools.accumulate(span.size for span in spans)
-    return [Run(*span, end - span.size) for span, end in zip(spans, ends, strict=True)]
+    return [PlacedSpan(*span, end - span.size) for span, end in zip(spans, ends, strict=True)]
 
 
-def band_blocks(pairs: Iterable[tuple[Run, Run]], window: int | None, row: int | None) -> Iterator[MaskBlock]:
+def band_blocks(
+    pairs: Iterable[tuple[PlacedSpan, PlacedSpan]], window: int | None, row: int | None
+) -> Iterator[MaskBlock]:
     """Yield the blocks of pairs of a run of queries and a run of keys."""
     for queries, keys in pairs:
         q = queries.cut(keys.start, queries.stop if window is None else keys.stop - 1 + window)  # that see a key

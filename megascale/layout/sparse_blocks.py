@@ -16,7 +16,7 @@ from megascale.config.sparse_pattern import Reach, SparsePattern
 from megascale.layout.mask_blocks import (
     MaskBlock,
     MaskBlocks,
-    Run,
+    PlacedSpan,
     band_blocks,
     documents_of,
     mask_blocks,
@@ -61,7 +61,7 @@ def visible_blocks(
 
 
 def _near(
-    pattern: SparsePattern, start: int, queries: Iterable[Run], keys: Sequence[Run], row: int | None
+    pattern: SparsePattern, start: int, queries: Iterable[PlacedSpan], keys: Sequence[PlacedSpan], row: int | None
 ) -> Iterator[MaskBlock]:
     """Yield the local blocks of a document that begins at `start`."""
     size = pattern.block
@@ -72,7 +72,9 @@ def _near(
             yield from band_blocks(((own, theirs.cut(first, own.stop)) for theirs in keys), None, row)
 
 
-def _far(pattern: SparsePattern, first: int, start: int, queries: Iterable[Run], keys: Iterable[Run]) -> HeadBlocks:
+def _far(
+    pattern: SparsePattern, first: int, start: int, queries: Iterable[PlacedSpan], keys: Iterable[PlacedSpan]
+) -> HeadBlocks:
     """Return the earlier blocks that heads see in a document that begins at `start`: number `first` and every
     stride-th after it.
     """

@@ -35,9 +35,15 @@ def test_ten_steps_are_those_of_a_cpu(
     assert difference < tolerance
 
 
+SPARSE = {"local_blocks": 1, "stride": 2, "block": 8}
 MASKED: dict[str, dict[str, Any]] = {
     "documents": {"data__attention_mask": "document", "data__document_length": 50},
     "windows": {"model__window": 32},
+    "sparse attention": {"model__sparse_attention": SPARSE},
+    "sparse attention to documents": {
+        "model__sparse_attention": SPARSE, "data__attention_mask": "document", "data__document_length": 50,
+    },
+    "sparse attention in chunks": {"model__sparse_attention": SPARSE, "data__sequence_chunk_tokens": 32},
     "soft caps": {"model__attention_softcap": 5.0, "model__logit_softcap": 3.0},
     "windows in chunks of documents": {
         "model__window": 24, "data__sequence_chunk_tokens": 32, "data__attention_mask": "document",

@@ -78,6 +78,16 @@ def test_compiled_attention_equals_torchs() -> None:
         torch.testing.assert_close(attend(*given, AttentionMask(window)), causal_attention(*given, window))
 
 
+@pytest.mark.slow
+def test_compiled_sparse_attention_equals_torchs() -> None:
+    given, boundaries = qkv(2 * BLOCK + 50, 8, 2, torch.float32), Boundaries(((0, 100), (0,)), 2 * BLOCK + 50, CPU)
+    attend = flex(compiled.compile_function(flex_attention))
+    with torch.no_grad():
+        for bounds in (None, boundaries):
+            mask = AttentionMask(SparsePattern(1, 4, 32), bounds, first_head=8)
+            torch.testing.assert_close(attend(*given, mask), torch_attend()(*given, mask))
+
+
 def test_every_window_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows exceed torch's default recompile limit, beyond which FlexAttention would compute all scores."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

@@ -45,8 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 CASES = {"rows": {}, "documents": DOCUMENTS, "documents, sinks": DOCUMENTS | SINKS}
 QUICK = (
-    ("tp2 sp pp2 dp2 zero2", "documents"), ("cp3 ring tp2", "documents, sinks"), ("cp4 usp", "rows"),
-    ("chunks tp2", "documents"),
+    ("tp2 sp pp2 dp2 zero2", "documents"), ("cp3 ring tp2", "documents, sinks"), ("chunks tp2", "rows"),
 )  # fmt: skip
 
 

@@ -381,7 +381,7 @@ def test_sparse_attention_is_refused_in_both_directions(tmp_path: Path) -> None:
         to_megatron(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     config = config_of(settings(sparse, tmp_path), tmp_path)
     with pytest.raises(CheckpointError, match=r"of another model: sparse_attention None there, \{'local_blocks': 1"):
-        from_megatron(theirs(tmp_path / "dense", LLAMA), tmp_path / "again", config)
+        from_megatron(theirs(tmp_path, LLAMA), tmp_path / "again", config)
 
 
 def test_a_weight_that_megatron_lm_does_not_normalize_is_refused(tmp_path: Path) -> None:
