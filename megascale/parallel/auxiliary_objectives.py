@@ -39,9 +39,9 @@ LABEL = Label("objectives", direction=FORWARD)  # event label of the all-gathers
 
 @dataclass(frozen=True)
 class SampleView:
-    """What an objective may see of a sample: its number in the run, its tokens [s], i64, the [start, stop) of its
-    documents without padding, one without a document mask; and `drawn`, a number in [0, 1) for this sample and this
-    objective, the same in every layout.
+    """The part of a sample that an objective sees: the sample's number in the run, its tokens [s], i64, the
+    [start, stop) of its documents without padding, one without a document mask; and `drawn`, a number in [0, 1) for
+    this sample and this objective, the same in every layout.
     """
 
     sample: int

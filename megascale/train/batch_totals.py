@@ -80,8 +80,8 @@ class LabelCounts(Hook):
             self._losses.samples = run.config.step_samples.at(run.progress.samples) // run.config.sites.count
         for weight, own, name in zip(weights, by_loss, counts, strict=True):
             constant = torch.where(sums[name] > 0, weight * sums["tokens"] / sums[name], 0.0)
-            for terms in own:
-                terms.constant = constant
+            for each in own:
+                each.constant = constant
 
 
 def count_tokens(batch: StepBatch, whole: int) -> int:

@@ -133,6 +133,7 @@ READERS = [
     "events RUN slowest-ranks", "dashboard RUN --file a.html", "data samples RUN --step 1", "ckpt list RUN",
     "ckpt show RUN", "ckpt verify RUN", "ckpt diff RUN RUN", "ckpt model RUN", "ckpt convert RUN out", "sample RUN",
     "ckpt spectrum RUN", "plan batch configs/gpu/llama3-8b.toml --run RUN",
+    "data teacher configs/gpu/llama3-8b.toml --checkpoint RUN --output a.labels",
 ]  # fmt: skip
 """Every command that reads a run."""
 

@@ -44,6 +44,7 @@ RECORD = StepMetrics(
     experts={"layers.1": {"load": 1.5}, "router": {"balance": 1.01}},
     mtp={"1": {"loss": 2.5}},
     exits={"2": {"loss": 2.75}},
+    objectives={"jepa": {"loss": 0.5, "count": 12.0}},
 )
 
 
@@ -166,7 +167,7 @@ def test_tensorboard_reads_every_value(tmp_path: Path) -> None:
     assert found.pop("valid/tokens") == [(0, 100.0), (4, 100.0)]
     assert found.pop("train/loss") == [(2, 3.0), (4, 2.5)]
     values_of = vars(RECORD) | {f"communication/tp/{name}": v for name, v in RECORD.communication["tp"].items()}
-    for group in ("fp8", "experts", "mtp", "exits"):
+    for group in ("fp8", "experts", "mtp", "exits", "objectives"):
         values_of |= {f"{group}/{name}/{k}": v for name, part in values_of.pop(group).items() for k, v in part.items()}
     del values_of["communication"]
     for tag, values in found.items():

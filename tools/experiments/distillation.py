@@ -125,7 +125,8 @@ def verdict(curves: Mapping[str, Curve], steps: int) -> str:
     if not saved or max(saved.values()) <= 0:
         return f"No student with a teacher reaches the plain student's loss, {goal:.4f}, in fewer steps."
     name = max(saved, key=saved.__getitem__)
-    return f"With a {name} the plain student's loss, {goal:.4f}, takes {saved[name]:.0%} fewer steps."
+    said = f"With a {name} the plain student's loss, {goal:.4f}, takes {saved[name]:.0%} fewer steps."
+    return f"{said} It saves FLOPs only if the teacher serves other runs too: compare the last column."
 
 
 if __name__ == "__main__":
