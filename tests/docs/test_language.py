@@ -159,6 +159,7 @@ SHARED = {
     "device.py": "the device of this process; bench: checks of a node's devices",
     "AgentEnd": "operate/channel: the agent's end of a connection; scheduler: the end of its process",
     "attention.py": "layout: the part of a block; model: its module",
+    "linear_attention.py": "layout: the part of a block; ops: the operation",
     "finding.py": "config: a broken rule; operate/diagnose: a cause of lost time",
     "step_totals.py": "plan/account: their names; train: their sums",
     "timeline.py": "operate/show: of a run; plan/search: of a plan",

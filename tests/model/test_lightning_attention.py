@@ -13,9 +13,10 @@ from megascale.config.model import ModelConfig
 from megascale.layout.parameters import all_params, layer_params
 from megascale.model.lightning_attention import LightningAttention
 from megascale.parallel.segments import finish
+from tests.marks import only_quick
 from tests.model.test_latent_attention import gradients
 from tests.oracles.ours import Arrays, join
-from tests.runs import GPT, LLAMA, MLA, config_of, given, micro_batch, settings
+from tests.runs import GPT, LLAMA, MLA, config_of, curve_of, given, micro_batch, settings
 from tests.thread_world import run_threads
 
 HYBRID = LLAMA | {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "attention_pattern": "LLS", "seq_length": 24}
@@ -36,9 +37,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zb_v": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v"},
     "zb_v tp2 sp": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v", "parallel__tp": 2,
                     "parallel__sp": True},
-    "dp2 zero1": {"parallel__dp": 2, "parallel__zero": 1},
-    "dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
-    "dp2 zero3": {"parallel__dp": 2, "parallel__zero": 3},
     "domino": {"parallel__tp": 2, "parallel__sp": True, "overlap__tp": "domino"},
 }  # fmt: skip
 SHARED: dict[str, dict[str, Any]] = {
@@ -113,6 +111,18 @@ def possible(name: str, layout: str) -> bool:
 )
 def test_every_layout_has_the_gradients_of_one_process(name: str, layout: str, recompute: str, tmp_path: Path) -> None:
     check(name, tmp_path, **(LAYOUTS | SHARED)[layout], **RECOMPUTED[recompute])
+
+
+@pytest.mark.parametrize("zero", only_quick([1, 2, 3], 3))
+def test_sharded_runs_are_that_of_one_process(zero: int, tmp_path: Path) -> None:
+    model = HYBRID | {"mtp_layers": int(zero < 3)}
+    configs = [
+        config_of(settings(model, tmp_path, batch__global=4, **DOCUMENTS, **keys), tmp_path)
+        for keys in ({}, {"parallel__dp": 2, "parallel__zero": zero})
+    ]
+    (alone,), *ranks = (run_threads(config, lambda run: curve_of(run, 3)) for config in configs)
+    for curve in ranks[0]:
+        assert sum(curve, ()) == pytest.approx(sum(alone, ()), rel=1e-10)
 
 
 @pytest.mark.parametrize("index", [0, 3])

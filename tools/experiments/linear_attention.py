@@ -73,7 +73,8 @@ def main() -> None:
         "Time of a training step by the length of its sequence, with softmax and with linear attention.",
         [
             "Seconds of a step of one sequence in fp32, 8 layers of width 256 with 4 heads, medians of "
-            f"{options.rounds} alternating rounds.",
+            f"{options.rounds} alternating rounds. Other work on the machine slows all columns: compare them, not "
+            "pages.",
             "\n".join(pipes(*rows)),
             "Million FLOPs of training per token, causal.",
             "\n".join(pipes(*flops)),
