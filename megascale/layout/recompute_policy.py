@@ -102,5 +102,5 @@ def _of_layer(train: TrainConfig, kept: RecomputePolicy, policy: LayerPolicy) ->
 
 
 def _selective(train: TrainConfig, kept: RecomputePolicy) -> RecomputePolicy:
-    again = train.recompute_ops or ["attention"]
-    return replace(kept, attention="attention" in again, norm="norm" in again, activation="activation" in again)
+    names = train.recompute_ops or ["attention"]
+    return replace(kept, attention="attention" in names, norm="norm" in names, activation="activation" in names)

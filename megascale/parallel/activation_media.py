@@ -166,7 +166,7 @@ class FileMemory:
 
     def _write(self, host: Tensor, nbytes: int, start: int) -> None:
         self.buffers.finish_saves()
-        rest = memoryview(host.numpy())[:nbytes]
+        rest = host.numpy().data[:nbytes]
         try:
             while rest:
                 count = os.pwrite(self._file, rest, start + nbytes - len(rest))
@@ -178,7 +178,7 @@ class FileMemory:
     def read(self, host: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Loaded:
         """Read a tensor by way of `host`, and start to copy it to the device."""
         nbytes = shape.numel() * dtype.itemsize
-        rest = memoryview(host.numpy())[:nbytes]
+        rest = host.numpy().data[:nbytes]
         try:
             while rest:
                 count = os.preadv(self._file, [rest], start + nbytes - len(rest))

@@ -130,7 +130,7 @@ class ActivationStore:
                 return tensor.detach()
             stored = self._stored(tensor.detach(), medium)
             block.add(stored)
-            return _View(stored, block, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _View(stored, block, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
@@ -200,4 +200,4 @@ def moved_tensors(x: Tensor, weights: Iterable[Tensor]) -> Callable[[Tensor], bo
 
 def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
     """Say where a tensor is in memory."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.shape

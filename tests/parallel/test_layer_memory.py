@@ -17,6 +17,7 @@ from megascale.parallel.activation_media import HostMemory
 from tests.marks import only_quick
 from tests.memory import held_bytes
 from tests.parallel.test_activation_store import LateBuffers, OtherBuffers
+from tests.parallel.test_recompute import FP8_MODEL
 from tests.parallel.test_tp_overlap import Outcome, outcome
 from tests.runs import GEMMA2, GPT, LLAMA, NEOX, builds, config_of, settings
 from tests.worlds import run_world
@@ -102,6 +103,20 @@ def test_shares_of_tiles_are_bit_equal(layout: str, tmp_path: Path) -> None:
 def test_layers_with_experts_are_bit_equal(more: dict[str, Any], tmp_path: Path) -> None:
     keys = {"model__experts": 4, "model__dense_layers": 1, "model__dropout": 0.0} | more
     check(CASES[1:2], [*POLICIES, ["full", "host"]], tmp_path, **keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"model__mtp_layers": 1}, {"model__exits": [2]}], ids=str)
+def test_further_losses_are_bit_equal(more: dict[str, Any], tmp_path: Path) -> None:
+    check(CASES[1:2], [["host"], MIXED], tmp_path, model__dropout=0.0, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_codes_are_bit_equal(recipe: str, tmp_path: Path) -> None:
+    """What the GEMMs of a recipe save moves too, and amaxes that a kernel has left with a tensor are found again."""
+    case = {"model": FP8_MODEL, "train__precision": "fp8", "fp8__recipe": recipe}
+    check([case], [["host"], ["nvme", "full"]], tmp_path, model__dropout=0.0)
 
 
 def held(rank: Rank, configs: list[RunConfig]) -> list[tuple[int, int]]:
