@@ -10,6 +10,8 @@ import pytest
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.plan.account.memory import JobMemory
+from tests.drawn import ranks_of
+from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -48,3 +50,31 @@ def test_planned_bytes_are_those_of_the_store(name: str, tmp_path: Path) -> None
     if name == "files":
         assert job.moved_in_step(0, "nvme") // 2 <= written <= job.moved_in_step(0, "nvme") * (1 + MARGIN)
         assert job.moved_in_step(0, "nvme") == 2 * job.moved_bytes(0, "nvme")  # two micro-batches, one at a time
+
+
+LARGE = LLAMA | {
+    "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 4096, "seq_length": 4096,
+}  # fmt: skip
+PEAKS: dict[str, dict[str, Any]] = {
+    "all": {"train__memory": ["host"]},
+    "by turns": {"train__memory": ["full", "host", "keep", "host"]},
+    "first": {"train__memory": ["host", "keep", "keep", "keep"], "parallel__pp": 2},
+    "last": {"train__memory": ["keep", "host"], "parallel__pp": 2, "parallel__vpp": 2},
+    "shares": {"train__memory": [{"host": 0.5}], "train__mlp_tiles": 4, "parallel__tp": 2, "parallel__sp": True},
+    "split": {"train__memory": ["host", "keep"], "parallel__pp": 2, "parallel__schedule": "zb_h1"},
+    "sharded": {"train__memory": ["host", "full"], "parallel__dp": 4, "parallel__zero": 3},
+}
+
+
+@pytest.mark.parametrize("name", only_quick(PEAKS, "by turns"))
+def test_peaks_are_those_of_dry_runs(name: str, tmp_path: Path) -> None:
+    """Of what is beside the state, with sharded weights a bound."""
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    keys = {"train__precision": "bf16", "batch__micro": 4, "batch__global": 32} | PEAKS[name]
+    config = config_of(settings(LARGE, tmp_path, **keys), tmp_path)
+    for rank in ranks_of(config):
+        dry = dry_run(config, rank)
+        planned, state = JobMemory(config).rank(dry.coord.pp), dry.state.total()
+        measured = dry.peak.total() - state
+        assert 0.97 < (planned.activations + planned.transient) / measured < 1.08, f"rank {rank}"
