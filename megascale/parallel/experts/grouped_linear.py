@@ -60,7 +60,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None, factors: Tensor | None,
         gemms: GroupedGemms,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, factors)
+        ctx.save_for_backward(x, factors)
+        ctx.weight, ctx.bias = weight, bias  # themselves: a saved weight that hooks restore has no main gradient
         ctx.groups, ctx.gemms = groups, gemms
         out = gemms.forward(x, weight, groups)
         if bias is not None:
@@ -69,7 +70,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, factors = ctx.saved_tensors
+        (x, factors), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         grad = grads[0].contiguous()
         grad_x = ctx.gemms.dgrad(grad, weight, ctx.groups)
         grad_bias = grad_factors = None
@@ -94,7 +95,8 @@ def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, gemm
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias
         wide = torch.promote_types(x.dtype, torch.float32)
         if not x.is_cpu and x.dtype != wide:  # one GEMM of the operands as they are
             logits = torch.mm(x, weight.t(), wide)
@@ -104,7 +106,7 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         grad = grads[0]
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
         grad_bias = None if bias is None else accumulate_grad(bias, grad.sum(0))
