@@ -71,7 +71,7 @@ def test_peaks_are_those_of_dry_runs(name: str, tmp_path: Path) -> None:
     """Of what is beside the state, with sharded weights a bound."""
     from megascale.plan.dryrun.dry_run import dry_run
 
-    keys = {"train__precision": "bf16", "batch__micro": 4, "batch__global": 32} | PEAKS[name]
+    keys = {"train__precision": "bf16", "batch__micro": 4, "batch__global": 16} | PEAKS[name]
     config = config_of(settings(LARGE, tmp_path, **keys), tmp_path)
     for rank in ranks_of(config):
         dry = dry_run(config, rank)
