@@ -120,12 +120,11 @@ class ActivationStore:
     @contextmanager
     def moving(self, medium: str, x: Tensor, weights: Iterable[Tensor]) -> Iterator[None]:
         """Move what a block in a `with` statement saves. `x`, `weights`: as in `moved_tensors`."""
-        block, by_place = self._begin(), {_place(weight): weight for weight in weights}
-        moves = moved_tensors(x, by_place.values())
+        block, moves = self._begin(), moved_tensors(x, weights)
 
         def pack(tensor: Tensor) -> Tensor | _View:
-            if (weight := by_place.get(_place(tensor))) is not None:  # itself: its memory changes if it is sharded
-                return weight
+            if tensor.is_leaf and tensor.requires_grad:  # a weight itself: its memory changes if it is sharded
+                return tensor
             if not moves(tensor):
                 return tensor.detach()
             stored = self._stored(tensor.detach(), medium)
@@ -188,16 +187,11 @@ def moved_tensors(x: Tensor, weights: Iterable[Tensor]) -> Callable[[Tensor], bo
     """Return a function that says whether a saved tensor moves, for a block with input x. Its `weights` stay, and
     tensors much smaller than x: a statistic for a row is sooner kept than asked for.
     """
-    resident, device = {_place(weight)[0] for weight in weights}, x.device  # autograd's hooks must not hold x
-    least = max(1, x.untyped_storage().nbytes() / STAYS)
+    resident, least = {weight.untyped_storage()._cdata for weight in weights}, x.untyped_storage().nbytes() / STAYS
+    device = x.device  # autograd holds the function, which must not hold x
 
     def moves(tensor: Tensor) -> bool:
         memory = tensor.untyped_storage()
-        return memory._cdata not in resident and memory.nbytes() >= least and tensor.device == device
+        return memory._cdata not in resident and memory.nbytes() >= max(1, least) and tensor.device == device
 
     return moves
-
-
-def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
-    """Say where a tensor is in memory."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.shape

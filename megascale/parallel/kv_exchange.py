@@ -201,13 +201,14 @@ class _AttentionInParts(torch.autograd.Function):
         if sinks is not None:
             total.add_sinks(sinks[first : first + q.shape[1]])
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, own, out, total.lse, sinks)
+        ctx.save_for_backward(q, own, out, total.lse)
+        ctx.sinks = sinks  # themselves: saved ones that hooks restore have no main gradient
         ctx.exchange, ctx.partial, ctx.first = exchange, partial, first
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, own, out, lse, sinks = ctx.saved_tensors
+        (q, own, out, lse), sinks = ctx.saved_tensors, ctx.sinks
         queries, grad_sinks = AttentionResult(q, out, lse, grads[0]), None
         if sinks is not None:
             heads, total = slice(ctx.first, ctx.first + q.shape[1]), lse.new_zeros(len(sinks))

@@ -69,8 +69,8 @@ class _Embed(torch.autograd.Function):
         if vocabulary.shared:
             remote = (local < 0) | (local >= vocabulary.rows)
             local = local.masked_fill(remote, 0)
-        ctx.save_for_backward(local, remote, weight)
-        ctx.tp = tp
+        ctx.save_for_backward(local, remote)
+        ctx.weight, ctx.tp = weight, tp  # itself: a saved weight that hooks restore has no main gradient
         out = lookup(weight, local)
         if remote is not None:
             out.masked_fill_(remote.unsqueeze(-1), 0)
@@ -78,8 +78,8 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        local, remote, weight = ctx.saved_tensors
+        local, remote = ctx.saved_tensors
         grad, _ = ctx.tp.gather(grads[0].contiguous(), LABEL.for_backward("gradient"))
         if remote is not None:
             grad = grad.masked_fill(remote.unsqueeze(-1), 0)
-        return None, accumulate_embedding_grad(weight, local.view(-1), grad.view(-1, grad.shape[-1])), None, None
+        return None, accumulate_embedding_grad(ctx.weight, local.view(-1), grad.view(-1, grad.shape[-1])), None, None

@@ -753,6 +753,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train__memory": ["keep", {"host": 0.3}], "train__mlp_tiles": 4},
         {"train.memory": "a share of 0.3 is no whole number of tiles with train.mlp_tiles = 4"},
     ),
+    ("memory_limit", {"train__memory_limit": 1 << 30}, {"train.memory_limit": "train.memory is not auto"}),
     ("saved_tensors_folder", {"train__memory": ["nvme"]}, {"train.memory_dir": "need a folder"}),
     ("saved_tensors_folder", {"train__memory_dir": "/"}, {"train.memory_dir": "has no effect without nvme"}),
     (

@@ -211,7 +211,8 @@ class LateBuffers(PlainBuffers):
         return lambda: PlainBuffers.save(self, x, host)()
 
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
-        x = torch.full(shape, torch.nan, dtype=dtype)
+        x = torch.empty(shape, dtype=dtype)
+        x.view(-1).view(torch.uint8).fill_(255)  # NaN of every float
 
         def wait() -> None:
             x.copy_(PlainBuffers.load(self, host, shape, dtype)[0])

@@ -106,7 +106,9 @@ def test_layers_with_experts_are_bit_equal(more: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"model__mtp_layers": 1}, {"model__exits": [2]}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"model__mtp_layers": 1}, {"model__exits": [2]}, {"model__attention_sinks": True}], ids=str
+)
 def test_further_losses_are_bit_equal(more: dict[str, Any], tmp_path: Path) -> None:
     check(CASES[1:2], [["host"], MIXED], tmp_path, model__dropout=0.0, **more)
 

@@ -71,7 +71,8 @@ class _GroupedLinear(torch.autograd.Function):
         source = gemms.wgrad_source(x)
         coded = isinstance(source, Quantized)
         tensors, ctx.restore = (source.tensors, source.constructor()) if coded else ((source,), lambda x: x)
-        ctx.save_for_backward(weight, bias, factors, *tensors)
+        ctx.save_for_backward(factors, *tensors)
+        ctx.weight, ctx.bias = weight, bias  # themselves: a saved weight that hooks restore has no main gradient
         ctx.groups, ctx.gemms = groups, gemms
         out = gemms.forward(x, weight, groups)
         if bias is not None:
@@ -80,7 +81,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, factors, *tensors = ctx.saved_tensors
+        (factors, *tensors), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         x, grad = ctx.restore(*tensors), grads[0].contiguous()
         grad_x = ctx.gemms.dgrad(grad, weight, ctx.groups)
         grad_bias = grad_factors = None
@@ -105,7 +106,8 @@ def _accumulate(weight: Tensor, grad: Tensor, x: Operand, groups: RowGroups, gem
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias
         wide = torch.promote_types(x.dtype, torch.float32)
         if not x.is_cpu and x.dtype != wide:  # one GEMM of the operands as they are
             logits = torch.mm(x, weight.t(), wide)
@@ -115,7 +117,7 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         grad = grads[0]
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
         grad_bias = None if bias is None else accumulate_grad(bias, grad.sum(0))

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
@@ -42,6 +43,8 @@ HOST_SHARE = 0.5  # of a host's memory for saved tensors: the rest is for reader
 MANY = 5000  # counts of a rank from which on only MOST_MIXED policies are mixed
 MOST_MIXED = 3
 DIGITS = 9  # of seconds, relative: what differs by less is as fast
+
+Store = Literal["host", "nvme"]
 
 Mix = tuple[tuple[int, range], ...]
 """The policies of a rank's layers: the number of an option, and the layers with it, counted on the rank."""
@@ -137,10 +140,13 @@ class PolicySearch:
         store, with the MLP in tiles, also the largest share that hides behind compute.
         """
         found, tiles = list[LayerPolicy](["keep", "selective", "full"]), self.config.train.mlp_tiles
-        stores = (("host", self.hardware.device.host_bandwidth), ("nvme", self.config.train.memory_dir))
-        for store in (store for store, given in stores if given):
+        stores: dict[Store, object] = {
+            "host": self.hardware.device.host_bandwidth,
+            "nvme": self.config.train.memory_dir,
+        }
+        for store in (store for store, given in stores.items() if given):
             found.append(store)
-            shares = [{store: tile / tiles} for tile in range(1, tiles)]
+            shares: list[LayerPolicy] = [{store: tile / tiles} for tile in range(1, tiles)]
             found += [share for share in shares if self._hides(share, stage)][-1:]
         return [each for each in found if not any(run_rules(RULES, dict(with_memory(self.config, [each]))))]
 

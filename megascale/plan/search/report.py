@@ -172,7 +172,7 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
     headings = ("layout", "schedule", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by")
     yield plain_table(headings, rows)
     for plan in result.best:
-        if isinstance(plan.config.train.memory, list):
+        if any(policy != "keep" for policy in plan.config.train.memory or ()):
             yield f"{format_layout(plan)}: {describe_policies(plan.config)}"
         if sizes := plan.config.parallel.layers_per_chunk:
             yield f"{format_layout(plan)}: parallel.layers_per_chunk={sizes}"

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from megascale.config.loading import load_config_tree
+from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.memory_policy import MEMORY_FRACTION, PolicySearch, choose, with_memory, with_policies
 from megascale.plan.search.plan import Plan
+from megascale.plan.search.search import search
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.profiles import Hardware
 from megascale.plan.simulate.step_time import StepParts
@@ -27,7 +28,7 @@ from tests.drawn import ranks_of
 from tests.marks import only_quick
 
 H100, STACK = profiles.hardware("h100"), profiles.stack("megascale")
-DRAWS = 40
+CONFIG, DRAWS = "configs/gpu/llama3-8b.toml", 40
 
 
 def on_link(bandwidth: float | None) -> Hardware:
@@ -182,3 +183,16 @@ def test_nvme_is_chosen_only_with_a_folder(tmp_path: Any) -> None:
     assert plan.wear.days == pytest.approx(drives.count * drives.rated_bytes / written)
     slower = replace(plan, hardware=H100)
     assert slower.estimate.causes["offload"] > 0 == plan.estimate.causes["offload"]
+
+
+@pytest.mark.slow
+def test_a_search_of_layouts_gives_policies_to_the_fastest() -> None:
+    """None is slower than with the same recomputation in all layers."""
+    words, fixed = ["batch.global=16"], ["parallel.cp", "parallel.zero", "parallel.pp"]
+    small = profiles.hardware("a100-40g")
+    uniform = search(load_config(CONFIG, words), 8, small, STACK, fixed)
+    chosen = search(load_config(CONFIG, [*words, "train.memory=auto"]), 8, small, STACK, fixed)
+    steps = [[plan.parts.step_s for plan in result.best] for result in (chosen, uniform)]
+    assert all(one <= two * (1 + 1e-9) for one, two in zip(*steps, strict=True))
+    assert sum(steps[0]) < sum(steps[1])
+    assert all(plan.fits and len(plan.config.train.memory or ()) == 32 for plan in chosen.best)

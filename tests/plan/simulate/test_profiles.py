@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,14 @@ def test_errors_name_existing_profiles() -> None:
     assert set(read["measured"]) <= set(profile_names("hardware"))
     assert {stack for stacks in read["measured"].values() for stack in stacks} <= set(profile_names("stacks"))
     assert set(read["error"]) <= set(profiles.ACCELERATORS_BY_NAME)
+
+
+def test_tensors_move_no_faster_than_the_link_and_the_drives() -> None:
+    h100 = profiles.hardware("h100")
+    link, drives = 64e9 * h100.attained.link, h100.node.drives
+    assert h100.store_rates("host") == (link, link)
+    assert h100.store_rates("nvme") == (drives.write, drives.read)  # as many drives as devices
+    fast = drives.model_copy(update={"write": 1e12, "count": 16})
+    more = h100.model_copy(update={"node": h100.node.model_copy(update={"drives": fast})})
+    assert more.store_rates("nvme") == (link, 2 * drives.read)
+    assert h100.store_rates("device") == (math.inf, math.inf)
