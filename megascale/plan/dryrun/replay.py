@@ -247,9 +247,9 @@ class _Replay(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.cost_cache, ctx.cost, ctx.parameter = cost_cache, cost, parameter
         ctx.layer, ctx.input_meta = layer, (x.shape, x.dtype, x.requires_grad)
+        _replay(cost_cache, cost.forward, layer)
         moved = [x.new_empty(cost.moved, dtype=torch.uint8)] if cost.moved else []
         ctx.save_for_backward(*([x] if cost.saves_input else []), *moved)
-        _replay(cost_cache, cost.forward, layer)
         for kind, nbytes in cost.saved_for_backward.items():
             cost_cache.counts.add_bytes(kind, nbytes)
         return torch.empty(cost.shape, dtype=cost.dtype, device=x.device)
