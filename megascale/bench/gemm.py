@@ -177,8 +177,9 @@ def gemm_fn(shape: GemmShape, name: str, device: Device) -> Callable[[], object]
 def _in_turn(operands: Sequence[X], copy: Callable[[X], X]) -> Iterator[Sequence[X]]:
     """Return operands in turn with copies, more than a cache holds."""
     more: int = min(MAX_OPERAND_COPIES - 1, CACHE_BYTES // sum(operand.nbytes for operand in operands))
-    copies: list[Sequence[X]] = [[copy(each) for each in operands] for _ in range(more)]
-    return itertools.cycle([operands, *copies])
+    turns: list[Sequence[X]] = [operands]
+    turns += ([copy(each) for each in operands] for _ in range(more))
+    return itertools.cycle(turns)
 
 
 def _block_scaled(x: Tensor, weight: Tensor, name: str, device: Device) -> Callable[[], object]:
