@@ -174,10 +174,12 @@ def gemm_fn(shape: GemmShape, name: str, device: Device) -> Callable[[], object]
     return multiply
 
 
-def _in_turn(operands: tuple[X, ...], copy: Callable[[X], X]) -> Iterator[tuple[X, ...]]:
+def _in_turn(operands: Sequence[X], copy: Callable[[X], X]) -> Iterator[Sequence[X]]:
     """Return operands in turn with copies, more than a cache holds."""
-    more = min(MAX_OPERAND_COPIES - 1, CACHE_BYTES // sum(operand.nbytes for operand in operands))
-    return itertools.cycle([operands, *(tuple(map(copy, operands)) for _ in range(more))])
+    more: int = min(MAX_OPERAND_COPIES - 1, CACHE_BYTES // sum(operand.nbytes for operand in operands))
+    turns: list[Sequence[X]] = [operands]
+    turns += ([copy(each) for each in operands] for _ in range(more))
+    return itertools.cycle(turns)
 
 
 def _block_scaled(x: Tensor, weight: Tensor, name: str, device: Device) -> Callable[[], object]:
@@ -187,7 +189,12 @@ def _block_scaled(x: Tensor, weight: Tensor, name: str, device: Device) -> Calla
     recipe = build_recipe(name, replace(TORCH_KERNELS, capability=device.capability))
     operands = (recipe.rows["input"].encode(x.bfloat16()), recipe.rows["weight"].encode(weight.bfloat16()))
     turns = _in_turn(operands, lambda each: replace(each, data=each.codes.clone().view(each.data.dtype)))
-    return lambda: recipe.gemm(*next(turns), torch.bfloat16)
+
+    def multiply() -> None:
+        a, b = next(turns)
+        recipe.gemm(a, b, torch.bfloat16)
+
+    return multiply
 
 
 def _quantize(x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, ...]:

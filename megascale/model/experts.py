@@ -82,10 +82,13 @@ class Experts(nn.Module):
     def _computed(self, arriving: InFlight, label: Label) -> InFlight:
         """Compute the experts of a block, and start to send the results back."""
         dispatcher, (rows, weights) = arriving.exchange.dispatcher, arriving.rows()
-        inner = self._activate(grouped_linear(rows, self.up, dispatcher.groups, self.up_bias, gemms=self._up_gemms))
-        inner, groups = inner * weights.to(rows.dtype), dispatcher.groups
-        factors = None if self.down_bias is None else weights
+        groups, factors = dispatcher.groups, None if self.down_bias is None else weights
+        up = grouped_linear(rows, self.up, groups, self.up_bias, gemms=self._up_gemms)
+        del rows  # of which codes may be saved instead
+        inner = self._activate(up)
+        inner = inner * weights.to(inner.dtype)
         rows = grouped_linear(inner, self.down, groups, self.down_bias, factors, self._down_gemms)
+        del inner
         return start_exchange(rows, None, dispatcher, label)
 
     def _shared(self, x_sbh: Tensor, batch: MicroBatch) -> Steps[Tensor]:

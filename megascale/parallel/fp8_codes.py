@@ -82,7 +82,8 @@ class ShardedCodes:
         ]
         for bucket in self._kept:
             bucket.bind_weights(None)
-            bucket.bind_gathered(bucket.sharded.gathered)
+            if (memory := bucket.sharded.gathered) is not None:
+                bucket.bind_gathered(memory)
 
     def encode(self) -> None:
         """Cast this rank's shards after an update of the weights, and gather what is kept. A collective call."""

@@ -69,8 +69,11 @@ class _GroupedLinear(torch.autograd.Function):
         gemms: GroupedGemms,
     ) -> Tensor:  # fmt: skip
         source = gemms.wgrad_source(x)
-        coded = isinstance(source, Quantized)
-        tensors, ctx.restore = (source.tensors, source.constructor()) if coded else ((source,), lambda x: x)
+        tensors: tuple[Tensor, ...]
+        if isinstance(source, Quantized):
+            tensors, ctx.restore = source.tensors, source.constructor()
+        else:
+            tensors, ctx.restore = (source,), lambda x: x
         ctx.save_for_backward(factors, *tensors)
         ctx.weight, ctx.bias = weight, bias  # themselves: a saved weight that hooks restore has no main gradient
         ctx.groups, ctx.gemms = groups, gemms

@@ -244,8 +244,8 @@ def _weights_of(owner: nn.Module, module: nn.Module) -> Iterator[None]:
     theirs, own = ([(p.data, getattr(p, "gathered", None)) for p in each.parameters()] for each in (owner, module))
 
     def take(weights: Sequence[tuple[Tensor, Any]]) -> None:
-        for parameter, (parameter.data, gathered) in zip(module.parameters(), weights, strict=True):
-            parameter.gathered = gathered  # type: ignore[attr-defined]
+        for parameter, (data, gathered) in zip(module.parameters(), weights, strict=True):
+            parameter.data, parameter.gathered = data, gathered  # type: ignore[attr-defined]
 
     take(theirs)
     yield

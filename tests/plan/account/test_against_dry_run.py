@@ -138,6 +138,23 @@ def test_tokens_that_travel_to_experts_as_codes(dispatcher: str, tmp_path: Path)
     assert step_traffic(config, dry.coord) == sent_by(dry)
 
 
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "kept codes": {"parallel__dp": 4, "fp8__recipe": "tensorwise"},
+    "kept codes in rows": {"parallel__dp": 4, "parallel__zero": 2, "fp8__recipe": "rowwise", "fp8__scale": "pow2"},
+    "sharded codes, full recomputation": {"parallel__zero": 3, "train__recompute": "full", "fp8__recipe": "tensorwise"},
+    "four bits": {"parallel__dp": 4, "fp8__recipe": "nvfp4"},
+    "decomposed": {"parallel__dp": 4, "parallel__tp": 1, "fp8__recipe": "metis"},
+}
+
+
+@pytest.mark.parametrize("name", only_quick(WEIGHTS, "sharded codes, full recomputation"))
+def test_weights_in_low_precision(name: str, tmp_path: Path) -> None:
+    model = LLAMA | {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 1024, "seq_length": 256}
+    keys = {"parallel__dp": 2, "parallel__tp": 2, "train__precision": "fp8", "batch__global": 4} | WEIGHTS[name]
+    _, error = compare(config_of(settings_of(model | {"vocab_size": 1024}, tmp_path, **keys), tmp_path), 0)
+    assert LOW < error < HIGH
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", only_quick([2, 500], 2))
 def test_communication_flops_and_state_of_ranks(count: int) -> None:

@@ -78,7 +78,7 @@ def of_case(name: str, folder: Path) -> RunConfig:
 def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
     """But for the operands of MXFP8, which the GEMMs of a CPU decode, and those of a GPU do not."""
     peak, error = compare(of_case(name, tmp_path), 0)
-    assert peak > 4e9 and (-0.02 if "mxfp8" in name else -0.01) < error < 0.01
+    assert peak > 4e9 and (-0.025 if "mxfp8" in name else -0.01) < error < 0.01
 
 
 @pytest.mark.slow

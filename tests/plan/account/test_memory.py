@@ -72,11 +72,14 @@ def test_few_of_many_stages_are_walked(p: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_fp8_weights_beside_or_instead_of_bf16() -> None:
-    config = load_config("configs/gpu/llama3-8b.toml", ["train.precision=fp8"], world_size=64)
+    """Without codes that are gathered; with them a rank keeps bf16 of its shard alone."""
+    words = ["train.precision=fp8", "parallel.zero=0"]
+    config, coded = (load_config("configs/gpu/llama3-8b.toml", each, world_size=64) for each in (words, words[:1]))
     beside, instead = (
         state_bytes(config, 0, storage) for storage in (THIS_TRAINER, WeightStorage(fp8_weights="instead"))
     )
     plain = state_bytes(load_config("configs/gpu/llama3-8b.toml", ["train.precision=bf16"], world_size=64), 0)
+    assert state_bytes(coded, 0).parameters < plain.parameters * 1.1 < beside.parameters
     cast = (beside.parameters - plain.parameters) // 2
     assert beside.parameters - instead.parameters == 2 * cast > plain.parameters // 4
     assert (beside.gradients, beside.optimizer) == (instead.gradients, instead.optimizer)
