@@ -8,7 +8,7 @@ backward are counted, without the operators.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.chunks import fp8_layers
-from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
+from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.sequence_shard import sequence_shard
 from megascale.ops.rope import layer_rope, rope_table
-from megascale.parallel.activation_store import moved_tensors
 from megascale.parallel.experts.dispatcher import ExpertChoice
 from megascale.parallel.grad_accumulation import WeightGradients, leaving, left_for_w
 from megascale.parallel.microbatch import MicroBatch
@@ -51,9 +50,9 @@ class ModuleCost:
 
     `saved_for_backward`: bytes live between forward and backward. `left`: bytes live between the parts of a split
     backward. `retained`: bytes live after the backward. None of them counts the input, which is saved for backward if
-    `saves_input`, or the output's gradient; the second part holds these if `leaves` says so. `moved`: bytes saved for
-    backward that move meanwhile, and are counted in none. `backward` is None without gradients, `weight_gradient`
-    unless the backward is split. `choice`: of the micro-batch, if the forward has made one; it is counted neither.
+    `saves_input`, or the output's gradient; the second part holds these if `leaves` says so. `backward` is None without
+    gradients, `weight_gradient` unless the backward is split. `choice`: of the micro-batch, if the forward has made
+    one; it is counted neither.
     """
 
     shape: torch.Size
@@ -62,7 +61,6 @@ class ModuleCost:
     backward: PassCost | None
     weight_gradient: PassCost | None
     saved_for_backward: BytesByKind
-    moved: int
     left: BytesByKind
     retained: BytesByKind
     saves_input: bool
@@ -107,20 +105,18 @@ class ModuleCostCache:
 
     def measure(
         self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], choices: Mapping[int, ExpertChoice],
-        policy: RecomputePolicy,
+        recompute: bool,
     ) -> ModuleCost:  # fmt: skip
         """Run `call` on a tensor like x, and the backward if gradients are enabled, `apart`. `choices`: the call may
-        add one. `policy`: if the module is recomputed, checkpointing holds the output's gradient until the backward
-        ends; if what it saves moves, this is counted apart.
+        add one. `recompute`: the module's activations are recomputed, and checkpointing holds the output's gradient
+        until the backward ends.
         """
         with_backward, known, counts = torch.is_grad_enabled(), set(choices), self.counts
         leaf = torch.empty_like(x).requires_grad_(x.requires_grad and with_backward)
         baseline = Counter(counts.live_bytes)  # tensors that exist only for the measurement
         module_input = leaf.clone()
         storages, start = [self.counter_mode.storage(module_input)], self._start()  # of the input, and of the gradient
-        moved = dict[int, TrackedStorage]()
-        with self._noting(moved, module_input, module) if policy.moves else nullcontext():
-            out = call(module_input)
+        out = call(module_input)
         forward = self._cost(start)
         shape, dtype = out.shape, out.dtype
         backward, weight_gradient = None, None
@@ -129,7 +125,7 @@ class ModuleCostCache:
         def on_backward_start(grad: Tensor) -> None:
             starts.append(self._start())
             storages.append(self.counter_mode.storage(grad))
-            held_grads.extend([grad] if policy.full else [])
+            held_grads.extend([grad] if recompute else [])
 
         if with_backward:
             edge = get_gradient_edge(_BackwardStart.apply(out, on_backward_start))
@@ -137,8 +133,6 @@ class ModuleCostCache:
         choice = next((choices[layer] for layer in choices.keys() - known), None)
         baseline["activations"] += sum(tensor.nbytes for tensor in _tensors(choice))
         saved, (saves_input,) = self._held(baseline, storages)
-        moving = sum(storage.nbytes for storage in moved.values() if storage.alive and storage is not storages[0])
-        saved -= Counter({"activations": moving})
         left = WeightGradients()
         if edge is not None:
             with leaving(module.parameters(), left) if self.split else nullcontext():
@@ -154,21 +148,7 @@ class ModuleCostCache:
             weight_gradient = self._cost(start)
         retained, _ = self._held(baseline, storages)
         costs = forward, backward, weight_gradient
-        return ModuleCost(shape, dtype, *costs, saved, moving, waiting, retained, saves_input, leaves, choice)
-
-    def _noting(
-        self, moved: dict[int, TrackedStorage], x: Tensor, module: nn.Module
-    ) -> torch.autograd.graph.saved_tensors_hooks:
-        """Note the memory of saved tensors that move, of a module with input x, where they stay in fact."""
-        moves = moved_tensors(x, module.parameters())
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = self.counter_mode.storage(tensor)
-            if moves(tensor) and storage.counts is self.counts:  # not what layers share
-                moved[id(storage)] = storage
-            return tensor.detach()
-
-        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        return ModuleCost(shape, dtype, *costs, saved, waiting, retained, saves_input, leaves, choice)
 
     def _held(self, baseline: BytesByKind, storages: Sequence[TrackedStorage]) -> tuple[BytesByKind, Sequence[bool]]:
         """Return the live bytes beyond `baseline` and `storages`, and which of these are alive."""
@@ -197,7 +177,7 @@ class ReplayModule(nn.Module):
     backward writes the main gradients, to which later backwards add. With activation recomputation a module is called
     without gradients and later with gradients, and both have a first call.
 
-    `layer`: transformer layer in labels of communications; `policy`: what becomes of the module's activations.
+    `layer`: transformer layer in labels of communications; `recompute`: the module's activations are recomputed.
     """
 
     def __init__(
@@ -207,7 +187,7 @@ class ReplayModule(nn.Module):
         layer: int,
         cost_cache: ModuleCostCache,
         anchor: Tensor,
-        policy: RecomputePolicy,
+        recompute: bool,
     ) -> None:
         super().__init__()
         self._module = [module]  # in a list, so that the parameters are not registered here
@@ -215,7 +195,7 @@ class ReplayModule(nn.Module):
         self._layer = layer
         self._cost_cache = cost_cache
         self._anchor = anchor
-        self._policy = policy
+        self._recompute = recompute
         self._called = set[bool]()  # with gradients enabled, without, or both
 
     def forward(self, x: Tensor, batch: MicroBatch, **named: Any) -> Tensor:
@@ -225,11 +205,11 @@ class ReplayModule(nn.Module):
         key = (self._module_key, first, tuple(named.items()), x.shape, x.requires_grad, with_gradients)
         if key not in cache.costs:
             module = cache.representatives.setdefault(self._module_key, self._module[0])
-            again = self._policy.full and with_gradients
+            again = self._recompute and with_gradients
             choices = cache.choices[self._module_key] = cache.choices[self._module_key] if again else {}
             own = replace(batch, expert_choices=choices)
             with cache.apart(module):
-                cost = cache.measure(module, x, lambda x: module(x, own, **named), choices, self._policy)
+                cost = cache.measure(module, x, lambda x: module(x, own, **named), choices, self._recompute)
             cache.costs[key] = cost
         cost = cache.costs[key]
         if cost.choice is not None:
@@ -247,9 +227,9 @@ class _Replay(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.cost_cache, ctx.cost, ctx.parameter = cost_cache, cost, parameter
         ctx.layer, ctx.input_meta = layer, (x.shape, x.dtype, x.requires_grad)
+        if cost.saves_input:
+            ctx.save_for_backward(x)
         _replay(cost_cache, cost.forward, layer)
-        moved = [x.new_empty(cost.moved, dtype=torch.uint8)] if cost.moved else []
-        ctx.save_for_backward(*([x] if cost.saves_input else []), *moved)
         for kind, nbytes in cost.saved_for_backward.items():
             cost_cache.counts.add_bytes(kind, nbytes)
         return torch.empty(cost.shape, dtype=cost.dtype, device=x.device)
@@ -260,7 +240,7 @@ class _Replay(torch.autograd.Function):
         assert cost.backward is not None, "the module was measured with gradients"
         _replay(cost_cache, cost.backward, layer)
         _change(cost_cache.counts, cost.saved_for_backward, cost.left)
-        operands = *ctx.saved_tensors[: cost.saves_input], *grads
+        operands = *ctx.saved_tensors, *grads
         held = [tensor for tensor, leaves in zip(operands, cost.leaves, strict=False) if leaves]
 
         def weight_gradient() -> None:
@@ -329,6 +309,14 @@ def _without_values(choice: ExpertChoice) -> ExpertChoice:
     return ExpertChoice(torch.empty(nbytes, dtype=torch.uint8), (), counts)
 
 
+def _fixed_policies(run: Run, chunk: int, names: Iterable[str]) -> dict[str, RecomputePolicy]:
+    """Return the policies of a chunk's layers, without layers whose saved tensors move: a store holds these between
+    blocks.
+    """
+    policies = {name: recompute_policy(run.config.train, chunk, int(name)) for name in names}
+    return {name: policy for name, policy in policies.items() if not policy.moves}
+
+
 def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
     """Replace every module that a stage calls by a `ReplayModule`."""
     m, quantized = run.config.model, fp8_layers(run.config.model, run.config.train, run.config.fp8)
@@ -340,18 +328,15 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
     anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m)[1]
 
-    def replayed(
-        module: nn.Module, key: Hashable, layer: int = -1, policy: RecomputePolicy = NO_RECOMPUTE
-    ) -> ReplayModule:
-        return ReplayModule(module, key, layer, cost_cache, anchor, policy)
+    def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:
+        return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
 
     for chunk, stage in enumerate(run.stages):
         for modules in (stage.layers, stage.predictions):
-            for name, block in list(modules.items()):
-                layer = int(name)
-                policy = recompute_policy(run.config.train, chunk, layer)
+            for name, policy in _fixed_policies(run, chunk, modules).items():
+                block, layer = modules[name], int(name)
                 key = (kinds[layer], layer in quantized, policy)
-                modules[name] = replayed(block, key, layer, policy)
+                modules[name] = replayed(block, key, layer, policy.full)
         if stage.embedding is not None and stage.embedding.token is not None:
             stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]
         for after, head in list(stage.exits.items()):

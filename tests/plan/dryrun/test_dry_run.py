@@ -114,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama cp2 ring": {"parallel__cp": 2, "parallel__cp_mode": "ring"},
     "gpt cp2 allgather": {"parallel__cp": 2, "parallel__cp_mode": "allgather", "train__recompute": "full"},
     "gpt memory": {"parallel__pp": 2, "train__memory": ["host", "keep", "full", "host", "host"]},
-    "gpt memory shares": {
+    "llama memory shares": {
         "parallel__tp": 2,
         "parallel__sp": True,
         "train__memory": [{"host": 0.5}],
