@@ -39,12 +39,12 @@ def config_with(model: str, folder: Path, parallel: dict[str, Any], **keys: Any)
 def skip_layers(run: Any, skips: Skips) -> None:
     """Let a micro-batch pass by its layers in the one stage of a run."""
     (stage,), started = run.pipeline.stages, list[Any]()
-    numbers, compute = {block: int(index) for index, block in stage.layers.items()}, stage._run_block
+    compute = stage._run_block
 
-    def run_block(block: Any, x: Any, batch: Any) -> Any:
+    def run_block(index: str, block: Any, x: Any, batch: Any) -> Any:
         if all(batch is not each for each in started):
             started.append(batch)
-        return x if numbers[block] in skips[len(started) - 1] else compute(block, x, batch)
+        return x if int(index) in skips[len(started) - 1] else compute(index, block, x, batch)
 
     stage._run_block = run_block
 

@@ -1,5 +1,5 @@
-"""What the layers of a model do with the tensors that they save, of least step time within the memory of a device and
-of its host (`PolicySearch`): the choice of `train.memory = "auto"`.
+"""The choice of `train.memory = "auto"` (`PolicySearch`): what layers do with the tensors that they save, of least step
+time within the memory of a device and of its host.
 
 As in ProTrain (Yang et al. 2024) few counts are searched, the layers of a rank with each policy; and as in MEMO (Zhao
 et al. 2024) the share of tokens that moves is the largest whose copies hide behind the layer's compute.

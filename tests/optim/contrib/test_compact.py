@@ -39,7 +39,9 @@ def wgrad(x: Tensor, grad: Tensor, step: int) -> tuple[Tensor, Tensor]:
     gemms = ProjectedGemms(x.shape[1], lambda step, like: projection("layers.3.mlp.up", 64, OPTIONS, step, like), tp)
     saved = gemms.saved_input(x, x)
     assert isinstance(saved, Tensor)
-    found = gemms.accumulate_wgrad(torch.zeros(grad.shape[1], x.shape[1], dtype=torch.float64), grad, saved)
+    found = gemms.accumulate_wgrad(
+        torch.zeros(grad.shape[1], x.shape[1], dtype=torch.float64, requires_grad=True), grad, saved
+    )
     assert found is not None
     return found, saved
 
