@@ -529,6 +529,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ("softmax_scale", 0.5),
             ("attention_softcap", 3.0),
             ("attention_sinks", True),
+            ("sparse_attention", {"local_blocks": 1, "stride": 2, "block": 2}),
         )
     ),
     *(
@@ -1358,6 +1359,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         for changes, key, message in (
             ({"train__precision": "fp8"}, "train.precision", "wgrad is of projected inputs (optimizer.name = compact)"),
             ({"train__recompute": "full"}, "train.recompute", "blocks save their own inputs"),
+            ({"train__memory": ["keep", "full"]}, "train.memory", "blocks save their own inputs"),
             (
                 {"train__recompute": "selective", "train__recompute_ops": ["norm"]},
                 "train.recompute_ops",
