@@ -274,14 +274,19 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     *(
-        ("OBJECTIVES", {"train__objectives": [JEPA]} | changes, {key: message})
+        ("OBJECTIVES", {"train__objectives": [JEPA], "data__attention_mask": "document"} | changes, {key: message})
         for changes, key, message in (
             (HYBRID, "parallel.hybrid_dp", "objectives see whole samples"),
             ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "objectives see whole sequences"),
             ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
         )
     ),
-    ("objectives", {"train__objectives": [JEPA, JEPA]}, {"train.objectives": "has jepa twice"}),
+    (
+        "objectives",
+        {"train__objectives": [JEPA, JEPA], "data__attention_mask": "document"},
+        {"train.objectives": "has jepa twice"},
+    ),
+    ("objectives", {"train__objectives": [JEPA]}, {"train.objectives": "jepa compares documents"}),
     (
         "distillation",
         {"train__distill_teacher": "mock", "train__distill_top_k": 102},
