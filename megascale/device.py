@@ -118,9 +118,6 @@ class HostBuffers(Protocol):
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
         """Start to copy a saved tensor to the device. Until the returned wait, it may not be read, nor host written."""
 
-    def finish_saves(self) -> None:
-        """Wait until the host can read all saves that have been started."""
-
 
 class PlainBuffers:
     """The memory of a CPU, whose work is done when a call returns."""
@@ -137,9 +134,6 @@ class PlainBuffers:
 
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
         return _saved_view(host, shape, dtype).clone(), _nothing
-
-    def finish_saves(self) -> None:
-        """A save is done when its call returns."""
 
 
 class PinnedBuffers:
@@ -164,17 +158,12 @@ class PinnedBuffers:
         x = torch.empty(shape, dtype=dtype, device=self._device)
         return x, self._wait_for(self._copy(self._load, x, _saved_view(host, shape, dtype)))
 
-    def finish_saves(self) -> None:
-        self._save.synchronize()
-
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:
         """Start a copy in a stream unknown to the allocator: the caller waits before either tensor is freed."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        return copied
+        return stream.record_event()
 
     def _wait_for(self, copied: torch.cuda.Event) -> Wait:
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)

@@ -55,6 +55,23 @@ FEATURES = (
     Feature("context and hybrid data parallelism", ("parallel", "layout"), ("layouts",)),
     Feature("experts, ep", ("parallel/experts",), ("experts",)),
     Feature("latent attention, sinks, multi-token prediction", ("model", "convert", "train"), ("experts",)),
+    Feature(
+        "linear attention; sparse attention by head",
+        ("model/test_lightning_attention.py", "parallel/test_sparse_attention.py"),
+    ),
+    Feature(
+        "distillation, objectives, growth, frozen parameters",
+        (
+            "train/test_distillation.py",
+            "train/test_objectives.py",
+            "convert/test_growth.py",
+            "train/test_frozen_parameters.py",
+        ),
+    ),
+    Feature(
+        "saved tensors and optimizer state in host memory or files",
+        ("parallel/test_layer_memory.py", "optim/test_host_updates.py"),
+    ),
     Feature("early exits", ("train/test_exit_losses.py", "plan/account/test_exits.py")),
     Feature("fp64, fp32, bf16, FP8, FP4; masks; backends", ("train", "ops", "model"), ("exactness", "fp8")),
     Feature("attention by fused kernels", ("ops",), ("attention",)),

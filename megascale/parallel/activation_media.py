@@ -160,12 +160,12 @@ class FileMemory:
 
     def save(self, x: Tensor) -> FileCopy:
         piece, extent = self.pool.take(x.nbytes), self.extents.take(x.nbytes)
-        saved = self.buffers.save(x, piece.memory)
-        writing = self.writer.submit(self._write, piece.memory, x.nbytes, extent.memory)
+        saved = self.buffers.read(x, piece.memory)
+        writing = self.writer.submit(self._write, saved, piece.memory, x.nbytes, extent.memory)
         return FileCopy(self, extent, x.shape, x.dtype, saved, piece, writing)
 
-    def _write(self, host: Tensor, nbytes: int, start: int) -> None:
-        self.buffers.finish_saves()
+    def _write(self, saved: Wait, host: Tensor, nbytes: int, start: int) -> None:
+        saved()
         rest = host.numpy().data[:nbytes]
         try:
             while rest:
