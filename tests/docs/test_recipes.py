@@ -39,7 +39,7 @@ def cells_of(line: str) -> list[str]:
 def test_the_run_that_extends_a_recipe_saves_and_trains_on_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.DOTALL)
+    toml, *_ = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/gpu").symlink_to(ROOT / "configs/gpu")
     (tmp_path / "configs/my-8b.toml").write_text(toml, encoding="utf-8")
