@@ -1,7 +1,8 @@
 """Auxiliary objectives of training, `type` of `[[train.objectives]]`: the registry `OBJECTIVES`.
 
 Facts: the options of an objective, `required` and `optional`, by name their types: int, float or bool. Numbers are
-positive. Targets are classes of the protocol `parallel.auxiliary_objectives.Objective`.
+positive. `documents`: it compares documents, and needs their mask. Targets are classes of the protocol
+`parallel.auxiliary_objectives.Objective`.
 """
 
 from megascale.core.registry import Card, Registry
@@ -14,8 +15,8 @@ OBJECTIVES = Registry(
             "jepa",
             "the distance of a document's last hidden state to that of the one before it, which predicts it (LLM-JEPA)",
             "megascale.ops.contrib.jepa:Jepa",
-            {"required": {"predictor": int}, "optional": {"dropout": float}},
+            {"required": {"predictor": int}, "optional": {"dropout": float}, "documents": True},
         ),
     ],
-    facts={"required": {}, "optional": {}},
+    facts={"required": {}, "optional": {}, "documents": False},
 )

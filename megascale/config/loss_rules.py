@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megascale.catalog import objectives as catalog
 from megascale.config.batch_rampup import teacher_samples
+from megascale.config.data import DataConfig
 from megascale.config.exclusions import REMOVE, Exclusions, only, unsupported
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
@@ -35,11 +37,15 @@ OBJECTIVES = unsupported(
 )  # fmt: skip
 
 
-def objectives(train: TrainConfig) -> Iterator[Finding]:
-    """Check that an objective has one table, because metrics name the loss by its type."""
+def objectives(train: TrainConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that an objective has one table, because metrics name the loss by its type, and one of documents a mask."""
     types = [table["type"] for table in train.objectives]
     if twice := next((name for name in types if types.count(name) > 1), None):
         yield Finding("train.objectives", f"has {twice} twice", "one table for each type")
+    of_documents = [name for name in types if catalog.OBJECTIVES[name].facts["documents"]]
+    if of_documents and data.attention_mask != "document":
+        message = f"{of_documents[0]} compares documents, and a sample without their mask is one"
+        yield Finding("train.objectives", message, 'data.attention_mask = "document"')
 
 
 def distillation(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:

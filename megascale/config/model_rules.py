@@ -157,7 +157,7 @@ NO_SCORES = Exclusions("model.attention_pattern", has_no_scores, tuple(
     (f"model.{key}", unset, "has no effect: no layer of {given} has softmax attention", "remove the key")
     for key, unset in {
         "window": only(None, 0), "qk_norm": only("none"), "softmax_scale": only(None),
-        "attention_softcap": only(None), "attention_sinks": only(False),
+        "attention_softcap": only(None), "attention_sinks": only(False), "sparse_attention": only(None),
     }.items()
 ))  # fmt: skip
 

@@ -21,7 +21,7 @@ OFFLOAD = unsupported(
     ("train.weight_average", only("none"), "averages are of master weights on the device", "none"),
     ("sites.count", only(1), "outer steps are of master weights on the device", "1"),
     ("fault.rebuild_stage", only(0), "stages are rebuilt from state on the device", "0"),
-    when=unless("none"), off="none",
+    when=unless("none"), off="optimizer.offload = none",
 )  # fmt: skip
 
 PROJECTED_INPUTS = unsupported(
@@ -29,6 +29,8 @@ PROJECTED_INPUTS = unsupported(
     ("optimizer.groups", only([]), "layers save what one rule needs", "no groups"),
     ("train.precision", is_full_precision, "wgrad is of projected inputs", "bf16"),
     ("train.recompute", unless("full"), "blocks save their own inputs, not those of layers", "none"),
+    ("train.memory", lambda memory: not isinstance(memory, list) or "full" not in memory,
+     "blocks save their own inputs, not those of layers", "keep, selective, host or nvme"),
     ("train.recompute_ops", only(None, ["attention"]), "recomputed inputs are not saved", '["attention"]'),
     ("train.mlp_tiles", only(1), "tiles save no inputs of layers", "1"),
     ("train.noise_scale_every", only(0), "gradients have the noise of the projection", "0"),

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.layers import NORMS
+from megascale.config.attention_pattern import has_states
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
+from megascale.config.sparse_pattern import Reach
 from megascale.core.errors import CheckpointError, ConfigError, Problem
 from megascale.layout.blocks import block_spec, surroundings
 from megascale.layout.parameters import all_params
@@ -46,6 +48,7 @@ ROLES = {
     "embedding.token": (FIXED, OUT), "embedding.position": (FIXED, OUT), "head": (FIXED, IN),
     "attention.q": (QUERIES, IN), "attention.k": (KEYS, IN), "attention.v": (KEYS, IN), "attention.out": (OUT, QUERIES),
     "attention.sinks": (QUERIES,), "attention.q_norm": (FIXED,), "attention.k_norm": (FIXED,),
+    "attention.gate": (QUERIES, IN), "attention.norm": (FIXED,),
     "mlp.gate": (INNER, IN), "mlp.up": (INNER, IN), "mlp.down": (OUT, INNER),
     "shared.gate": (INNER, IN), "shared.up": (INNER, IN), "shared.down": (OUT, INNER), "shared_gate": (FIXED, IN),
     "experts.gate_up": (FIXED, FIXED, INNER, IN), "experts.up": (FIXED, INNER, IN),
@@ -227,6 +230,7 @@ def _obstacles(model: ModelConfig, to: ModelConfig) -> list[tuple[bool, Finding]
     wider, deeper = to.hidden_size > model.hidden_size, to.num_layers > model.num_layers
     heads = (to.num_heads, to.num_kv_heads) != (model.num_heads, model.num_kv_heads)
     shared, sharing = to.num_heads // to.num_kv_heads, model.num_heads // model.num_kv_heads
+    states, same_layers = has_states(to.attention_pattern), f"num_layers = {model.num_layers}"
     same_heads, multiple = f"num_heads = {model.num_heads}", f"a multiple of {model.hidden_size}"
     return [
         (all(getattr(model, key) == getattr(to, key) for key in SIZES),
@@ -242,6 +246,12 @@ def _obstacles(model: ModelConfig, to: ModelConfig) -> list[tuple[bool, Finding]
          Finding("model.qk_norm", "the norm's mean is over all heads, also new ones", same_heads)),
         (heads and to.kv_lora_rank > 0,
          Finding("model.num_heads", "heads of latent attention do not grow", same_heads)),
+        (heads and to.sparse_attention is not None,
+         Finding("model.num_heads", "the blocks that a head sees follow its number", same_heads)),
+        (heads and states,
+         Finding("model.num_heads", "decays of linear attention follow the number of heads", same_heads)),
+        (deeper and states,
+         Finding("model.num_layers", "decays of linear attention follow the number of layers", same_layers)),
         (shared < sharing,
          Finding("model.num_kv_heads", f"{sharing} heads share a key-value head, and {shared} would", "fewer")),
     ]  # fmt: skip
@@ -254,9 +264,15 @@ def _places(model: ModelConfig, to: ModelConfig) -> tuple[int, ...] | None:
     old, new = model.num_layers, to.num_layers
     for places in (tuple(layer * new // old for layer in range(old)), tuple(range(old))):
         same = all(
-            model.given_window(layer) == to.given_window(place) and model.has_experts(layer) == to.has_experts(place)
+            _reach(model, layer) == _reach(to, place) and model.has_experts(layer) == to.has_experts(place)
             for layer, place in enumerate(places)
         )
         if same and [places[after - 1] + 1 for after in model.exits] == to.exits:
             return places
     return None
+
+
+def _reach(model: ModelConfig, layer: int) -> Reach:
+    """Return the keys that queries of a layer see."""
+    sparse = model.sparse_pattern
+    return (sparse and sparse.by_layer(model.num_layers)[layer]) or model.given_window(layer)

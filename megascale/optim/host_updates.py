@@ -101,11 +101,14 @@ class HostUpdates(Updates):
         self.groups = list[list[SubGroup]]()
         number = 0
         for shard in parts.shards:  # a tied embedding has the same numbers on both of its stages
-            self.groups.append(list(sub_groups(shard, self._host, 0 if shard.bucket.tied else number)))
+            first = 0 if shard.bucket.tied else number
+            self.groups.append([] if shard.bucket.frozen else list(sub_groups(shard, self._host, first)))
             number += 0 if shard.bucket.tied else len(self.groups[-1])
-        sizes = [each.stop - each.start for groups in self.groups for each in groups if not each.on_device]
-        dtype = parts.shards[0].master.dtype
-        self._free = deque(host_tensor(self._buffers, max(sizes), dtype) for _ in range(AHEAD if sizes else 0))
+        on_host = [each for groups in self.groups for each in groups if not each.on_device]
+        size = max((each.stop - each.start for each in on_host), default=0)
+        self._free = deque(
+            host_tensor(self._buffers, size, on_host[0].host[""].dtype) for _ in range(AHEAD if on_host else 0)
+        )
         self._clipping = host_tensor(self._buffers, 2, torch.float64)
 
     @property

@@ -274,14 +274,19 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     *(
-        ("OBJECTIVES", {"train__objectives": [JEPA]} | changes, {key: message})
+        ("OBJECTIVES", {"train__objectives": [JEPA], "data__attention_mask": "document"} | changes, {key: message})
         for changes, key, message in (
             (HYBRID, "parallel.hybrid_dp", "objectives see whole samples"),
             ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "objectives see whole sequences"),
             ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
         )
     ),
-    ("objectives", {"train__objectives": [JEPA, JEPA]}, {"train.objectives": "has jepa twice"}),
+    (
+        "objectives",
+        {"train__objectives": [JEPA, JEPA], "data__attention_mask": "document"},
+        {"train.objectives": "has jepa twice"},
+    ),
+    ("objectives", {"train__objectives": [JEPA]}, {"train.objectives": "jepa compares documents"}),
     (
         "distillation",
         {"train__distill_teacher": "mock", "train__distill_top_k": 102},
@@ -529,6 +534,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ("softmax_scale", 0.5),
             ("attention_softcap", 3.0),
             ("attention_sinks", True),
+            ("sparse_attention", {"local_blocks": 1, "stride": 2, "block": 2}),
         )
     ),
     *(
@@ -1358,6 +1364,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         for changes, key, message in (
             ({"train__precision": "fp8"}, "train.precision", "wgrad is of projected inputs (optimizer.name = compact)"),
             ({"train__recompute": "full"}, "train.recompute", "blocks save their own inputs"),
+            ({"train__memory": ["keep", "full"]}, "train.memory", "blocks save their own inputs"),
             (
                 {"train__recompute": "selective", "train__recompute_ops": ["norm"]},
                 "train.recompute_ops",

@@ -30,6 +30,7 @@ MIXTURE = LLAMA | {
     "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24, "dense_layers": 1, "shared_ffn_size": 16,
     "shared_gate": True, "router_bias": True, "balance_bias": True,
 }  # fmt: skip
+SPARSE = {"local_blocks": 1, "stride": 2, "block": 2, "dense_every": 2}
 
 GROWTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt": (GPT, WIDER | {"num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 256}),
@@ -40,6 +41,8 @@ GROWTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, sinks and norms of heads": (LLAMA | {"attention_sinks": True, "qk_norm": "head"}, LARGER),
     "llama, all heads normed": (LLAMA | {"qk_norm": "full"}, WIDER | {"num_layers": 6, "ffn_size": 64}),
     "llama, windows": (LLAMA | {"window": [5, 0]}, {"num_layers": 8}),
+    "llama, every other layer sparse": (LLAMA | {"sparse_attention": SPARSE}, WIDER | {"num_layers": 8}),
+    "llama, linear attention": (LLAMA | {"attention_pattern": "LS"}, WIDER | {"ffn_size": 96}),
     "gemma2": (GEMMA2, LARGER),
     "olmo2": (OLMO2, LARGER),
     "fog": (OLMO2 | {"block": "fog", "qk_norm": "tanh"}, LARGER),
@@ -199,6 +202,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"qk_norm": "full"}, {"num_heads": 8, "head_dim": 8}, "the norm's mean is over all heads"),
     (LLAMA | {"mtp_layers": 1}, WIDER, "their merge reads two vectors"),
     (MLA, {"num_heads": 8, "head_dim": 8}, "heads of latent attention do not grow"),
+    (LLAMA | {"sparse_attention": SPARSE}, {"num_heads": 8, "head_dim": 8}, "the blocks that a head sees"),
+    (LLAMA | {"attention_pattern": "LS"}, {"num_heads": 8, "head_dim": 8}, "follow the number of heads"),
+    (LLAMA | {"attention_pattern": "LS"}, {"num_layers": 8}, "follow the number of layers"),
     (LLAMA | {"window": [5, 0, 0]}, {"num_layers": 5, "window": [0, 5]}, "the windows, experts or exits"),
     (OLMO2 | {"unit_scaling": True}, {"num_layers": 8}, "its factors follow the sizes"),
     (OLMO2 | {"residual_tau": 0.2}, {"num_layers": 8}, "a layer that adds nothing scales"),

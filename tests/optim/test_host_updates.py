@@ -85,6 +85,14 @@ def test_training_is_bit_equal_at_any_stride(layout: str, precision: str, tmp_pa
         check_equal(expected, run_threads(of(tmp_path, precision, stride, **LAYOUTS[layout]), outcome))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_parameters_have_no_sub_groups(precision: str, tmp_path: Path) -> None:
+    keys = LAYOUTS["dp2 zero3"] | {"train__freeze": ["embedding.*", "layers.0.*"]}
+    expected = run_threads(of(tmp_path, precision, **keys), outcome)
+    for stride in (0, 2):
+        check_equal(expected, run_threads(of(tmp_path, precision, stride, **keys), outcome))
+
+
 def test_sub_groups_are_updated_where_the_stride_says(tmp_path: Path) -> None:
     """Both ends of a pipeline have the same numbers for a tied embedding, wherever it is among their buckets."""
 

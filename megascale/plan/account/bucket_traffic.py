@@ -89,9 +89,10 @@ class BucketTraffic:
                 yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")
 
     def _frozen_weights(self, bucket: BucketLayout) -> Iterator[CommOp]:
-        """List the gathers of a frozen bucket: only of sharded weights, where they are used."""
+        """List the gathers of a frozen bucket: of sharded weights, where they are used, and of FP8 codes."""
         topology, axes = topology_of(self.config.parallel), bucket.inner_axes
-        if bucket.shard_axes.weight and topology.size(*axes) > 1:
+        coded = coded_elements(self.config, BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket))
+        if (bucket.shard_axes.weight or coded) and topology.size(*axes) > 1:
             gather = self._weights(bucket, group_name(topology, axes))
             yield from (op._replace(times=self._gathers(bucket)) for op in gather)
 

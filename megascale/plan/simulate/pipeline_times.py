@@ -13,7 +13,7 @@ from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, held_c
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import joined_chunks
 from megascale.layout.stages import Place
-from megascale.plan.account.sizes import gathered_bytes
+from megascale.plan.account.sizes import coded_elements, gathered_bytes
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
@@ -98,8 +98,8 @@ class PipelineTimes:
         return sizes
 
     def _sent(self, bucket: BucketSize) -> tuple[tuple[str, ...], int, int]:
-        """Return what a bucket sends: frozen ones have no gradients, and only sharded weights are gathered of them."""
-        moves = self.config.parallel.zero == 3 or not bucket.frozen
+        """Return what a bucket sends: frozen ones have no gradients, and sharded weights and FP8 codes are gathered."""
+        moves = self.config.parallel.zero == 3 or not bucket.frozen or coded_elements(self.config, bucket) > 0
         sent = gathered_bytes(self.config, bucket) if moves else 0
         return bucket.reduce_axes, 0 if bucket.frozen else bucket.numel, sent
 

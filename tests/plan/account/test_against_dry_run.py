@@ -125,6 +125,16 @@ def test_frozen_parameters(layout: str, tied: bool, tmp_path: Path) -> None:
     assert model_flops(config).linear < 0.8 * model_flops(whole).linear
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_frozen_weights_travel_as_codes(zero: int, tmp_path: Path) -> None:
+    """Of every step, also where whole weights are not gathered."""
+    model = LLAMA | {"hidden_size": 1024, "ffn_size": 2048, "seq_length": 128, "vocab_size": 512}
+    keys = {"parallel__dp": 2, "parallel__zero": zero, "train__precision": "fp8"}
+    keys |= {"train__freeze": ["layers.*.attention.*"]}
+    config = config_of(settings_of(model, tmp_path, batch__global=4, **keys), tmp_path)
+    compare(config, 0)
+
+
 @pytest.mark.parametrize("dispatcher", only_quick(["all_to_all", "all_gather"], "all_to_all"))
 def test_tokens_that_travel_to_experts_as_codes(dispatcher: str, tmp_path: Path) -> None:
     """In the layers with FP8, also in recomputation; results and gradients travel in 16 bits."""
