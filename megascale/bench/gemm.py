@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -226,7 +227,7 @@ def table(measured: Sequence[GemmRate], device: Device) -> str:
     lines = [f"{device.name}, torch {torch.__version__}", f"{'m x k x n':>20}  {'format':19}  {'rate':>15}  of peak"]
     for gemm in measured:
         if gemm.rate is None:
-            lines.append(f"{gemm.shape!s:>20}  {gemm.format:19}  n/a: {gemm.unsupported_reason[:70]}")
+            lines.append(f"{gemm.shape!s:>20}  {gemm.format:19}  n/a: {shorten(gemm.unsupported_reason, 90)}")
             continue
         stated = gemm.format.partition("_")[0]
         peak = stated_peak(device.name, "fp8" if stated == "mxfp8" else stated)

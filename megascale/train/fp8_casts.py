@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
+from megascale.config.backends import Fp8Config
 from megascale.core.files import exists
 from megascale.parallel.fp8_state import CastStats, Fp8State
 from megascale.record.metrics import Alert
@@ -29,7 +30,7 @@ WORDS = {
     "saturated": "share of saturated elements of",
     "underflow": "share of elements that underflow to zero of",
     "kurtosis": "kurtosis of",
-    "rms": "factor between RMS and static scale of",
+    "rms": f"factor beyond {MAX_RMS:g} between RMS and static scale of",
 }
 
 
@@ -71,6 +72,11 @@ class CastMonitor:
         self._recent: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._unusual: set[tuple[str, str]] = set()
         self._records = 0
+
+    @classmethod
+    def of(cls, fp8: Fp8Config) -> CastMonitor:
+        """Return the monitor of a run. An RMS is over a static scale in all phases, or has no limit."""
+        return cls(static=all(phase.facts["scaling"] == "static" for _, phase in fp8.phases))
 
     def load_history(self, metrics: Path) -> None:
         """Restore the recent statistics of a resumed run from the metrics file, if there is one."""

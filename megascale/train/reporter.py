@@ -48,7 +48,7 @@ class Reporter:
         if config.train.quantizes:
             from megascale.train.fp8_casts import CastMonitor
 
-            self._cast_monitor = CastMonitor(static=config.fp8.facts["scaling"] == "static")
+            self._cast_monitor = CastMonitor.of(config.fp8)
         self.outages = Outages()
         self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
         self._steps = self._tokens = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megascale.config.backends import Fp8Config
 from megascale.parallel.fp8_state import CastStats
 from megascale.record.metrics import Alert
 from megascale.train.fp8_casts import WARM_UP, CastMonitor
@@ -60,8 +61,15 @@ def test_static_scales_hold_within_a_factor_of_two() -> None:
         stats, monitor = replace(CALM, rms=rms), CastMonitor(static=True)
         found = [alert for step in range(2 * WARM_UP) for alert in alerts(monitor, step, a=stats)]
         assert [alert.step for alert in found] == [WARM_UP] * outside, rms
-        assert all(alert.alert == "factor between RMS and static scale of a" for alert in found)
+        assert all(alert.alert == "factor beyond 2 between RMS and static scale of a" for alert in found)
         assert not alerts(calmed(a=stats), a=stats), "other scales follow the RMS"
+
+
+@pytest.mark.parametrize(("later", "limited"), [([], True), ([(0.5, "bf16")], True), ([(0.5, "mxfp8")], False)])
+def test_an_rms_is_limited_where_every_phase_has_static_scales(later: list[tuple[float, str]], limited: bool) -> None:
+    monitor = CastMonitor.of(Fp8Config(recipe="static", schedule=later))
+    found = [alert for step in range(WARM_UP + 1) for alert in alerts(monitor, step, a=replace(CALM, rms=0.01))]
+    assert bool(found) == limited
 
 
 def test_a_resumed_run_knows_the_usual_values(tmp_path: Path) -> None:
