@@ -54,7 +54,8 @@ FURTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "exits": (LLAMA | {"exits": [2]}, WIDER | {"num_layers": 8, "exits": [3]}),
     "depths": (LLAMA | {"mtp_layers": 1}, {"num_layers": 6, "ffn_size": 64}),
 }
-QUICK = ("gpt", "llama", "gemma2", "experts")
+QUICK = ("gpt", "llama")
+TP2_PP2 = {"parallel__tp": 2, "parallel__pp": 2}
 
 
 def train_and_save(rank: Rank, config: Any, steps: int) -> list[tuple[float, float]]:
@@ -155,7 +156,9 @@ def test_moments_follow_the_gradients(tmp_path: Path) -> None:
         assert not new_rows.any() and not new_columns.any()
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel__tp": 2, "parallel__pp": 2}], ids=["alone", "tp2 pp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, id="alone", marks=pytest.mark.slow), pytest.param(TP2_PP2, id="tp2 pp2")]
+)
 def test_training_goes_on_without_a_jump(layout: dict[str, Any], tmp_path: Path) -> None:
     """The first loss is that of the small model's next step, and none of the next ones is above it by a tenth."""
     source = trained(LLAMA, tmp_path / "small", train__steps=100)

@@ -87,7 +87,7 @@ def check(cases: list[dict[str, Any]], policies: list[list[Any]], folder: Path, 
     assert not [path for path in folder.iterdir() if path.name.startswith("tmp")], "files have no name"
 
 
-@pytest.mark.parametrize("layout", only_quick(list(LAYOUTS), "one", "pp2 vpp2 dp2 zero2"))
+@pytest.mark.parametrize("layout", only_quick(list(LAYOUTS), "pp2 vpp2 dp2 zero2"))
 def test_policies_are_bit_equal(layout: str, tmp_path: Path) -> None:
     cases = CASES if layout not in ("one", "pp2 vpp2 dp2 zero2") else CASES[:2]
     check(cases, POLICIES, tmp_path, **LAYOUTS[layout])

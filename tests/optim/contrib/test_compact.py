@@ -122,7 +122,9 @@ def test_every_layout_trains_alike(layout: str, block: str, tmp_path: Path) -> N
         assert float((found[name] - values).norm() / values.norm().clamp(min=1e-30)) < 1e-8, name
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, marks=pytest.mark.slow), {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}]
+)
 def test_saved_bytes_are_rank_over_inputs(layout: dict[str, Any], tmp_path: Path) -> None:
     """And traffic is exact, and the peak nearly, by a dry run."""
     from megascale.plan.account.traffic import step_traffic

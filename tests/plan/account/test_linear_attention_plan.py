@@ -41,12 +41,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8 blocks sp": SP | {"train__precision": "fp8", "fp8__recipe": "blockwise"},
     "split": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "zb_v", "model__num_layers": 4},
 }
-QUICK = ("ring",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_that_of_a_dry_run(name: str, tmp_path: Path) -> None:
     changes = {"train__precision": "bf16", "batch__micro": 2} | CASES[name]
     changes["batch__global"] = 4 * changes["batch__micro"]

@@ -11,7 +11,6 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.plan.account.memory import JobMemory
 from tests.drawn import ranks_of
-from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -66,7 +65,8 @@ PEAKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", only_quick(PEAKS, "by turns"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEAKS)
 def test_peaks_are_those_of_dry_runs(name: str, tmp_path: Path) -> None:
     """Of what is beside the state, with sharded weights a bound."""
     from megascale.plan.dryrun.dry_run import dry_run
