@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def measure(length: int, rounds: int) -> list[list[str]]:
     """Return the rows of a length."""
     configs = {kind: configure(length, table) for kind, table in KINDS.items()}
     runs = {kind: build_run(config, detect_device(allow_gpu=False)) for kind, config in configs.items()}
-    steps = medians({kind: lambda run=run: take_step(run) for kind, run in runs.items()}, rounds)
+    steps = medians({kind: partial(take_step, run) for kind, run in runs.items()}, rounds)
     cores = medians({kind: attention(config) for kind, config in configs.items()}, rounds)
     scores = {kind: count_scores_in([length], config.model.windows[0])[1] for kind, config in configs.items()}
     return [
@@ -103,9 +104,9 @@ def attention(config: RunConfig) -> Callable[[], Any]:
     """Return a function that runs attention of a layer forward and backward."""
     model, attend = config.model, torch_attend()
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
-    leaves = [torch.randn(1, count, model.seq_length, model.head_dim, requires_grad=True) for count in heads]
+    q, k, v = (torch.randn(1, count, model.seq_length, model.head_dim, requires_grad=True) for count in heads)
     mask = AttentionMask(model.windows[0])
-    return lambda: attend(*leaves, mask).sum().backward()
+    return lambda: attend(q, k, v, mask).sum().backward()
 
 
 def medians(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 def config_of(way: str, folder: str, layers: int) -> RunConfig:
     """Return the configuration of a way."""
-    train = {"steps": 1000, "precision": "fp32"} | WAYS[way]
+    train: dict[str, Any] = {"steps": 1000, "precision": "fp32"} | WAYS[way]
     train |= {"memory_dir": folder} if "nvme" in train["memory"] else {}
     tree = {
         "name": "policies", "output_dir": folder,

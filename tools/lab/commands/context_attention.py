@@ -32,7 +32,7 @@ from megascale.core.rank import Rank, rank_from_environment
 from megascale.device import detect_device
 from megascale.layout.sequence_shard import SequenceShard, shard_sequence
 from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
-from megascale.ops.core_attention import torch_attend
+from megascale.ops.core_attention import AttentionMask, torch_attend
 from megascale.ops.partial_attention import TorchPartialAttention
 from megascale.parallel.context_parallel import ContextParallel
 from megascale.record.recorder import Recorder
@@ -131,7 +131,7 @@ def ways_of(options: argparse.Namespace, rank: Rank, group: Group, length: int) 
     def ours(context: ContextParallel, shard: SequenceShard) -> Callable[[], None]:
         def run() -> None:
             leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-            out = context.attention(leaves[0], leaves[1], leaves[2], None, shard, None, 0)
+            out = context.attention(leaves[0], leaves[1], leaves[2], AttentionMask(), shard, 0)
             torch.autograd.grad(out, leaves, grad)
 
         return run
