@@ -1,4 +1,4 @@
-"""Rules of `train.memory`, the policy of each layer for the tensors that it saves for backward."""
+"""Rules of `train.memory`, the policy of each layer for tensors saved for backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megascale.config.train import TrainConfig, may_have
 
 
 def one_way(train: TrainConfig) -> Iterator[Finding]:
-    """Check that no other key says what layers recompute, or keep in host memory."""
+    """Check that no other key sets recomputation, or offload to host memory."""
     others = {"recompute": "none", "recompute_model_chunks": None, "activation_offload": False}
     given = [f"train.{name}" for name, default in others.items() if getattr(train, name) != default]
     if train.memory is not None and given:
@@ -53,7 +53,7 @@ def memory_limit(train: TrainConfig) -> Iterator[Finding]:
 
 
 def saved_tensors_folder(train: TrainConfig) -> Iterator[Finding]:
-    """Check that files of saved tensors have a folder, and that the folder has files."""
+    """Check that files of saved tensors have a folder, and the folder has files."""
     key, folder, moves = "train.memory_dir", train.memory_dir, may_have(train, "nvme")
     if folder is None and moves and train.memory != "auto":
         yield Finding(key, "train.memory moves tensors to files, which need a folder", "a folder on a local disk")

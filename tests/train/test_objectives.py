@@ -44,7 +44,7 @@ class NeighboursCard(Card):
 def neighbours() -> Iterator[None]:
     """Register the objective."""
     before = OBJECTIVES.cards
-    facts = {"required": {"predictor": int}, "optional": {"dropout": float}}
+    facts = OBJECTIVES["jepa"].facts | {"documents": False}
     OBJECTIVES.__dict__["cards"] = before | {"neighbours": NeighboursCard("neighbours", "", "", facts)}
     yield
     OBJECTIVES.__dict__["cards"] = before
