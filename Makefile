@@ -21,7 +21,7 @@ install: .venv/installed ## make .venv and install into it
 quickstart: install ## train a GPT on real text in 3D parallelism on this machine
 	$(BIN)/megascale quickstart
 
-test: install ## the tests, 10 minutes on two quiet cores; JOBS=N at a time (4)
+test: install ## the tests, 12 minutes on two quiet cores; JOBS=N at a time (4)
 	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile
 
 test-all: install ## the tests, the slow ones too
