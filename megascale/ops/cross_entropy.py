@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megascale.layout.loss import BLOCK_BYTES
 from megascale.ops.library import triton_unsupported_reason
+from megascale.ops.row_blocks import row_blocks
 from megascale.ops.select import OpBackend, OpContext
 
 
@@ -224,5 +225,4 @@ def _exponentials(logits: Tensor, peak: Tensor) -> Tensor:
 
 def _blocks(logits: Tensor, wide: torch.dtype) -> list[slice]:
     block_bytes = BLOCK_BYTES if logits.is_cpu else GPU_BLOCK_BYTES
-    rows = max(1, block_bytes // (logits.shape[1] * wide.itemsize))
-    return [slice(start, start + rows) for start in range(0, len(logits), rows)]
+    return row_blocks(logits, logits.shape[1] * wide.itemsize, block_bytes)

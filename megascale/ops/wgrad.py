@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megascale.ops.row_blocks import row_blocks
 from megascale.ops.select import OpBackend, OpContext
 
 Wgrad = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -58,9 +59,8 @@ def add_(total: Tensor, part: Tensor) -> None:
     if not total.is_cpu or part.dtype == total.dtype or total.nbytes <= BLOCK_BYTES:
         total += part
         return
-    rows = max(1, BLOCK_BYTES // total[0].nbytes)
-    for start in range(0, len(total), rows):
-        total[start : start + rows] += part[start : start + rows]
+    for rows in row_blocks(total, total[0].nbytes, BLOCK_BYTES):
+        total[rows] += part[rows]
 
 
 class AddmmWgrad:
