@@ -33,7 +33,6 @@ LAYOUTS = {
 QUICK = [
     ("gpt, windows, parallel block", "12, K = 1", "alone"),
     ("llama, packed, window, recomputed", "12, K = 1", "tp2 sp"),
-    ("gpt, packed, micro-batches of 2", "2, K = 12", "pp2 zero2, no overlap"),
     ("llama, recomputed attention, scale", "4, K = 2", "pp3"),
     (LATENT, "4, K = 2", "alone"),
 ]

@@ -44,8 +44,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 QUICK = [
     ("mixtral", "pp2 dualpipev dp2 ep2", Kind.B, "fp64"),
-    ("some dense layers", "pp2 tp2 sp ep2", Kind.B, "bf16"),
-    ("shared expert", "dp2 ep2", Kind.I, "bf16"),
     ("capacity", "pp2 dp2 ep2 zero2", Kind.I, "fp64"),
 ]
 ALL = [

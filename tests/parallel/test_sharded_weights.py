@@ -113,10 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 blockwise dp4 ep2": (EXPERTS, {"parallel__dp": 4, "parallel__ep": 2, **fp8("blockwise")}),
     "fp8 tensorwise, one rank": (TENSORS, fp8("tensorwise")),
 }  # fmt: skip
-QUICK = (
-    "tied dp4 bf16", "dp2 pp2 vpp2 bf16, full recomputation", "tied dp2 v bf16, selective recomputation",
-    "fp8 tensorwise dp4",
-)  # fmt: skip
+QUICK = ("dp2 pp2 vpp2 bf16, full recomputation", "fp8 tensorwise dp4")
 
 
 def trained(run: Any) -> tuple[list[float], list[Any]]:

@@ -58,7 +58,7 @@ CASES = {
     "olmo2": Case("olmo2", {"qk_norm": "full"}),
 }
 QUICK_CASES = ["gpt, best fit", "gpt, decomposed", "gemma2, recomputed attention"]
-QUICK_LAYOUTS = ["tp2 sp", "pp2 vpp2 dp2 zero1", "cp2 ring pp2 vpp2 zero2"]
+QUICK_LAYOUTS = ["tp2 sp", "cp2 ring pp2 vpp2 zero2"]
 
 
 @pytest.fixture(scope="module")

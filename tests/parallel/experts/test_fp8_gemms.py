@@ -121,6 +121,7 @@ def last_losses(config: RunConfig) -> float:
     return sum(loss for loss, _ in found[-2:]) / 2
 
 
+@pytest.mark.slow
 def test_losses_stay_near_those_of_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A factor on the experts' results, as a scale that is lost, is found."""
     keys = {"train__steps": 6, "optimizer__lr": 3e-3}

@@ -96,7 +96,7 @@ SECTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("devices", only_quick([6, DEVICES], 6))
 @pytest.mark.parametrize(
     "sections",
-    only_quick(SECTIONS, SECTIONS[2], SECTIONS[-1]),
+    only_quick(SECTIONS, SECTIONS[-1]),
     ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up", "groups and blocks", "sp, ramp-up"],
 )
 def test_a_space_has_all_legal_layouts(sections: dict[str, Any], devices: int) -> None:
