@@ -139,6 +139,18 @@ def test_a_stopped_writer_is_named_and_replaced(tmp_path: Path) -> None:
         assert errors == [stopped, stopped, "None"]
 
 
+def test_a_writer_that_starts_outlives_a_request_to_stop() -> None:
+    """All processes of a job may get it, a writer before its first line runs, too."""
+    writer = writer_process.WriterProcess([])
+    first = writer.pid
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(first, number)
+    for _ in range(2):
+        writer.submit({})
+        assert writer.response(wait_s=300) == {}
+    assert writer.pid == first
+
+
 def test_a_stopped_writer_holds_up_no_large_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pipe takes 64 KiB."""
     monkeypatch.setattr(writer_process, "STOPPED_S", 0.3)

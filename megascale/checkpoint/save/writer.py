@@ -33,8 +33,10 @@ NICE = 10  # niceness: training processes have priority
 def main(parent_pid: int) -> None:
     """Serve requests until the parent process exits; without the parent an unfinished checkpoint is useless."""
     die_with_parent(parent_pid)
-    for number in stop_signals():
-        signal.signal(number, signal.SIG_IGN)  # the rank handles these, and then waits for its writer
+    blocked = stop_signals()  # by the rank, which handles them, and then waits for its writer
+    for number in blocked:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     os.nice(NICE)
     responses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a storage library's prints must not mix with the responses

@@ -268,4 +268,4 @@ async def gone(pids: list[int], seconds: float = 10.0) -> float:
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     """Run a test's coroutine, not forever."""
-    asyncio.run(within(test(), 120))
+    asyncio.run(within(test()))

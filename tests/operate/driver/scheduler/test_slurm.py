@@ -221,8 +221,8 @@ def test_an_agent_without_a_driver_cancels_a_job_without_its_first_node(
     command = SlurmScheduler(1, agent, [node], env).step_command()
     with subprocess.Popen(command, env=env, cwd=tmp_path, start_new_session=True) as step:
         if status == DRIVER_LOST:
-            wait_for((tmp_path / "asked").exists, str)
-            assert "--jobs 7 --nodelist n0" in (tmp_path / "asked").read_text()
+            (tmp_path / "asked").touch()
+            wait_for(lambda: "--jobs 7 --nodelist n0" in (tmp_path / "asked").read_text(), str)
         if held:
             os.killpg(step.pid, signal.SIGKILL)  # it would look again
         assert step.wait() == (-signal.SIGKILL if held else status)
