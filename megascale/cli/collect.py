@@ -13,7 +13,6 @@ import contextlib
 import functools
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit
 from megascale.core.files import SHARED_MEMORY, lock_to_build
-from megascale.core.process import module_command, process_exists
+from megascale.core.process import blocking_stops, ignore_stops, module_command, process_exists
 from megascale.operate.print_line import print_line
 from megascale.record.log_files import folder_key
 
@@ -51,7 +50,8 @@ def collector_process(folder: Path, observe: ObserveConfig) -> Iterator[None]:
     words = module_command("megascale", "collect", str(folder))
     words += ["--metrics-address", observe.metrics_address, "--metrics-port", str(observe.metrics_port)]
     try:  # in a session of its own: torchrun ends the sessions of its ranks
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        with blocking_stops():
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         print(f"WARNING: no event store, because its collector cannot be started: {error}", file=sys.stderr)
         yield
@@ -65,8 +65,7 @@ def collector_process(folder: Path, observe: ObserveConfig) -> Iterator[None]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # for the ranks, whose last events are collected
+    ignore_stops()  # they are for the ranks, whose last events are collected
     os.nice(10)
     first = os.getppid()
     mark = SHARED_MEMORY / f"megascale-{os.geteuid()}-{folder_key(options.folder):x}"

@@ -24,7 +24,7 @@ from megascale.comm.store import JobStore
 from megascale.core.errors import ConfigError, LostPeerError, MegascaleError, Problem
 from megascale.core.limits import os_error_hint
 from megascale.core.network import LOOPBACK, address_toward, is_loopback, listen, listen_as
-from megascale.core.process import module_command
+from megascale.core.process import blocking_stops, module_command
 from megascale.core.rank import STORE_VARIABLE, Rank, launcher_store, on_one_host, rendezvous_endpoint
 from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.core.wait_notice import WaitNotice, wait_notices
@@ -90,7 +90,8 @@ def start_server(listener: socket.socket, secret: bytes) -> subprocess.Popen[byt
     descriptor = listener.fileno()
     command = module_command("megascale.operate.channel.store_server", str(descriptor), str(os.getpid()))
     try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
+        with blocking_stops():
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
     except OSError as error:
         what = f"the process of the job's store cannot be started: {error.strerror}"
         raise MegascaleError(what, hint=os_error_hint(error, "free memory on the host")) from None

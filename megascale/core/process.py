@@ -185,6 +185,24 @@ def handling_stops(handler: Callable[[int, FrameType | None], object]) -> Iterat
 
 
 @contextlib.contextmanager
+def blocking_stops() -> Iterator[None]:
+    """Block stop signals in this thread while the block runs, and in processes that it starts until `ignore_stops`."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def ignore_stops() -> None:
+    """Ignore stop signals, also those that came while this process started, with `blocking_stops`."""
+    numbers = stop_signals()
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+@contextlib.contextmanager
 def without_gc() -> Iterator[None]:
     """Disable garbage collection in the block: scanning millions of live objects takes up to a third of the time."""
     enabled = gc.isenabled()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megascale
-from megascale.core.process import REQUEST_S, StopRequests, exit_on_stop_signals, usable_cores
+from megascale.core.process import REQUEST_S, StopRequests, blocking_stops, exit_on_stop_signals, usable_cores
 from tests.jobs import heed_signals
 
 WRITE = """
@@ -38,6 +38,21 @@ def test_open_files_are_closed(number: signal.Signals, tmp_path: Path) -> None:
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (128 + number, "")
     assert list(tmp_path.iterdir()) == []
+
+
+SERVE = "from megascale.core.process import ignore_stops; ignore_stops(); print(input())"
+
+
+def test_a_process_that_will_ignore_stop_signals_outlives_them_from_its_start() -> None:
+    with blocking_stops():
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process.send_signal(number)  # before its first line runs
+    assert process.communicate("served") == ("served\n", None)
+    assert process.returncode == 0
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_handlers_are_restored() -> None:

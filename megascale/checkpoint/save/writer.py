@@ -14,7 +14,6 @@ import contextlib
 import json
 import mmap
 import os
-import signal
 import sys
 import zlib
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from typing import Any
 from megascale.checkpoint.format.safetensors_file import SafetensorsFile
 from megascale.checkpoint.memory import replication
 from megascale.core.files import write_text
-from megascale.core.process import die_with_parent, stop_signals
+from megascale.core.process import die_with_parent, ignore_stops
 from megascale.core.storage import Location
 
 NICE = 10  # niceness: training processes have priority
@@ -33,10 +32,7 @@ NICE = 10  # niceness: training processes have priority
 def main(parent_pid: int) -> None:
     """Serve requests until the parent process exits; without the parent an unfinished checkpoint is useless."""
     die_with_parent(parent_pid)
-    blocked = stop_signals()  # by the rank, which handles them, and then waits for its writer
-    for number in blocked:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+    ignore_stops()  # the rank handles them, and then waits for its writer
     os.nice(NICE)
     responses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a storage library's prints must not mix with the responses

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 from megascale.checkpoint.collective_errors import OtherRankError
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
-from megascale.core.process import module_command, process_state, stop_signals
+from megascale.core.process import blocking_stops, module_command, process_state
 from megascale.core.storage import WRITE_HINT
 
 PEER_HINT = "does that rank's writer run, is its host up, with memory to spare, and the network to it?"
@@ -96,14 +95,11 @@ class WriterProcess:
         return response
 
     def _start(self) -> None:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())  # inherited, until the writer ignores them
-        try:
+        with blocking_stops():
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 module_command("megascale.checkpoint.save.writer", str(os.getpid())),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=self._descriptors, start_new_session=True,
             )  # fmt: skip
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         self._takes, self._answers = select.poll(), select.poll()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from pydantic import TypeAdapter
 
 from megascale.config.dataset_files import SplitName
 from megascale.core.errors import DataError
-from megascale.core.process import die_with_parent, stop_signals
+from megascale.core.process import die_with_parent, ignore_stops
 from megascale.data.host_reader.reader_memory import END, ERROR_BYTES, MemoryShape, ReaderMemory, Ring
 from megascale.data.host_reader.sample_record import encode_sample
 from megascale.data.mix.batch_shape import StepOrder
@@ -141,8 +140,7 @@ def encode_error(message: str, hint: str) -> bytes:
 def main(descriptor: int, parent: int) -> None:
     """Read ahead until the parent process ends, or the standard input does."""
     die_with_parent(parent)
-    for number in stop_signals():
-        signal.signal(number, signal.SIG_IGN)  # ranks finish their step, and need its samples
+    ignore_stops()  # ranks finish their step, and need its samples
     work = ReaderWork.from_json(sys.stdin.buffer.readline())
     memory = ReaderMemory(descriptor, work.memory)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
-from megascale.core.process import module_command, process_state, thread_work
+from megascale.core.process import blocking_stops, module_command, process_state, thread_work
 from megascale.core.readable import is_url
 from megascale.data.host_reader.reader_memory import BEATS, OPENER, ReaderMemory
 from megascale.data.host_reader.reader_process import ReaderWork
@@ -90,7 +90,10 @@ class ReaderSupervisor:
         descriptor = self._memory.descriptor
         command = module_command("megascale.data.host_reader.reader_process", str(descriptor), str(os.getpid()))
         try:  # in a session of its own: Ctrl-C on the terminal is for the ranks, which finish their step
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
+            with blocking_stops():
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True
+                )
         except OSError as error:
             what = f"the host's reader cannot be started: {error.strerror}"
             raise DataError(what, hint=os_error_hint(error, 'data.reader = "rank"')) from None

@@ -10,7 +10,6 @@ import functools
 import heapq
 import os
 import selectors
-import signal
 import socket
 import struct
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megascale.core.limits import raise_soft_limits
-from megascale.core.process import die_with_parent, stop_signals
+from megascale.core.process import die_with_parent, ignore_stops
 from megascale.operate.channel.gate import Gate
 from megascale.operate.channel.handshake import HEAD, NotAPeerError, Session
 from megascale.operate.channel.store_messages import (
@@ -261,8 +260,7 @@ _OPERATIONS: dict[bytes, Callable[..., list[bytes]]] = {
 def main(descriptor: int, parent: int) -> None:
     """Serve the store at an inherited listening socket until the parent process ends."""
     die_with_parent(parent)
-    for number in stop_signals():
-        signal.signal(number, signal.SIG_IGN)  # the ranks need the store to save and to leave
+    ignore_stops()  # the ranks need the store to save and to leave
     raise_soft_limits()
     stop = sys.stdin.fileno()
     secret = bytes.fromhex(os.read(stop, 1 << 10).decode())
