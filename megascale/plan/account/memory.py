@@ -38,7 +38,7 @@ from megascale.plan.account.rank_actions import (
 )
 from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, fetched_bytes, state_bytes
-from megascale.schedule.ir import RankSchedule, live_counts, most_live, weights_at_once
+from megascale.schedule.ir import RankSchedule, most_live, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
@@ -158,7 +158,7 @@ class JobMemory:
         if p.zero >= 2:
             pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
             chunks[: p.vpp] = [chunk._replace(fused=fused) for chunk, fused in pairs]
-        saved, transient = peak_of(self._order(stage), chunks, received)
+        saved, transient = peak_of(self.order(stage), chunks, received)
         if config.num_chunks > 1:
             layers, tokens = (
                 self.layout.layers(self.layout.index(stage, 0)),
@@ -199,13 +199,9 @@ class JobMemory:
             vars(changed)[name] = getattr(self, name)
         return changed
 
-    def live_counts(self, stage: int) -> set[tuple[int, ...]]:
-        """Count the micro-batches of a rank of a stage that are in flight at a time, by chunk."""
-        return live_counts(self._order(stage), self.layout.vpp)
-
     def moved_bytes(self, stage: int, store: str) -> int:
         """Count the most bytes of saved tensors that a rank of a stage has in a store, "host" or "nvme"."""
-        return most_live(self._order(stage), self._moved(stage, store))
+        return most_live(self.order(stage), self._moved(stage, store))
 
     def moved_in_step(self, stage: int, store: str) -> int:
         """Count the bytes that a rank of a stage writes to a store in a step."""
@@ -218,20 +214,11 @@ class JobMemory:
         for chunk in range(self.layout.vpp):
             layers = self.layout.layers(self.layout.index(stage, chunk))
             policies = [(layer, recompute_policy(self.config.train, chunk, layer)) for layer in layers]
-            chunks.append(sum(self.layer(*each).moved for each in policies if each[1].kept_in == store))
+            chunks.append(sum(self.layer(*each).moved for each in policies if each[1].store == store))
         return chunks
 
-    def host_inputs(self, stage: int) -> int:
-        """Count the most block inputs that a rank of a stage has in host memory."""
-        c = self.config
-        held = [self.layout.layers(self.layout.index(stage, chunk)) for chunk in range(self.layout.vpp)]
-        layers = [
-            sum(recompute_policy(c.train, chunk, layer).offload for layer in each) for chunk, each in enumerate(held)
-        ]
-        return most_live(self._order(stage), layers)
-
-    def _order(self, stage: int) -> RankSchedule:
-        """List the actions of a rank, as `rank_order` does."""
+    def order(self, stage: int) -> RankSchedule:
+        """List the actions of a rank of a stage, as `rank_order` does."""
         c = self.config
         order = rank_order(c.parallel, self._microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
         return weights_at_once(order, joined_chunks(c.train, c.parallel, self.layout))

@@ -18,7 +18,7 @@ from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.search.memory_policy import MEMORY_FRACTION, PolicySearch, choose, with_memory, with_policies
+from megascale.plan.search.memory_policy import MEMORY_FRACTION, PolicySearch, with_memory, with_policies
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import search
 from megascale.plan.simulate import profiles
@@ -106,7 +106,7 @@ def fastest_of_all(search: PolicySearch) -> float:
 @pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0, 1))
 def test_the_choice_equals_an_exhaustive_search(seed: int) -> None:
     config, hardware = drawn(seed)
-    search = PolicySearch(config, hardware, STACK, int(MEMORY_FRACTION * (config.train.memory_limit or 0)))
+    search = PolicySearch(config, hardware, STACK)
     best = fastest_of_all(search)
     try:
         chosen = with_policies(config, hardware, STACK)
@@ -140,7 +140,7 @@ def test_more_memory_is_never_slower_and_the_most_keeps_all() -> None:
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
     assert chosen.train.memory == ["keep"] * 4
-    assert choose(config, on_link(None), STACK) == chosen.train.memory  # the same again
+    assert with_policies(config, on_link(None), STACK) == chosen  # the same again
 
 
 def test_a_fast_link_moves_what_a_slow_one_recomputes() -> None:
