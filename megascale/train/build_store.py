@@ -23,12 +23,11 @@ def build_store(config: RunConfig, pp_rank: int, device: Device) -> ActivationSt
     from megascale.parallel.activation_store import ActivationStore
     from megascale.plan.account.memory import JobMemory
 
-    media = {"host": HostMemory(device.host_buffers())}
+    host = HostMemory(device.host_buffers())
     if train.activation_offload:
-        job, pool = JobMemory(config), media["host"].pool
+        job = JobMemory(config)
         inputs = job.moved_bytes(pp_rank, "host") // job.sizes.stream
-        for piece in [pool.take(job.sizes.stream) for _ in range(inputs)]:
-            pool.give(piece)
-    if train.memory_dir is not None:
-        media["nvme"] = FileMemory(device.host_buffers(), train.memory_dir)
-    return ActivationStore(media)
+        for piece in [host.pool.take(job.sizes.stream) for _ in range(inputs)]:
+            host.pool.give(piece)
+    files = FileMemory(device.host_buffers(), train.memory_dir) if train.memory_dir else host  # of a dry run: no files
+    return ActivationStore({"host": host, "nvme": files})

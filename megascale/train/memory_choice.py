@@ -31,4 +31,5 @@ def with_chosen_memory(config: RunConfig, device: Device, mesh: Mesh) -> RunConf
             raise ConfigError([Problem("configuration", "train.memory", message, hint)])
         hardware = profiles.hardware(name)
         policies = with_policies(config, hardware, profiles.stack_on(hardware, STACK)).train.memory
-    return with_memory(config, mesh.world.control.broadcast(policies, "memory"))
+    train = with_memory(config.train, mesh.world.control.broadcast(policies, "memory"))
+    return config.model_copy(update={"train": train})

@@ -53,7 +53,6 @@ CASES: list[dict[str, Any]] = [
     {"model": LLAMA, "train__precision": "bf16"},
     {"model": GEMMA2, "train__precision": "fp64"},
     {"model": NEOX, "train__precision": "fp32"},
-    {"model": LLAMA, "model__block": "parallel", "train__precision": "fp32"},
 ]
 Keys = dict[str, Any]
 MIXED: Keys = {"train__memory": ["host", "full", "nvme", "selective"]}
@@ -131,10 +130,12 @@ def test_layers_with_experts_are_bit_equal(more: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [{"model__mtp_layers": 1}, {"model__exits": [2]}, {"model__attention_sinks": True}], ids=str
+    "more",
+    [{"model__mtp_layers": 1}, {"model__exits": [2]}, {"model__attention_sinks": True}, {"model__block": "parallel"}],
+    ids=str,
 )
-def test_further_losses_are_bit_equal(more: dict[str, Any], tmp_path: Path) -> None:
-    check(CASES[1:2], [POLICIES[0], MIXED], tmp_path, model__dropout=0.0, **more)
+def test_other_models_are_bit_equal(more: dict[str, Any], tmp_path: Path) -> None:
+    check(CASES[1:2], [POLICIES[0], MIXED, OFFLOAD], tmp_path, model__dropout=0.0, **more)
 
 
 @pytest.mark.slow

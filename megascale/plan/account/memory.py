@@ -12,6 +12,7 @@ from itertools import chain
 
 from megascale.config.run import RunConfig
 from megascale.config.teacher_file import ENTRY_BYTES
+from megascale.config.train import TrainConfig
 from megascale.layout.chunks import (
     BucketSize,
     bucket_sizes,
@@ -38,7 +39,7 @@ from megascale.plan.account.rank_actions import (
 )
 from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, fetched_bytes, state_bytes
-from megascale.schedule.ir import RankSchedule, most_live, weights_at_once
+from megascale.schedule.ir import RankSchedule, live_counts, most_live, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
@@ -158,12 +159,10 @@ class JobMemory:
         if p.zero >= 2:
             pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
             chunks[: p.vpp] = [chunk._replace(fused=fused) for chunk, fused in pairs]
-        saved, transient = peak_of(self.order(stage), chunks, received)
+        saved, transient = peak_of(self._order(stage), chunks, received)
         if config.num_chunks > 1:
-            layers, tokens = (
-                self.layout.layers(self.layout.index(stage, 0)),
-                config.batch.micro * config.model.seq_length,
-            )
+            layers = self.layout.layers(self.layout.index(stage, 0))
+            tokens = config.batch.micro * config.model.seq_length
             saved += activations.key_store_bytes(sizes, layers, tokens, config.num_chunks)
         if p.pp > 1 and p.schedule:
             posted = posted_receives(p.schedule, p.pp, p.vpp, m, stage)
@@ -192,16 +191,20 @@ class JobMemory:
         """Tokens of a teacher for a label."""
         return self.config.train.distill_top_k if self.config.train.distills else 0
 
-    def with_config(self, config: RunConfig) -> JobMemory:
-        """Return the memory of a configuration that differs in nothing but the policies of layers."""
-        changed = replace(self, config=config)
+    def with_policies(self, train: TrainConfig) -> JobMemory:
+        """Return the memory with the policies of layers of another `[train]`, which differs in nothing else."""
+        changed = replace(self, config=self.config.model_copy(update={"train": train}))
         for name in ("layout", "sizes", "layer"):  # which do not depend on them
             vars(changed)[name] = getattr(self, name)
         return changed
 
+    def live_counts(self, stage: int) -> set[tuple[int, ...]]:
+        """Count the micro-batches of a rank of a stage that are in flight at a time, by chunk."""
+        return live_counts(self._order(stage), self.layout.vpp)
+
     def moved_bytes(self, stage: int, store: str) -> int:
         """Count the most bytes of saved tensors that a rank of a stage has in a store, "host" or "nvme"."""
-        return most_live(self.order(stage), self._moved(stage, store))
+        return most_live(self._order(stage), self._moved(stage, store))
 
     def moved_in_step(self, stage: int, store: str) -> int:
         """Count the bytes that a rank of a stage writes to a store in a step."""
@@ -217,8 +220,8 @@ class JobMemory:
             chunks.append(sum(self.layer(*each).moved for each in policies if each[1].store == store))
         return chunks
 
-    def order(self, stage: int) -> RankSchedule:
-        """List the actions of a rank of a stage, as `rank_order` does."""
+    def _order(self, stage: int) -> RankSchedule:
+        """List the actions of a rank, as `rank_order` does."""
         c = self.config
         order = rank_order(c.parallel, self._microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
         return weights_at_once(order, joined_chunks(c.train, c.parallel, self.layout))

@@ -17,24 +17,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import getitem
+from operator import getitem, not_
 from typing import Literal
 
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
-from megascale.config.train import LayerPolicy, may_have
+from megascale.config.train import LayerPolicy, TrainConfig, may_have
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.units import format_bytes
-from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.simulate.chunk_time import kind_times
+from megascale.plan.simulate.chunk_time import KindTimes, kind_times
 from megascale.plan.simulate.pipeline_times import PipelineTimes
 from megascale.plan.simulate.profiles import Hardware, Stack
-from megascale.schedule.ir import live_counts
 
 MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
 HOST_SHARE = 0.5  # of a host's memory for saved tensors: the rest is for readers, copies of the state and caches
@@ -51,24 +49,27 @@ def with_policies(config: RunConfig, hardware: Hardware, stack: Stack) -> RunCon
     return PolicySearch(config, hardware, stack).choose() if config.train.memory == "auto" else config
 
 
-def with_memory(config: RunConfig, policies: Sequence[LayerPolicy]) -> RunConfig:
-    """Return a configuration with these policies, and without the keys that have no effect beside them."""
-    train = config.train.model_copy(update={"memory": list(policies), "memory_limit": None})
+def with_memory(train: TrainConfig, policies: Sequence[LayerPolicy]) -> TrainConfig:
+    """Return `[train]` with these policies, and without the keys that have no effect beside them."""
+    train = train.model_copy(update={"memory": list(policies), "memory_limit": None})
     of_policies = {"nvme": "memory_dir", "selective": "recompute_ops"}
-    unused = {key: None for policy, key in of_policies.items() if not may_have(train, policy)}
-    return config.model_copy(update={"train": train.model_copy(update=unused)})
+    return train.model_copy(update={key: None for policy, key in of_policies.items() if not may_have(train, policy)})
 
 
-def mixes(layers: int, options: int) -> list[tuple[int, ...]]:
+Mix = tuple[int, ...]
+"""The policies of a rank's layers, by their numbers among the options."""
+
+
+def mixes(layers: int, options: int) -> list[Mix]:
     """List the options of as many layers, for all counts: those with an option are behind each other in its order."""
     mixed = options if math.comb(layers + options - 1, layers) <= MANY else min(options, MOST_MIXED)
-    found = dict[tuple[int, ...], None]()
+    found = dict[Mix, None]()
     for used in itertools.combinations(range(options), mixed):
         found |= dict.fromkeys(itertools.combinations_with_replacement(used, layers))
     return [*found]
 
 
-def _total(rows: Sequence[Sequence[float]], mix: tuple[int, ...]) -> float:
+def _total(rows: Sequence[Sequence[float]], mix: Mix) -> float:
     """Sum values [layer][option] of the options of a mix."""
     return sum(map(getitem, rows, mix))
 
@@ -116,7 +117,9 @@ class PolicySearch:
         for store in (store for store, given in stores.items() if given):
             shares: list[LayerPolicy] = [{store: tile / tiles} for tile in range(tiles - 1, 0, -1)]
             found += [store, *itertools.islice((share for share in shares if self._hides(stage, share)), 1)]
-        return [each for each in found if not any(run_rules(RULES, dict(with_memory(self.config, [each]))))]
+        trains = [with_memory(self.config.train, [each]) for each in found]
+        broken = [any(run_rules(RULES, dict(self.config) | {"train": train})) for train in trains]
+        return [*itertools.compress(found, map(not_, broken))]
 
     def _of_stage(self, stage: int) -> dict[int, LayerPolicy]:
         """Return the policies of a rank's layers, the fastest that fit; of equally fast ones those that save more on
@@ -130,53 +133,55 @@ class PolicySearch:
         by_option.sort(key=lambda each: -each[0][0].backward)
         units, times, options = zip(*by_option, strict=True)
         saved = [[unit.saved for unit in of_layer] for of_layer in zip(*units, strict=True)]
-        seconds = [[each.total for each in of_layer] for of_layer in zip(*times, strict=True)]
+        seconds = [[total for total, _ in of_layer] for of_layer in zip(*times, strict=True)]
+        least = kept.rank(stage)
+        room, fastest = self.limit - (least.total - least.activations - least.transient), sum(map(min, seconds))
         # with split backwards what is live depends on the policies
-        counts = () if kept.sizes.split else live_counts(kept.order(stage), kept.layout.vpp)
-        bounds = [
-            [[live[chunk] * size for size in row] for chunk, row in zip(chunks, saved, strict=True)] for live in counts
-        ]
-        state = kept.rank(stage)
-        room, fastest = self.limit - (state.total - state.activations - state.transient), sum(map(min, seconds))
-        ranked = [
-            (round(_total(seconds, mix) / fastest, DIGITS), -_total(saved, mix), mix)
-            for mix in mixes(len(layers), len(options))
-        ]
-        for _, _, mix in sorted(ranked):
-            if any(_total(rows, mix) > room for rows in bounds):
-                continue
+        live = [0] * kept.layout.vpp if kept.sizes.split else max(kept.live_counts(stage), key=sum)
+        bound = [[live[chunk] * size for size in row] for chunk, row in zip(chunks, saved, strict=True)]
+
+        def rank(mix: Mix) -> tuple[float, float, Mix]:
+            return round(_total(seconds, mix) / fastest, DIGITS), -_total(saved, mix), mix
+
+        for mix in sorted(mixes(len(layers), len(options)), key=rank):
             found = {layer: options[option] for layer, option in zip(layers, mix, strict=True)}
-            job = self._job(found)
-            if job.rank(stage).total <= self.limit and job.moved_bytes(stage, "host") <= self.host_limit:
+            if _total(bound, mix) <= room and self._fits(stage, found):
                 return found
-        least = min(self._job(dict.fromkeys(layers, option)).rank(stage).total for option in options)
-        message = f"no policies fit: a rank of stage {stage} needs {format_bytes(least)} of {format_bytes(self.limit)}"
+        size = min(self._job(dict.fromkeys(layers, option)).rank(stage).total for option in options)
+        message = f"no policies fit: a rank of stage {stage} needs {format_bytes(size)} of {format_bytes(self.limit)}"
         hint = "a smaller batch.micro, more devices, or a layout that megascale plan --search finds"
         raise ConfigError([Problem("configuration", "train.memory", message, hint)])
 
+    def _fits(self, stage: int, policies: Mapping[int, LayerPolicy]) -> bool:
+        """True if the layers of a rank fit with these policies, on the device and in host memory."""
+        job = self._job(policies)
+        return job.rank(stage).total <= self.limit and job.moved_bytes(stage, "host") <= self.host_limit
+
     def _hides(self, stage: int, policy: LayerPolicy) -> bool:
         """True if the copies of a rank's layers take no longer than their compute."""
-        return not any(each.forward.offload + each.backward.offload for each in self._times(stage, policy))
+        return not any(exposed for _, exposed in self._times(stage, policy))
 
     def _policies(self, stage: int, policy: LayerPolicy) -> list[RecomputePolicy]:
-        train = with_memory(self.config, [policy]).train
+        train = with_memory(self.config.train, [policy])
         return [recompute_policy(train, chunk, layer) for chunk, layer in self.layers(stage)]
 
-    def _times(self, stage: int, policy: LayerPolicy) -> list[PassTimes]:
-        """Time each layer of a rank with a policy, forward and backward of a micro-batch."""
+    def _times(self, stage: int, policy: LayerPolicy) -> list[tuple[float, float]]:
+        """Return the seconds of each layer of a rank, forward and backward of a micro-batch, and of exposed copies."""
         kinds, times = self._kinds
         layers = zip(self.layers(stage), self._policies(stage, policy), strict=True)
-        return [times(*kinds[layer], recompute) for (_, layer), recompute in layers]
+        found = [times(*kinds[layer], recompute) for (_, layer), recompute in layers]
+        return [(each.total, each.forward.offload + each.backward.offload) for each in found]
 
     def _job(self, policies: Mapping[int, LayerPolicy]) -> JobMemory:
         """Return the memory with policies of layers by their numbers; others keep what they save."""
         every = [policies.get(layer, "keep") for layer in range(self.config.model.total_layers)]
-        return self._kept.with_config(with_memory(self.config, every))
+        return self._kept.with_policies(with_memory(self.config.train, every))
 
     @cached_property
     def _kept(self) -> JobMemory:
-        return JobMemory(with_memory(self.config, ["keep"]), self.stack.storage, self.stack.imbalance)
+        kept = self.config.model_copy(update={"train": with_memory(self.config.train, ["keep"])})
+        return JobMemory(kept, self.stack.storage, self.stack.imbalance)
 
     @cached_property
-    def _kinds(self) -> tuple[list[tuple[int, bool]], Callable[[int, bool, RecomputePolicy], PassTimes]]:
+    def _kinds(self) -> KindTimes:
         return kind_times(PipelineTimes(self._kept.config, self.hardware, self.stack).layers)

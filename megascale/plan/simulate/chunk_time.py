@@ -40,7 +40,10 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
     return PassTimes(forward, back, total.weights)
 
 
-def kind_times(layers: LayerTimes) -> tuple[list[tuple[int, bool]], Callable[[int, bool, RecomputePolicy], PassTimes]]:
+KindTimes = tuple[list[tuple[int, bool]], Callable[[int, bool, RecomputePolicy], PassTimes]]
+
+
+def kind_times(layers: LayerTimes) -> KindTimes:
     """Return the kinds of all layers: the number of a block among the distinct ones, in FP8 or not; and a function that
     times a kind with recomputation.
     """

@@ -32,7 +32,7 @@ def moved(rank: Rank, config: RunConfig) -> tuple[int, int]:
     media, written = run.pipeline.store.media, list[int]()
     for step in range(2):
         train_step(run, run.train_loader.batch(step * config.batch.total))
-        written.append(media["nvme"].written if "nvme" in media else 0)
+        written.append(media["nvme"].written if config.train.memory_dir else 0)
     return media["host"].pool.nbytes, written[1] - written[0]
 
 

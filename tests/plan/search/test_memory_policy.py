@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
+from megascale.config.train import LayerPolicy
 from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.memory_policy import MEMORY_FRACTION, PolicySearch, with_memory, with_policies
@@ -74,13 +76,17 @@ def drawn(seed: int) -> tuple[RunConfig, Hardware]:
     return between(config, 1.05 * draw.random()), hardware
 
 
+def given(config: RunConfig, policies: Sequence[LayerPolicy]) -> RunConfig:
+    return config.model_copy(update={"train": with_memory(config.train, policies)})
+
+
 def limited(config: RunConfig, limit: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"memory_limit": limit})})
 
 
 def between(config: RunConfig, share: float) -> RunConfig:
     """Limit a job's memory to the least that its fullest rank needs without a store, and a share of what it saves."""
-    most, least = (JobMemory(with_memory(config, [policy])).fullest().total for policy in ("keep", "full"))
+    most, least = (JobMemory(given(config, [policy])).fullest().total for policy in ("keep", "full"))
     return limited(config, math.ceil((least + share * (most - least)) / MEMORY_FRACTION) + 1)
 
 
@@ -91,7 +97,7 @@ def fastest_of_all(search: PolicySearch) -> float:
     of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer in search.layers(stage)}
     seconds = dict[tuple[float, ...], float]()
     for policies in itertools.product(*(of_layer[layer] for layer in sorted(of_layer))):
-        chosen = with_memory(config, policies)
+        chosen = given(config, policies)
         memory = JobMemory(chosen, STACK.storage)
         stages = range(config.parallel.pp)
         if all(memory.rank(stage).total <= search.limit for stage in stages) and all(
