@@ -105,6 +105,8 @@ class MovedTensor:
         self.piece = None
 
     def __del__(self) -> None:
+        if self._loading is not None:  # and nothing has read it
+            self.take()
         self.saved()
         self._free_piece()
 

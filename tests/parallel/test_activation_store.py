@@ -106,7 +106,9 @@ Reads = list[tuple[int, np.ndarray]]
 
 
 class Block(torch.autograd.Function):
-    """A block on a simulated device that saves tensors, of which it reads the last in forward and all in backward."""
+    """A block on a simulated device that saves tensors, of which it reads the last in forward and all in backward; every
+    second block reads none in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: SimulatedDevice, values: range, reads: Reads) -> Tensor:
@@ -122,7 +124,7 @@ class Block(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        for value, tensor in zip(ctx.values, ctx.saved_tensors, strict=True):
+        for value, tensor in zip(ctx.values, ctx.saved_tensors, strict=True) if ctx.values[0] % 4 else ():
             memory = ctx.device.memory(tensor)
             ctx.device.compute(lambda memory=memory, value=value: ctx.reads.append((value, memory.copy())))
         return grads[0], None, None, None
@@ -147,7 +149,7 @@ def wrong_reads(missing: str, seed: int, count: int) -> int:
             last.fetch()
             root.backward()
     device.run(seed)
-    assert len(reads) == (1 + count) * 12
+    assert len(reads) == (2 + count) * 6
     return sum(bool((memory != value).any()) for value, memory in reads)
 
 

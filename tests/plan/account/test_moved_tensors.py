@@ -51,6 +51,17 @@ def test_planned_bytes_are_those_of_the_store(name: str, tmp_path: Path) -> None
         assert job.moved_in_step(0, "nvme") == 2 * job.moved_bytes(0, "nvme")  # two micro-batches, one at a time
 
 
+def test_dry_runs_count_files_as_host_memory(tmp_path: Path) -> None:
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    peaks = list[int]()
+    for store in ("host", "nvme"):
+        keys = {"train__memory": [store, {store: 0.5}], "train__mlp_tiles": 2, "train__precision": "fp32"}
+        keys |= {"train__memory_dir": str(tmp_path)} if store == "nvme" else {}
+        peaks.append(dry_run(config_of(settings(MODEL, tmp_path, **keys), tmp_path), 0).peak.total())
+    assert peaks[0] == peaks[1]
+
+
 LARGE = LLAMA | {
     "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 4096, "seq_length": 4096,
 }  # fmt: skip
