@@ -5,7 +5,7 @@ and a bound on transient bytes (`account.activations`, docs/memory.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -106,10 +106,8 @@ class JobMemory:
         walked = {stage: self.rank(stage) for stage in sorted({*starts, *(s - 1 for s in starts[1:]), p.pp - 1})}
         ranks = list[RankMemory]()
         for stage in range(p.pp):
-            low, high = (
-                max(known for known in walked if known <= stage),
-                min(known for known in walked if known >= stage),
-            )
+            low = max(known for known in walked if known <= stage)
+            high = min(known for known in walked if known >= stage)
             share = (stage - low) / max(1, high - low)
             pairs = zip(vars(walked[low]).values(), vars(walked[high]).values(), strict=True)
             ranks.append(RankMemory(*(round(first + share * (second - first)) for first, second in pairs)))
@@ -198,6 +196,12 @@ class JobMemory:
             vars(changed)[name] = getattr(self, name)
         return changed
 
+    def layers(self, stage: int) -> Iterator[tuple[int, int, RecomputePolicy]]:
+        """List the layers of a rank of a stage, with their chunks and policies."""
+        for chunk in range(self.layout.vpp):
+            for layer in self.layout.layers(self.layout.index(stage, chunk)):
+                yield chunk, layer, recompute_policy(self.config.train, chunk, layer)
+
     def live_counts(self, stage: int) -> set[tuple[int, ...]]:
         """Count the micro-batches of a rank of a stage that are in flight at a time, by chunk."""
         return live_counts(self._order(stage), self.layout.vpp)
@@ -213,12 +217,10 @@ class JobMemory:
 
     def _moved(self, stage: int, store: str) -> list[int]:
         """List by chunk the bytes that a micro-batch of a rank of a stage has in a store."""
-        chunks = list[int]()
-        for chunk in range(self.layout.vpp):
-            layers = self.layout.layers(self.layout.index(stage, chunk))
-            policies = [(layer, recompute_policy(self.config.train, chunk, layer)) for layer in layers]
-            chunks.append(sum(self.layer(*each).moved for each in policies if each[1].store == store))
-        return chunks
+        sizes = [0] * self.layout.vpp
+        for chunk, layer, policy in self.layers(stage):
+            sizes[chunk] += self.layer(layer, policy).moved if policy.store == store else 0
+        return sizes
 
     def _order(self, stage: int) -> RankSchedule:
         """List the actions of a rank, as `rank_order` does."""

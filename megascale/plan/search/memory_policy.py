@@ -28,7 +28,7 @@ from megascale.config.run import RunConfig
 from megascale.config.train import LayerPolicy, TrainConfig, may_have
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.units import format_bytes
-from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
+from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.simulate.chunk_time import KindTimes, kind_times
 from megascale.plan.simulate.pipeline_times import PipelineTimes
@@ -97,13 +97,8 @@ class PolicySearch:
         """Return the configuration with the policy of every layer. Raises: ConfigError if no policies fit"""
         found = dict[int, LayerPolicy]()
         for stage in range(self.config.parallel.pp):
-            found |= self._of_stage(stage) if self.layers(stage) else {}
+            found |= self._of_stage(stage) if [*self._kept.layers(stage)] else {}
         return self._job(found).config
-
-    def layers(self, stage: int) -> list[tuple[int, int]]:
-        """List the layers of a rank with their chunks, which begin with most micro-batches in flight."""
-        layout = self._kept.layout
-        return [(chunk, at) for chunk in range(layout.vpp) for at in layout.layers(layout.index(stage, chunk))]
 
     def options(self, stage: int) -> list[LayerPolicy]:
         """List the policies for layers of a rank: what the device can do by itself, and the stores that it has. Of a
@@ -116,7 +111,8 @@ class PolicySearch:
         }
         for store in (store for store, given in stores.items() if given):
             shares: list[LayerPolicy] = [{store: tile / tiles} for tile in range(tiles - 1, 0, -1)]
-            found += [store, *itertools.islice((share for share in shares if self._hides(stage, share)), 1)]
+            hidden = (share for share in shares if not any(late for _, _, late in self._account(stage, share)))
+            found += [store, *itertools.islice(hidden, 1)]
         trains = [with_memory(self.config.train, [each]) for each in found]
         broken = [any(run_rules(RULES, dict(self.config) | {"train": train})) for train in trains]
         return [*itertools.compress(found, map(not_, broken))]
@@ -125,15 +121,12 @@ class PolicySearch:
         """Return the policies of a rank's layers, the fastest that fit; of equally fast ones those that save more on
         the device. Raises: ConfigError
         """
-        kept, (chunks, layers) = self._kept, zip(*self.layers(stage), strict=True)
-        by_option = [
-            ([*map(kept.layer, layers, self._policies(stage, option))], self._times(stage, option), option)
-            for option in self.options(stage)
-        ]
-        by_option.sort(key=lambda each: -each[0][0].backward)
-        units, times, options = zip(*by_option, strict=True)
-        saved = [[unit.saved for unit in of_layer] for of_layer in zip(*units, strict=True)]
-        seconds = [[total for total, _ in of_layer] for of_layer in zip(*times, strict=True)]
+        kept, (chunks, layers, _) = self._kept, zip(*self._kept.layers(stage), strict=True)
+        accounts = [(self._account(stage, option), option) for option in self.options(stage)]
+        by_option, options = zip(*sorted(accounts, key=lambda each: -each[0][0][0].backward), strict=True)
+        by_layer = [*zip(*by_option, strict=True)]
+        saved = [[unit.saved for unit, _, _ in of_layer] for of_layer in by_layer]
+        seconds = [[total for _, total, _ in of_layer] for of_layer in by_layer]
         least = kept.rank(stage)
         room, fastest = self.limit - (least.total - least.activations - least.transient), sum(map(min, seconds))
         # with split backwards what is live depends on the policies
@@ -144,33 +137,22 @@ class PolicySearch:
             return round(_total(seconds, mix) / fastest, DIGITS), -_total(saved, mix), mix
 
         for mix in sorted(mixes(len(layers), len(options)), key=rank):
+            if _total(bound, mix) > room:
+                continue
             found = {layer: options[option] for layer, option in zip(layers, mix, strict=True)}
-            if _total(bound, mix) <= room and self._fits(stage, found):
+            job = self._job(found)
+            if job.rank(stage).total <= self.limit and job.moved_bytes(stage, "host") <= self.host_limit:
                 return found
         size = min(self._job(dict.fromkeys(layers, option)).rank(stage).total for option in options)
         message = f"no policies fit: a rank of stage {stage} needs {format_bytes(size)} of {format_bytes(self.limit)}"
         hint = "a smaller batch.micro, more devices, or a layout that megascale plan --search finds"
         raise ConfigError([Problem("configuration", "train.memory", message, hint)])
 
-    def _fits(self, stage: int, policies: Mapping[int, LayerPolicy]) -> bool:
-        """True if the layers of a rank fit with these policies, on the device and in host memory."""
-        job = self._job(policies)
-        return job.rank(stage).total <= self.limit and job.moved_bytes(stage, "host") <= self.host_limit
-
-    def _hides(self, stage: int, policy: LayerPolicy) -> bool:
-        """True if the copies of a rank's layers take no longer than their compute."""
-        return not any(exposed for _, exposed in self._times(stage, policy))
-
-    def _policies(self, stage: int, policy: LayerPolicy) -> list[RecomputePolicy]:
-        train = with_memory(self.config.train, [policy])
-        return [recompute_policy(train, chunk, layer) for chunk, layer in self.layers(stage)]
-
-    def _times(self, stage: int, policy: LayerPolicy) -> list[tuple[float, float]]:
-        """Return the seconds of each layer of a rank, forward and backward of a micro-batch, and of exposed copies."""
-        kinds, times = self._kinds
-        layers = zip(self.layers(stage), self._policies(stage, policy), strict=True)
-        found = [times(*kinds[layer], recompute) for (_, layer), recompute in layers]
-        return [(each.total, each.forward.offload + each.backward.offload) for each in found]
+    def _account(self, stage: int, policy: LayerPolicy) -> list[tuple[UnitBytes, float, float]]:
+        """Return the bytes of each layer of a rank with a policy, its seconds, and those of them that copies add."""
+        job, (kinds, times) = self._kept.with_policies(with_memory(self.config.train, [policy])), self._kinds
+        found = [(job.layer(layer, own), times(*kinds[layer], own)) for _, layer, own in job.layers(stage)]
+        return [(unit, each.total, each.forward.offload + each.backward.offload) for unit, each in found]
 
     def _job(self, policies: Mapping[int, LayerPolicy]) -> JobMemory:
         """Return the memory with policies of layers by their numbers; others keep what they save."""

@@ -94,7 +94,8 @@ def fastest_of_all(search: PolicySearch) -> float:
     """Try all policies of all layers; return the seconds of the fastest step that fits, infinite without one."""
     best, config = math.inf, search.config
     options = [search.options(stage) for stage in range(config.parallel.pp)]
-    of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer in search.layers(stage)}
+    job = JobMemory(given(config, ["keep"]))
+    of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer, _ in job.layers(stage)}
     seconds = dict[tuple[float, ...], float]()
     for policies in itertools.product(*(of_layer[layer] for layer in sorted(of_layer))):
         chosen = given(config, policies)
