@@ -63,7 +63,7 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
     """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
     `newest`, from the chunk `before`, and `older`, freed before further gradients. `losses`: unsharded gradients of
     heads, by owner and chunk, from the loss to the backward of the owner. `leaving`: tensors that leave the device
-    (`with_copies`), of the last forward with any, the `owner`, until the next one or its own backward. `received`:
+    (`with_copies`), of the last forward with any, the `mover`, until the next one or its own backward. `received`:
     input of a forward that is recomputed.
     """
     dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
@@ -71,12 +71,12 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
     saved, peak = last.saved, last.saved + last.casting  # in the first forward
     alive = newest = older = 0
     losses = dict[tuple[int, int], int]()
-    before, leaving, owner = -1, 0, (-1, -1)
+    before, leaving, mover = -1, 0, (-1, -1)
     for kind, chunk, microbatch in chain.from_iterable(reversed(parts(entry)) for entry in order):  # a pair's B, then F
         unit, reducing = chunks[chunk].unit, chunks[chunk].reducing
         moved = unit.moved if kind in FORWARDS else 0
-        if moved or (chunk, microbatch) == owner:  # which counts what leaves itself
-            leaving, owner = 0, (chunk, microbatch)
+        if moved or (chunk, microbatch) == mover:  # which counts what leaves itself
+            leaving, mover = 0, (chunk, microbatch)
         if kind in FORWARDS:
             again = (chunk, microbatch) in dropped
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
