@@ -89,12 +89,6 @@ class JobMemory:
         """True if gradients are reduced as FP8 codes: full ones are freed as the reduction begins."""
         return self.config.parallel.grad_reduce == "fp8" and self.config.dp * self.config.parallel.cp > 1
 
-    @property
-    def _head_is_embedding(self) -> bool:
-        """True if the last chunk's head is the first chunk's embedding, on the same rank: tied on a V."""
-        first, last = self.layout.placement.ends
-        return self.config.model.tie_embeddings and first == last and self.layout.count > 1
-
     def by_stage(self) -> list[RankMemory]:
         """Account for a rank of every pipeline stage. In a pipeline of over `MAX_ACTIONS` the inner stages of a run of
         stages with equal chunks are interpolated, within 4% of a walk.
@@ -233,7 +227,8 @@ class JobMemory:
         model, chunks = self.config.model, list[list[UnitBytes]]()
         head = early = activations.head_bytes(self.sizes)
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
-        copied = model.embeds_last and self.layout.placement.p > 1 and not self._head_is_embedding
+        on_one_rank = len({*self.layout.placement.ends}) == 1 and self.layout.count > 1  # of a V
+        copied = model.embeds_last and self.layout.placement.p > 1 and not (model.tie_embeddings and on_one_rank)
         tables = (not model.tie_embeddings) + copied
         head = activations.head_bytes(self.sizes, self._soft)._replace(elements=tables * head.elements)
         begin_unit, end_unit = activations.embedding_bytes(self.sizes), head
