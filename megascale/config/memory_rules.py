@@ -6,50 +6,36 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megascale.config.exclusions import REMOVE, Exclusions, only, unless
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
-from megascale.config.section import AUTO
 from megascale.config.train import TrainConfig, may_have
 
+LAYER_POLICIES = Exclusions("train.memory", unless(None), tuple(
+    (f"train.{name}", only(TrainConfig.model_fields[name].default),
+     "is of all layers, and train.memory has a policy for each",
+     f"keep, selective, full or host in train.memory, or {REMOVE}")
+    for name in ("recompute", "recompute_model_chunks", "activation_offload")
+))  # fmt: skip
 
-def one_way(train: TrainConfig) -> Iterator[Finding]:
-    """Check that no other key sets recomputation, or offload to host memory."""
-    others = {"recompute": "none", "recompute_model_chunks": None, "activation_offload": False}
-    given = [f"train.{name}" for name, default in others.items() if getattr(train, name) != default]
-    if train.memory is not None and given:
-        message = f"has a policy for every layer, and so has {' and '.join(given)}"
-        yield Finding("train.memory", message, f"keep, selective, full or host in the list, without {given[0]}")
+NO_CHOICE = Exclusions("train.memory", unless("auto"), (
+    ("train.memory_limit", only(None), "limits the planner's choice, and train.memory is not auto",
+     f'train.memory = "auto", or {REMOVE}'),
+))  # fmt: skip
 
 
 def layer_policies(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
-    """Check that each policy of the list is of a layer."""
-    if isinstance(train.memory, list) and len(train.memory) > model.total_layers:
-        message = f"{len(train.memory)} policies, and the model has {model.total_layers} layers"
+    """Check that each policy of the list is of a layer, and a share of tokens a number of tiles."""
+    policies, tiles = train.memory if isinstance(train.memory, list) else [], train.mlp_tiles
+    if len(policies) > model.total_layers:
+        message = f"{len(policies)} policies, and the model has {model.total_layers} layers"
         yield Finding("train.memory", message, f"at most {model.total_layers}; a shorter list repeats")
-
-
-def shares(train: TrainConfig) -> Iterator[Finding]:
-    """Check that a share of tokens is a number of tiles."""
-    tiles = train.mlp_tiles
-    for policy in train.memory if isinstance(train.memory, list) else ():
-        share = 1.0 if isinstance(policy, str) else next(iter(policy.values()))
-        if share < 1 and not (share * tiles).is_integer():
-            message = f"a share of {share:g} is no whole number of tiles with train.mlp_tiles = {tiles}"
-            yield Finding("train.memory", message, _valid_shares(tiles))
-            return
-
-
-def _valid_shares(tiles: int) -> str:
-    if tiles == 1:
-        return "train.mlp_tiles above 1, or host or nvme for all that a layer saves"
-    return f"a multiple of 1 / {tiles}, or another train.mlp_tiles"
-
-
-def memory_limit(train: TrainConfig) -> Iterator[Finding]:
-    """Check that a limit of memory has a choice to limit."""
-    if train.memory_limit is not None and train.memory != AUTO:
-        message = "limits the planner's choice, and train.memory is not auto"
-        yield Finding("train.memory_limit", message, 'train.memory = "auto", or remove the key')
+    shares = [share for policy in policies if isinstance(policy, dict) for share in policy.values()]
+    for share in [share for share in shares if not (share * tiles).is_integer()][:1]:
+        message = f"a share of {share:g} is no whole number of tiles with train.mlp_tiles = {tiles}"
+        several = f"a multiple of 1 / {tiles}, or another train.mlp_tiles"
+        hint = several if tiles > 1 else "train.mlp_tiles above 1, or host or nvme for all that a layer saves"
+        yield Finding("train.memory", message, hint)
 
 
 def saved_tensors_folder(train: TrainConfig) -> Iterator[Finding]:

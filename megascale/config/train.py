@@ -66,8 +66,7 @@ class TrainConfig(Section):
         None,
         description="policies for the layers' saved tensors, repeated over the layers: keep; selective or full, "
         "recompute; host or nvme, move to host memory or to memory_dir; {host = 0.5} or {nvme = 0.5}, move a share of "
-        "mlp_tiles; auto: the planner's choice "
-        "([policies](long-context.md#a-policy-for-each-layer))",
+        "mlp_tiles; auto: the planner's choice ([policies](long-context.md#a-policy-for-each-layer))",
     )
     memory_limit: Count | None = Field(
         None, description="bytes of a device that memory = auto may fill; default: what the hardware's profile leaves"

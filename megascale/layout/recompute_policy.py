@@ -4,7 +4,8 @@ tensors that it saves are meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,10 +19,9 @@ from megascale.layout.stages import Stages
 class RecomputePolicy:
     """The recomputed parts of a block. `full`: the entire block, from its input. Otherwise any of `attention`, the
     attention core; `norm` and `activation`, whose outputs the next linear layer would save as its input. With several
-    `mlp_tiles` also the MLP, tile by tile. `offload`: the inputs of entire blocks are kept in host memory.
+    `mlp_tiles` also the MLP, tile by tile, but for the first `stored_tiles`.
 
-    `store`: where the tensors that a block saves are between forward and backward. In host memory or files there are
-    also those of the first `stored_tiles` of the MLP, a `share` of all, which are not recomputed.
+    `store`: where the tensors that a block saves are between forward and backward.
     """
 
     full: bool = False
@@ -29,30 +29,15 @@ class RecomputePolicy:
     norm: bool = False
     activation: bool = False
     mlp_tiles: int = 1
-    offload: bool = False
+    stored_tiles: int = 0
     store: Literal["device", "host", "nvme"] = "device"
-    share: float = 1.0
-
-    @property
-    def moves(self) -> bool:
-        """True if saved tensors leave the device."""
-        return self.store != "device"
-
-    @property
-    def kept_in(self) -> str:
-        """The store of saved tensors, or of block inputs: device, host or nvme."""
-        return "host" if self.offload else self.store
-
-    @property
-    def stored_tiles(self) -> int:
-        return round(self.share * self.mlp_tiles) if self.moves and self.mlp_tiles > 1 else 0
 
     @property
     def whole(self) -> bool:
         """True if the block runs at once, not by turns with other work, and each W follows its I: between them its
         tensors are on the device.
         """
-        return self.full or self.moves
+        return self.full or self.store != "device"
 
 
 NO_RECOMPUTE = RecomputePolicy()
@@ -65,11 +50,10 @@ def joined_chunks(train: TrainConfig, parallel: ParallelConfig, layout: Stages) 
     """The model chunks whose W follows its I at once (`schedule.ir.weights_at_once`): of a schedule with split
     backwards, those with a block that is recomputed or moved as a whole, on any pipeline rank.
     """
-    if parallel.schedule is None or not SCHEDULES[parallel.schedule].facts["split"]:
-        return ()
+    split = parallel.schedule is not None and SCHEDULES[parallel.schedule].facts["split"]
     whole = {
         chunk
-        for index, (_, chunk) in enumerate(layout.placement.places)
+        for index, (_, chunk) in enumerate(layout.placement.places if split else ())
         if any(recompute_policy(train, chunk, layer).whole for layer in layout.layers(index))
     }
     return tuple(sorted(whole))
@@ -77,30 +61,32 @@ def joined_chunks(train: TrainConfig, parallel: ParallelConfig, layout: Stages) 
 
 def recompute_policy(train: TrainConfig, chunk: int, layer: int) -> RecomputePolicy:
     """The policy of a layer, in model chunk `chunk` of its pipeline rank; before the planner's choice as kept."""
-    kept = replace(NO_RECOMPUTE, mlp_tiles=train.mlp_tiles)
+    policy: LayerPolicy = "keep"
     if isinstance(train.memory, list):
-        return _of_layer(train, kept, train.memory[layer % len(train.memory)])
-    if train.recompute == "none" or chunk not in (train.recompute_model_chunks or [chunk]):
-        return kept
-    if train.recompute == "full":
-        return replace(kept, full=True, offload=train.activation_offload)
-    return _selective(train, kept)
-
-
-def _of_layer(train: TrainConfig, kept: RecomputePolicy, policy: LayerPolicy) -> RecomputePolicy:
-    if isinstance(policy, Mapping):
-        ((store, share),) = policy.items()
-        return replace(kept, store=store, share=share)
-    match policy:
+        policy = train.memory[layer % len(train.memory)]
+    elif train.recompute != "none" and chunk in (train.recompute_model_chunks or [chunk]):
+        policy = train.recompute
+    name, share = (policy, 1.0) if isinstance(policy, str) else next(iter(policy.items()))
+    kept = replace(NO_RECOMPUTE, mlp_tiles=train.mlp_tiles)
+    match name:
         case "full":
-            return replace(kept, full=True)
+            return replace(kept, full=True, store="host" if train.activation_offload else "device")
         case "selective":
-            return _selective(train, kept)
+            ops = train.recompute_ops or ["attention"]
+            return replace(kept, attention="attention" in ops, norm="norm" in ops, activation="activation" in ops)
         case "host" | "nvme":
-            return replace(kept, store=policy)
+            return replace(kept, store=name, stored_tiles=round(share * train.mlp_tiles))
     return kept
 
 
-def _selective(train: TrainConfig, kept: RecomputePolicy) -> RecomputePolicy:
-    names = train.recompute_ops or ["attention"]
-    return replace(kept, attention="attention" in names, norm="norm" in names, activation="activation" in names)
+def describe_policies(policies: Sequence[LayerPolicy], layers: int) -> str:
+    """Describe the policies of all layers, such as 'layers 0-3 full, 4-7 keep', or 'host, keep by turns'."""
+    names = [each if isinstance(each, str) else "{} {:g}".format(*next(iter(each.items()))) for each in policies]
+    if 1 < len(names) < layers:
+        return f"{', '.join(names)} by turns"
+    runs, begin = list[str](), 0
+    for name, same in itertools.groupby(itertools.islice(itertools.cycle(names), layers)):
+        last = begin + len(list(same)) - 1
+        runs.append(f"{begin}{f'-{last}' if last > begin else ''} {name}")
+        begin = last + 1
+    return f"layers {', '.join(runs)}"

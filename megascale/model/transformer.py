@@ -5,6 +5,7 @@ the last.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -126,19 +127,16 @@ class Stage(nn.Module):
         return x_sbh
 
     def _run_block(self, index: str, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        policy, store = self._policies[index], self._store
-        if policy.full:
+        policy = self._policies[index]
+        moving: AbstractContextManager[None] = nullcontext()
+        if self._store is not None and policy.store != "device" and torch.is_grad_enabled():
+            moving = self._store.moving(policy.store, x_sbh, block.parameters())
+        with moving:
+            if not policy.full:
+                return block(x_sbh, batch)
             return recompute_in_backward(
-                lambda x: block(x, batch),
-                x_sbh,
-                recompute=lambda x: block(x, batch, compute_output=False),
-                store=store.store if store is not None and policy.offload else None,
+                lambda x: block(x, batch), x_sbh, recompute=lambda x: block(x, batch, compute_output=False)
             )
-        if not policy.moves or not torch.is_grad_enabled():
-            return block(x_sbh, batch)
-        assert store is not None, "a policy that moves tensors comes with a store"
-        with store.moving(policy.store, x_sbh, block.parameters()):
-            return block(x_sbh, batch)
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
         return finish(self.steps(x_sbh, batch, cut=False))

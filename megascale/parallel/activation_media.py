@@ -16,11 +16,10 @@ import os
 import tempfile
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,67 +27,88 @@ from torch import Tensor
 from megascale.core.errors import MegascaleError
 from megascale.device import HostBuffers, Wait
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Sized)
 
 Loaded = tuple[Tensor, Wait]
 """A tensor on the device, and the wait before it is read."""
-
-
-class TensorCopy(Protocol):
-    """A copy of a tensor outside of the device."""
-
-    def leave(self) -> None:
-        """Have later work wait for the copy before the tensor on the device is freed."""
-
-    def load(self) -> Callable[[], Loaded]:
-        """Start to copy the tensor back; the returned function gives the result."""
-
-    def free(self) -> None:
-        """End the use of the copy's memory. If there was no `leave`, the tensor is still on the device."""
-
-
-class Medium(Protocol):
-    """Keeps copies of tensors."""
-
-    def save(self, x: Tensor) -> TensorCopy:
-        """Start to copy x, after the work that was issued to the device before."""
 
 
 class SavedTensorError(MegascaleError):
     """A file of saved tensors that cannot be written or read."""
 
 
-class PoolPiece(NamedTuple, Generic[T]):
-    """A piece of memory of `nbytes`."""
-
-    nbytes: int
-    memory: T
-
-
 class MemoryPool(Generic[T]):
-    """Pieces of memory that are used again. `nbytes`: of all of them; `allocate`: makes the memory of one."""
+    """Pieces of memory, as long as their bytes, that are used again. `nbytes`: of all; `allocate`: makes one."""
 
     def __init__(self, allocate: Callable[[int], T]) -> None:
         self._allocate = allocate
-        self.free = list[PoolPiece[T]]()  # by size
+        self.free = list[T]()  # by size
         self.nbytes = 0
 
-    def take(self, nbytes: int) -> PoolPiece[T]:
+    def take(self, nbytes: int) -> T:
         """Return the smallest free piece that fits, or else a new one in place of the largest free one."""
-        at = bisect_left(self.free, nbytes, key=_size)
+        at = bisect_left(self.free, nbytes, key=len)
         if at < len(self.free):
             return self.free.pop(at)
         if self.free:
-            self.nbytes -= self.free.pop().nbytes
+            self.nbytes -= len(self.free.pop())
         self.nbytes += nbytes
-        return PoolPiece(nbytes, self._allocate(nbytes))
+        return self._allocate(nbytes)
 
-    def give(self, piece: PoolPiece[T]) -> None:
-        insort(self.free, piece, key=_size)
+    def give(self, piece: T) -> None:
+        insort(self.free, piece, key=len)
 
 
-def _size(piece: PoolPiece[T]) -> int:
-    return piece.nbytes
+@dataclass(eq=False)
+class MovedTensor:
+    """A flat tensor of `nbytes` bytes that is copied to a `piece` of host memory; `saved`: the wait for the copy. `x`:
+    the tensor on the device, until it has left, and once it is back.
+    """
+
+    memory: HostMemory
+    x: Tensor | None
+    nbytes: int
+    piece: Tensor | None
+    saved: Wait
+    _loading: Callable[[], Loaded] | None = field(default=None, init=False)
+
+    def leave(self) -> None:
+        """Have later work wait for the copy, and free the tensor on the device."""
+        if self.x is not None:
+            self.saved()
+            self.x = None
+
+    def fetch(self) -> None:
+        """Start to load the tensor, unless it is on the device."""
+        if self.x is None and self._loading is None:
+            self._loading = self._load()
+
+    def take(self) -> Tensor:
+        """Return the tensor on the device."""
+        self.fetch()
+        if self._loading is not None:
+            self.x, copied = self._loading()
+            self._loading = None
+            copied()
+        assert self.x is not None, "a fetched tensor is on the device, or on its way"
+        return self.x
+
+    def _load(self) -> Callable[[], Loaded]:
+        """Start to copy the tensor back; the returned function gives the result."""
+        assert self.piece is not None, "the copy stays in host memory"
+        loaded = self.memory.load(self.piece, self.nbytes)
+        return lambda: loaded
+
+    def _free_piece(self) -> None:
+        if self.piece is not None:
+            self.memory.pool.give(self.piece)
+        self.piece = None
+
+    def __del__(self) -> None:
+        if self._loading is not None:  # and nothing has read it
+            self.take()
+        self.saved()
+        self._free_piece()
 
 
 class HostMemory:
@@ -98,127 +118,94 @@ class HostMemory:
         self.buffers = buffers
         self.pool = MemoryPool(buffers.allocate)
 
-    def reserve(self, count: int, nbytes: int) -> None:
-        """Allocate memory for `count` tensors of `nbytes` before the first step: CUDA may wait for the device to pin
-        memory, and in a step the device may be waiting for other ranks.
-        """
-        for piece in [self.pool.take(nbytes) for _ in range(count)]:
-            self.pool.give(piece)
-
-    def save(self, x: Tensor) -> HostCopy:
+    def save(self, x: Tensor) -> MovedTensor:
+        """Start to copy flat x, after the work that was issued to the device before."""
         piece = self.pool.take(x.nbytes)
-        return HostCopy(self, piece, x.shape, x.dtype, self.buffers.save(x, piece.memory))
+        return MovedTensor(self, x, x.nbytes, piece, self.buffers.save(x, piece))
+
+    def load(self, piece: Tensor, nbytes: int) -> Loaded:
+        return self.buffers.load(piece, torch.Size((nbytes,)), torch.uint8)
 
 
-@dataclass
-class HostCopy:
-    """A copy in host memory. `saved`: the wait for its save."""
-
-    memory: HostMemory
-    piece: PoolPiece[Tensor]
-    shape: torch.Size
-    dtype: torch.dtype
-    saved: Wait
-
-    def leave(self) -> None:
-        self.saved()
-
-    def load(self) -> Callable[[], Loaded]:
-        loaded = self.memory.buffers.load(self.piece.memory, self.shape, self.dtype)
-        return lambda: loaded
-
-    def free(self) -> None:
-        self.saved()
-        self.memory.pool.give(self.piece)
-
-
-class FileMemory:
-    """Copies in a file in `folder`, which grows to the bytes that are there at once. `written`: bytes so far."""
-
-    def __init__(self, buffers: HostBuffers, folder: str) -> None:
-        self.buffers = buffers
-        self.pool = MemoryPool(buffers.allocate)
-        self.extents = MemoryPool(self._extend)
-        self.written = 0
-        self._folder, self._end = folder, 0
-        try:
-            self._file, path = tempfile.mkstemp(dir=folder)
-            Path(path).unlink()
-        except OSError as error:
-            raise self._error("create a file of saved tensors", error) from error
-        weakref.finalize(self, os.close, self._file)
-        self.writer, self.reader = (ThreadPoolExecutor(1, f"saved tensors {work}") for work in ("out", "in"))
-
-    def _extend(self, nbytes: int) -> int:
-        """Return the first byte of a new extent of the file."""
-        self._end += nbytes
-        return self._end - nbytes
-
-    def _error(self, what: str, error: OSError) -> SavedTensorError:
-        hint = "free or repair the disk, set another train.memory_dir, or write host or full in train.memory"
-        return SavedTensorError(f"cannot {what} in train.memory_dir = {self._folder}: {error.strerror}", hint=hint)
-
-    def save(self, x: Tensor) -> FileCopy:
-        piece, extent = self.pool.take(x.nbytes), self.extents.take(x.nbytes)
-        saved = self.buffers.read(x, piece.memory)
-        writing = self.writer.submit(self._write, saved, piece.memory, x.nbytes, extent.memory)
-        return FileCopy(self, extent, x.shape, x.dtype, saved, piece, writing)
-
-    def _write(self, saved: Wait, host: Tensor, nbytes: int, start: int) -> None:
-        saved()
-        rest = host.numpy().data[:nbytes]
-        try:
-            while rest:
-                count = os.pwrite(self._file, rest, start + nbytes - len(rest))
-                rest = rest[count:]
-        except OSError as error:
-            raise self._error("write saved tensors", error) from error
-        self.written += nbytes
-
-    def read(self, host: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Loaded:
-        """Read a tensor by way of `host`, and start to copy it to the device."""
-        nbytes = shape.numel() * dtype.itemsize
-        rest = host.numpy().data[:nbytes]
-        try:
-            while rest:
-                count = os.preadv(self._file, [rest], start + nbytes - len(rest))
-                if not count:
-                    raise OSError(0, f"the file ends {len(rest)} bytes too early")
-                rest = rest[count:]
-        except OSError as error:
-            raise self._error("read saved tensors", error) from error
-        return self.buffers.load(host, shape, dtype)
-
-
-@dataclass
-class FileCopy:
-    """A copy in an extent of a file. `piece`: its buffer, from the save to the end of `writing`, and from the load."""
+@dataclass(eq=False)
+class FiledTensor(MovedTensor):
+    """A tensor that is copied to an `extent` of a file. The piece is its buffer, from the save to the end of `writing`,
+    and from the load on.
+    """
 
     memory: FileMemory
-    extent: PoolPiece[int]
-    shape: torch.Size
-    dtype: torch.dtype
-    saved: Wait
-    piece: PoolPiece[Tensor] | None
+    extent: range
     writing: Future[None]
 
     def leave(self) -> None:
         """Also wait until the file has the tensor: buffers are those of two blocks."""
-        self.saved()
-        self.writing.result()
-        assert self.piece is not None, "a tensor leaves once"
-        self.memory.pool.give(self.piece)
-        self.piece = None
+        if self.x is not None:
+            self.writing.result()
+            super().leave()
+            self._free_piece()
 
-    def load(self) -> Callable[[], Loaded]:
-        self.piece = self.memory.pool.take(self.shape.numel() * self.dtype.itemsize)
-        place = self.piece.memory, self.extent.memory, self.shape, self.dtype
-        return self.memory.reader.submit(self.memory.read, *place).result
+    def _load(self) -> Callable[[], Loaded]:
+        self.piece = self.memory.pool.take(self.nbytes)
+        return self.memory.reader.submit(self.memory.read, self.piece, self.nbytes, self.extent.start).result
 
-    def free(self) -> None:
-        self.saved()
+    def __del__(self) -> None:
         if not self.writing.cancel():
             self.writing.exception()  # a tensor that was needed again has raised it
-        if self.piece is not None:
-            self.memory.pool.give(self.piece)
+        super().__del__()
         self.memory.extents.give(self.extent)
+
+
+class FileMemory(HostMemory):
+    """Copies in a file in `folder`, which grows to the bytes that are there at once. `written`: bytes so far."""
+
+    def __init__(self, buffers: HostBuffers, folder: str) -> None:
+        super().__init__(buffers)
+        self.extents = MemoryPool(self._extend)
+        self.written = self._end = 0
+        self._folder = folder
+        try:
+            self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
+        except OSError as error:
+            raise self._error("create a file of", error) from error
+        weakref.finalize(self, self._file.close)
+        self.writer, self.reader = (ThreadPoolExecutor(1, f"saved tensors {work}") for work in ("out", "in"))
+
+    def save(self, x: Tensor) -> FiledTensor:
+        piece, extent = self.pool.take(x.nbytes), self.extents.take(x.nbytes)
+        saved = self.buffers.read(x, piece)
+        writing = self.writer.submit(self._write, saved, piece, x.nbytes, extent.start)
+        return FiledTensor(self, x, x.nbytes, piece, saved, extent, writing)
+
+    def read(self, piece: Tensor, nbytes: int, start: int) -> Loaded:
+        """Read a tensor by way of a piece of host memory, and start to copy it to the device."""
+        self._transfer("read", lambda rest, at: os.preadv(self._file.fileno(), [rest], at), piece, nbytes, start)
+        return self.load(piece, nbytes)
+
+    def _write(self, saved: Wait, piece: Tensor, nbytes: int, start: int) -> None:
+        saved()
+        self._transfer("write", lambda rest, at: os.pwrite(self._file.fileno(), rest, at), piece, nbytes, start)
+        self.written += nbytes
+
+    def _transfer(
+        self, what: str, move: Callable[[memoryview, int], int], piece: Tensor, nbytes: int, start: int
+    ) -> None:
+        """Read or write the first bytes of a piece, in as many calls as that takes."""
+        rest = piece.numpy().data[:nbytes]
+        try:
+            while rest:
+                count = move(rest, start + nbytes - len(rest))
+                if not count:
+                    raise OSError(0, f"the file ends {len(rest)} bytes too early")
+                rest = rest[count:]
+        except OSError as error:
+            raise self._error(what, error) from error
+
+    def _extend(self, nbytes: int) -> range:
+        """Return a new extent at the end of the file."""
+        self._end += nbytes
+        return range(self._end - nbytes, self._end)
+
+    def _error(self, what: str, error: OSError) -> SavedTensorError:
+        hint = "free or repair the disk, set another train.memory_dir, or write host or full in train.memory"
+        message = f"cannot {what} saved tensors in train.memory_dir = {self._folder}: {error.strerror}"
+        return SavedTensorError(message, hint=hint)

@@ -1,8 +1,8 @@
 """Saved tensors of blocks, kept elsewhere behind compute (MEMO, Zhao et al. 2024; ALST, Bekman et al. 2025; vDNN, Rhu
-et al. 2016): a block's input, with full recomputation, or all tensors that its forward saves.
+et al. 2016): all that a block's forward saves, which with full recomputation is its input.
 
-A block's tensors leave while the next block computes, an input while its own does; they come back while the next
-block's backward runs, one block ahead:
+A block's tensors leave while the next block computes, and come back while the next block's backward runs, one block
+ahead:
 
     forward   compute  | block 1  | block 2  |             backward  compute  | block 2  | block 1  |
               save                | of 1     | of 2                  load     | of 1     |
@@ -19,121 +19,65 @@ On the device are at most the tensors of two blocks in forward, and of three in 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megascale.layout.recompute_policy import STAYS
-from megascale.parallel.activation_media import Loaded, Medium, TensorCopy
-
-
-class MovedTensor:
-    """A tensor with a copy elsewhere. `x`: the tensor on the device, until it has left, and once it is back."""
-
-    def __init__(self, x: Tensor, copy: TensorCopy) -> None:
-        self.x: Tensor | None = x
-        self._copy = copy
-        self._loading: Callable[[], Loaded] | None = None
-
-    def leave(self) -> None:
-        """Free the tensor on the device."""
-        if self.x is not None:
-            self._copy.leave()
-            self.x = None
-
-    def fetch(self) -> None:
-        """Start to load the tensor, unless it is on the device."""
-        if self.x is None and self._loading is None:
-            self._loading = self._copy.load()
-
-    def take(self) -> Tensor:
-        """Return the tensor on the device."""
-        self.fetch()
-        if self._loading is not None:
-            self.x, copied = self._loading()
-            self._loading = None
-            copied()
-        assert self.x is not None, "a fetched tensor is on the device, or on its way"
-        return self.x
-
-    def __del__(self) -> None:
-        self._copy.free()
+from megascale.parallel.activation_media import HostMemory, MovedTensor
 
 
 @dataclass(eq=False)
 class MovedBlock:
-    """The tensors of a block, which live until its backward has used them. `before`: the block before it, in the same
-    micro-batch and chunk.
+    """The tensors of a block by their ids, which live until its backward has used them. `before`: the block before it,
+    in the same micro-batch and chunk.
     """
 
     before: MovedBlock | None
-    _refs: list[weakref.ref[MovedTensor]] = field(default_factory=list)
-
-    @property
-    def tensors(self) -> list[MovedTensor]:
-        return [tensor for ref in self._refs if (tensor := ref()) is not None]
-
-    def add(self, tensor: MovedTensor) -> None:
-        self._refs.append(weakref.ref(tensor))
+    tensors: WeakValueDictionary[int, MovedTensor] = field(default_factory=WeakValueDictionary)
 
     def fetch(self) -> None:
         """Start to load what is not on the device, in the order of the backward."""
-        for tensor in reversed(self.tensors):
+        for tensor in reversed([*self.tensors.values()]):
             tensor.fetch()
-
-
-@dataclass
-class _View:
-    """A saved tensor: a view of stored memory, of a block that needs it."""
-
-    stored: MovedTensor
-    block: MovedBlock
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class ActivationStore:
     """The tensors that a rank's blocks save for backward, in one of `media` by its name."""
 
-    def __init__(self, media: Mapping[str, Medium]) -> None:
+    def __init__(self, media: Mapping[str, HostMemory]) -> None:
         self.media = media
         self._leaving: MovedBlock | None = None
         self._last: MovedBlock | None = None
-        self._seen = weakref.WeakValueDictionary[tuple[int, int], MovedTensor]()  # of this forward, by memory
-
-    def store(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to save a block's input; the returned function, for the block's backward, gives it back once."""
-        x = x.detach()
-        block = self._begin()
-        self._leave_to(block)  # the block before it has been issued, and hides its save
-        stored = [MovedTensor(x, self.media["host"].save(x))]
-        block.add(stored[0])
-        return lambda: self._restore(stored.pop(), block)
+        self._seen = WeakValueDictionary[tuple[int, int], MovedTensor]()  # of this forward, by memory
 
     @contextmanager
     def moving(self, medium: str, x: Tensor, weights: Iterable[Tensor]) -> Iterator[None]:
         """Move what a block in a `with` statement saves. `x`, `weights`: as in `moved_tensors`."""
-        block, moves = self._begin(), moved_tensors(x, weights)
+        moves, block = moved_tensors(x, weights), MovedBlock(self._last)
+        self._last = block
 
-        def pack(tensor: Tensor) -> Tensor | _View:
-            if tensor.is_leaf and tensor.requires_grad:  # a weight itself: its memory changes if it is sharded
-                return tensor
-            if not moves(tensor):
-                return tensor.detach()
-            stored = self._stored(tensor.detach(), medium)
-            block.add(stored)
-            return _View(stored, block, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        def pack(tensor: Tensor) -> Callable[[], Tensor]:
+            is_weight = tensor.is_leaf and tensor.requires_grad  # its memory changes if it is sharded
+            kept = tensor if is_weight else tensor.detach()
+            if is_weight or not moves(tensor):
+                return lambda: kept
+            stored, dtype = self._stored(kept, medium), tensor.dtype
+            place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            block.tensors[id(stored)] = stored
+            return lambda: self._restore(stored, block).view(dtype).as_strided(*place)
 
-        with saved_tensors_hooks(pack, self._unpack):
+        with saved_tensors_hooks(pack, lambda restore: restore()):
             yield
-        self._leave_to(block)
+        for key, tensor in [*self._leaving.tensors.items()] if self._leaving else ():
+            if key not in block.tensors:  # which both have
+                tensor.leave()
+        self._leaving = block
 
     def end_forward(self) -> MovedBlock | None:
         """Return the last block stored since the forward before this one, for `fetch`; None if there is none."""
@@ -141,35 +85,15 @@ class ActivationStore:
         self._seen.clear()
         return last
 
-    def _begin(self) -> MovedBlock:
-        self._last = MovedBlock(self._last)
-        return self._last
-
-    def _leave_to(self, block: MovedBlock) -> None:
-        """Free what has left of the block before `block`, but for tensors that both have."""
-        if self._leaving is not None:
-            both = {id(tensor) for tensor in block.tensors}
-            for tensor in self._leaving.tensors:
-                if id(tensor) not in both:
-                    tensor.leave()
-        self._leaving = block
-
     def _stored(self, tensor: Tensor, medium: str) -> MovedTensor:
         """Store the memory of which a tensor is a view, once for all of this forward that share it unchanged."""
         memory = tensor.untyped_storage()
         key = memory._cdata, tensor._version
         known = self._seen.get(key)
-        if known is not None and known.x is not None and known.x.untyped_storage()._cdata == memory._cdata:
-            return known
-        flat = tensor.as_strided((memory.nbytes() // tensor.itemsize,), (1,), 0)
-        self._seen[key] = stored = MovedTensor(flat, self.media[medium].save(flat))
-        return stored
-
-    def _unpack(self, packed: Tensor | _View) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        memory = self._restore(packed.stored, packed.block)
-        return memory.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+        if known is None or known.x is None or known.x.untyped_storage()._cdata != memory._cdata:
+            flat = tensor.as_strided((memory.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
+            self._seen[key] = known = self.media[medium].save(flat)
+        return known
 
     def _restore(self, stored: MovedTensor, block: MovedBlock) -> Tensor:
         """Return a tensor of a block; the first one starts to load the block before it."""

@@ -35,21 +35,16 @@ class Recomputation(NamedTuple):
     x: Tensor
 
 
-Store = Callable[[Tensor], Callable[[], Tensor]]
-"""Keeps a tensor until backward; the returned function gives it back once."""
-
-
 def recompute_in_backward(
     function: Callable[[Tensor], Tensor],
     x: Tensor,
     recompute: Callable[[Tensor], Tensor] | None = None,
-    store: Store | None = None,
 ) -> Tensor:
-    """Compute function(x) and save only x for backward, with `store` there and otherwise by autograd.
+    """Compute function(x) and save only x for backward.
 
     Backward calls `recompute`, by default `function`: a function of equal gradients, whose output elements are unused.
     """
-    return _Recomputed.apply(x, function, recompute or function, store if torch.is_grad_enabled() else None)
+    return _Recomputed.apply(x, function, recompute or function)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -59,17 +54,15 @@ class _Recomputed(torch.autograd.Function):
         x: Tensor,
         function: Callable[[Tensor], Tensor],
         recompute: Callable[[Tensor], Tensor],
-        store: Store | None,
     ) -> Tensor:
-        ctx.stored = store and store(x)  # before the function, which hides a copy
-        ctx.save_for_backward(*([] if store else [x]))
+        ctx.save_for_backward(x)
         ctx.recompute = recompute
         return function(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x = ctx.stored() if ctx.stored else ctx.saved_tensors[0]
-        return backward_of_recomputed(ctx.recompute, x, grads), None, None, None
+        (x,) = ctx.saved_tensors
+        return backward_of_recomputed(ctx.recompute, x, grads), None, None
 
 
 def backward_of_recomputed(function: Callable[[Tensor], Tensor], x: Tensor, grads: Sequence[Tensor]) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
-from megascale.config.section import AUTO
-from megascale.config.train import LayerPolicy
 from megascale.core.errors import ConfigError, Problem
 from megascale.device import Device
 from megascale.train.plan_record import own_profile
@@ -19,21 +17,19 @@ def with_chosen_memory(config: RunConfig, device: Device, mesh: Mesh) -> RunConf
 
     Raises: ConfigError on rank 0 without a profile, or if no policies fit
     """
-    if config.train.memory != AUTO:
+    if config.train.memory != "auto":
         return config
-    from megascale.plan.search.memory_policy import with_memory  # the planner, which other runs do not load
-
-    policies = _choose(config, device) if mesh.rank == 0 else None
-    return with_memory(config, mesh.world.control.broadcast(policies, "memory"))
-
-
-def _choose(config: RunConfig, device: Device) -> list[LayerPolicy]:
-    from megascale.plan.search.memory_policy import choose
+    from megascale.plan.search.memory_policy import with_memory, with_policies  # other runs load no planner
     from megascale.plan.simulate import profiles
 
-    name, reason = own_profile(device)
-    if not name:
-        hint = "a list of policies, such as one that megascale plan --hardware chooses"
-        raise ConfigError([Problem("configuration", "train.memory", f"auto needs the planner's times: {reason}", hint)])
-    hardware = profiles.hardware(name)
-    return choose(config, hardware, profiles.stack_on(hardware, STACK))
+    policies = None
+    if mesh.rank == 0:
+        name, reason = own_profile(device)
+        if not name:
+            message = f"auto needs the planner's times: {reason}"
+            hint = "a list of policies, such as one that megascale plan --hardware chooses"
+            raise ConfigError([Problem("configuration", "train.memory", message, hint)])
+        hardware = profiles.hardware(name)
+        policies = with_policies(config, hardware, profiles.stack_on(hardware, STACK)).train.memory
+    train = with_memory(config.train, mesh.world.control.broadcast(policies, "memory"))
+    return config.model_copy(update={"train": train})

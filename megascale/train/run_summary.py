@@ -7,10 +7,10 @@ import torch
 from megascale.catalog.accelerators import Peak
 from megascale.core.units import format_bytes, format_flops
 from megascale.layout.parameters import describe_parameters
+from megascale.layout.recompute_policy import describe_policies
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.search.memory_policy import describe_policies
 from megascale.train.op_context import op_context
 from megascale.train.run import Run
 
@@ -18,6 +18,7 @@ from megascale.train.run import Run
 def run_summary(run: Run, peak: Peak | None) -> str:
     """Describe the run in a few lines: model, layout, memory, backends, MFU's peak and folder."""
     config, p, m = run.config, run.config.parallel, run.config.model
+    policies = config.train.memory
     threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
     memory = JobMemory(config).rank(run.mesh.coord.pp)
     name = f"{config.name}: {describe_parameters(m)} in {config.train.precision}"
@@ -40,7 +41,7 @@ def run_summary(run: Run, peak: Peak | None) -> str:
         f"{step}; rank {run.mesh.rank} needs {format_bytes(memory.total)}: parameters, gradients and optimizer "
         f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)}, activations "
         f"{format_bytes(memory.activations)}, transient {format_bytes(memory.transient)} at most",
-        *([f"train.memory: {describe_policies(config)}"] if config.train.memory else []),
+        *([f"train.memory: {describe_policies(policies, m.total_layers)}"] if isinstance(policies, list) else []),
         f"backends: {backends}{', blocks compiled' if config.train.compile else ''}",
         *([f"WARNING: {hint}"] if (hint := slow_backend_hint(context)) else []),
         f"MFU is measured against {peak_text}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config import exclusions, loss_rules, model_rules, optimizer_rules, parallel_rules, site_rules
+from megascale.config import (
+    exclusions,
+    loss_rules,
+    memory_rules,
+    model_rules,
+    optimizer_rules,
+    parallel_rules,
+    site_rules,
+)
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
@@ -743,23 +751,23 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train.activation_offload": "full recomputation saves, but recompute = selective"},
     ),
     (
-        "one_way",
+        "LAYER_POLICIES",
         {"train__memory": ["keep"], "train__recompute": "full", "train__activation_offload": True},
-        {"train.memory": "and so has train.recompute and train.activation_offload"},
+        dict.fromkeys(["train.recompute", "train.activation_offload"], "and train.memory has a policy for each"),
     ),
-    ("one_way", {"train__memory": ["keep"], "train__recompute": "selective"}, {"train.memory": "train.recompute"}),
+    ("LAYER_POLICIES", {"train__memory": ["keep"], "train__recompute": "selective"}, {"train.recompute": "of all"}),
     ("layer_policies", {"train__memory": ["keep", "full"] * 3}, {"train.memory": "6 policies, and the model has 4"}),
     (
-        "shares",
+        "layer_policies",
         {"train__memory": [{"host": 0.5}]},
         {"train.memory": "no whole number of tiles with train.mlp_tiles = 1"},
     ),
     (
-        "shares",
+        "layer_policies",
         {"train__memory": ["keep", {"host": 0.3}], "train__mlp_tiles": 4},
         {"train.memory": "a share of 0.3 is no whole number of tiles with train.mlp_tiles = 4"},
     ),
-    ("memory_limit", {"train__memory_limit": 1 << 30}, {"train.memory_limit": "train.memory is not auto"}),
+    ("NO_CHOICE", {"train__memory_limit": 1 << 30}, {"train.memory_limit": "train.memory is not auto"}),
     ("saved_tensors_folder", {"train__memory": ["nvme"]}, {"train.memory_dir": "need a folder"}),
     ("saved_tensors_folder", {"train__memory_dir": "/"}, {"train.memory_dir": "has no effect without nvme"}),
     (
@@ -1445,7 +1453,7 @@ def test_a_mistake_in_groups_or_options_says_what_is_meant(
 
 NAMES = {
     id(rule): name
-    for module in (exclusions, loss_rules, model_rules, optimizer_rules, parallel_rules, site_rules)
+    for module in (exclusions, loss_rules, memory_rules, model_rules, optimizer_rules, parallel_rules, site_rules)
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)
 }

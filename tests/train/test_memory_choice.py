@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from megascale.core.errors import ConfigError
 from megascale.core.rank import Rank
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.memory_policy import MEMORY_FRACTION, with_memory
-from tests.runs import LLAMA, config_of, settings, write_config
+from tests.runs import LLAMA, config_of, curve_of, settings, write_config
 from tests.worlds import run_world
 
 PROFILE = """
@@ -46,39 +47,49 @@ def profiled(home: Path) -> Path:
 
 def tight(tmp_path: Path, **more: object) -> dict:
     """Return settings with a limit between the least memory and the most."""
-    keys = {"train__precision": "fp32", "model__seq_length": 512} | more
+    keys = {"train__precision": "fp32", "model__seq_length": 512, "batch__global": 2} | more
     tree = settings(LLAMA, tmp_path, **keys)
-    config = config_of(tree, tmp_path)
-    most, least = (JobMemory(with_memory(config, [policy])).fullest().total for policy in ("keep", "full"))
+    most, least = (
+        JobMemory(config_of(tree | {"train": tree["train"] | {"memory": [policy]}}, tmp_path)).fullest().total
+        for policy in ("keep", "full")
+    )
     tree["train"] |= {"memory": "auto", "memory_limit": int((most + least) / 2 / MEMORY_FRACTION)}
     return tree
 
 
-def choice(rank: Rank, config: RunConfig, home: str) -> object:
-    """Choose on a rank, of which the first alone has a profile."""
+def trained(rank: Rank, config: RunConfig, home: str) -> Any:
+    """Choose on a rank, of which the first alone has a profile, and train; return `[train]` and the losses and norms,
+    and those of a run that keeps all. Without a choice, return the error.
+    """
     from megascale.device import detect_device
-    from megascale.train.build import build_mesh
+    from megascale.train.build import build_mesh, build_rank_run
     from megascale.train.memory_choice import with_chosen_memory
+    from megascale.train.stop import StopRequest
 
     os.environ["XDG_CONFIG_HOME"] = home if rank.rank == 0 else f"{home}/none"
     device = detect_device(rank.local_rank, allow_gpu=False)
+    mesh = build_mesh(config, rank, device)
     try:
-        return with_chosen_memory(config, device, build_mesh(config, rank, device)).train
+        chosen = with_chosen_memory(config, device, mesh)
     except ConfigError as error:
         return str(error)
+    kept = config.model_copy(update={"train": with_memory(config.train, ["keep"])})
+    return chosen.train, *(curve_of(build_rank_run(each, mesh, device, StopRequest()), 2) for each in (chosen, kept))
 
 
-def test_rank_0_chooses_for_all(tmp_path: Path) -> None:
+def test_all_ranks_train_with_the_choice_of_rank_0(tmp_path: Path) -> None:
+    """The losses and norms are bit for bit those of a run that keeps all, within a limit that it exceeds."""
     config = config_of(tight(tmp_path, parallel__dp=2), tmp_path)
-    first, second = run_world(2, choice, config, str(profiled(tmp_path / "home")))
+    (first, losses, kept), (second, *_) = run_world(2, trained, config, str(profiled(tmp_path / "home")))
     assert first == second
     assert len(first.memory) == 4
     assert {"keep"} < {str(policy) for policy in first.memory}
     assert JobMemory(config.model_copy(update={"train": first})).fullest().total <= config.train.memory_limit
+    assert losses == kept
 
 
 def test_a_machine_without_a_profile_is_told_to_measure_it(tmp_path: Path) -> None:
-    (text,) = run_world(1, choice, config_of(tight(tmp_path), tmp_path), str(tmp_path / "none"))
+    (text,) = run_world(1, trained, config_of(tight(tmp_path), tmp_path), str(tmp_path / "none"))
     assert "train.memory: auto needs the planner's times" in text
     assert "`megascale bench profile` measures it" in text
 

@@ -42,11 +42,11 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     parts = [part.memory(of_block, at) for part, at in surroundings(tiled)]
     walked = walk(parts, sizes.stream, sizes.split)
     saved, forward, backward = walked[:3]
+    stay = sum(part.small for part in parts)
     if recompute.full:  # the recomputed forward's saved tensors exist in this block's backward only
-        kept = sizes.stream + sum(part.kept(of_block) for part in block)
-        saved, backward = kept, saved + max(forward, backward)
-    moved = sizes.stream if recompute.offload else 0
-    moved = saved - sum(part.small for part in parts) if recompute.moves else moved
+        stay = sum(part.kept(of_block) for part in block)
+        saved, backward = sizes.stream + stay, saved + max(forward, backward)
+    moved = saved - stay if recompute.store != "device" else 0
     saved, forward, backward = saved - moved, forward + moved, backward + moved
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
     weight: QuantizerSpec = sizes.recipe["weight"]
@@ -135,12 +135,10 @@ def with_copies(units: Sequence[UnitBytes]) -> list[UnitBytes]:
     which leave until the end of the next, and come back from the beginning of its backward. Beside the first those of
     the last leave, of another micro-batch.
     """
-    before, found = next((unit.moved for unit in reversed(units) if unit.moved), 0), list[UnitBytes]()
-    coming = 0
+    found, leaving, coming = list[UnitBytes](), next((unit.moved for unit in reversed(units) if unit.moved), 0), 0
     for unit in units:
-        forward, backward = unit.forward + before, unit.backward + coming
-        found.append(unit._replace(forward=forward, backward=backward))
-        before, coming = unit.moved or before, unit.moved or coming
+        found.append(unit._replace(forward=unit.forward + leaving, backward=unit.backward + coming))
+        leaving, coming = unit.moved or leaving, unit.moved or coming
     return found
 
 

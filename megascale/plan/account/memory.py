@@ -5,13 +5,14 @@ and a bound on transient bytes (`account.activations`, docs/memory.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 
 from megascale.config.run import RunConfig
 from megascale.config.teacher_file import ENTRY_BYTES
+from megascale.config.train import TrainConfig
 from megascale.layout.chunks import (
     BucketSize,
     bucket_sizes,
@@ -88,12 +89,6 @@ class JobMemory:
         """True if gradients are reduced as FP8 codes: full ones are freed as the reduction begins."""
         return self.config.parallel.grad_reduce == "fp8" and self.config.dp * self.config.parallel.cp > 1
 
-    @property
-    def _head_is_embedding(self) -> bool:
-        """True if the last chunk's head is the first chunk's embedding, on the same rank: tied on a V."""
-        first, last = self.layout.placement.ends
-        return self.config.model.tie_embeddings and first == last and self.layout.count > 1
-
     def by_stage(self) -> list[RankMemory]:
         """Account for a rank of every pipeline stage. In a pipeline of over `MAX_ACTIONS` the inner stages of a run of
         stages with equal chunks are interpolated, within 4% of a walk.
@@ -105,10 +100,8 @@ class JobMemory:
         walked = {stage: self.rank(stage) for stage in sorted({*starts, *(s - 1 for s in starts[1:]), p.pp - 1})}
         ranks = list[RankMemory]()
         for stage in range(p.pp):
-            low, high = (
-                max(known for known in walked if known <= stage),
-                min(known for known in walked if known >= stage),
-            )
+            low = max(known for known in walked if known <= stage)
+            high = min(known for known in walked if known >= stage)
             share = (stage - low) / max(1, high - low)
             pairs = zip(vars(walked[low]).values(), vars(walked[high]).values(), strict=True)
             ranks.append(RankMemory(*(round(first + share * (second - first)) for first, second in pairs)))
@@ -160,10 +153,8 @@ class JobMemory:
             chunks[: p.vpp] = [chunk._replace(fused=fused) for chunk, fused in pairs]
         saved, transient = peak_of(self._order(stage), chunks, received)
         if config.num_chunks > 1:
-            layers, tokens = (
-                self.layout.layers(self.layout.index(stage, 0)),
-                config.batch.micro * config.model.seq_length,
-            )
+            layers = self.layout.layers(self.layout.index(stage, 0))
+            tokens = config.batch.micro * config.model.seq_length
             saved += activations.key_store_bytes(sizes, layers, tokens, config.num_chunks)
         if p.pp > 1 and p.schedule:
             posted = posted_receives(p.schedule, p.pp, p.vpp, m, stage)
@@ -192,12 +183,18 @@ class JobMemory:
         """Tokens of a teacher for a label."""
         return self.config.train.distill_top_k if self.config.train.distills else 0
 
-    def with_config(self, config: RunConfig) -> JobMemory:
-        """Return the memory of a configuration that differs in nothing but the policies of layers."""
-        changed = replace(self, config=config)
+    def with_policies(self, train: TrainConfig) -> JobMemory:
+        """Return the memory with the policies of layers of another `[train]`, which differs in nothing else."""
+        changed = replace(self, config=self.config.model_copy(update={"train": train}))
         for name in ("layout", "sizes", "layer"):  # which do not depend on them
             vars(changed)[name] = getattr(self, name)
         return changed
+
+    def layers(self, stage: int) -> Iterator[tuple[int, int, RecomputePolicy]]:
+        """List the layers of a rank of a stage, with their chunks and policies."""
+        for chunk in range(self.layout.vpp):
+            for layer in self.layout.layers(self.layout.index(stage, chunk)):
+                yield chunk, layer, recompute_policy(self.config.train, chunk, layer)
 
     def live_counts(self, stage: int) -> set[tuple[int, ...]]:
         """Count the micro-batches of a rank of a stage that are in flight at a time, by chunk."""
@@ -214,21 +211,10 @@ class JobMemory:
 
     def _moved(self, stage: int, store: str) -> list[int]:
         """List by chunk the bytes that a micro-batch of a rank of a stage has in a store."""
-        chunks = list[int]()
-        for chunk in range(self.layout.vpp):
-            layers = self.layout.layers(self.layout.index(stage, chunk))
-            policies = [(layer, recompute_policy(self.config.train, chunk, layer)) for layer in layers]
-            chunks.append(sum(self.layer(*each).moved for each in policies if each[1].kept_in == store))
-        return chunks
-
-    def host_inputs(self, stage: int) -> int:
-        """Count the most block inputs that a rank of a stage has in host memory."""
-        c = self.config
-        held = [self.layout.layers(self.layout.index(stage, chunk)) for chunk in range(self.layout.vpp)]
-        layers = [
-            sum(recompute_policy(c.train, chunk, layer).offload for layer in each) for chunk, each in enumerate(held)
-        ]
-        return most_live(self._order(stage), layers)
+        sizes = [0] * self.layout.vpp
+        for chunk, layer, policy in self.layers(stage):
+            sizes[chunk] += self.layer(layer, policy).moved if policy.store == store else 0
+        return sizes
 
     def _order(self, stage: int) -> RankSchedule:
         """List the actions of a rank, as `rank_order` does."""
@@ -241,7 +227,8 @@ class JobMemory:
         model, chunks = self.config.model, list[list[UnitBytes]]()
         head = early = activations.head_bytes(self.sizes)
         further = head._replace(saved=self.sizes.stream, backward=0, elements=0)  # without a norm
-        copied = model.embeds_last and self.layout.placement.p > 1 and not self._head_is_embedding
+        on_one_rank = len({*self.layout.placement.ends}) == 1 and self.layout.count > 1  # of a V
+        copied = model.embeds_last and self.layout.placement.p > 1 and not (model.tie_embeddings and on_one_rank)
         tables = (not model.tie_embeddings) + copied
         head = activations.head_bytes(self.sizes, self._soft)._replace(elements=tables * head.elements)
         begin_unit, end_unit = activations.embedding_bytes(self.sizes), head

@@ -5,7 +5,7 @@ and the receives that are posted (`posted_receives`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -62,18 +62,21 @@ class ChunkBytes(NamedTuple):
 def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) -> tuple[int, int]:
     """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
     `newest`, from the chunk `before`, and `older`, freed before further gradients. `losses`: unsharded gradients of
-    heads, by owner and chunk, from the loss to the backward of the owner. `received`: input of a forward that is
-    recomputed.
+    heads, by owner and chunk, from the loss to the backward of the owner. `leaving`: tensors that leave the device
+    (`with_copies`), of the last forward with any, the `mover`, until the next one or its own backward. `received`:
+    input of a forward that is recomputed.
     """
     dropped = {action[1:] for action in each_action(order) if action.kind is Kind.R}
     last = chunks[-1].unit
     saved, peak = last.saved, last.saved + last.casting  # in the first forward
     alive = newest = older = 0
     losses = dict[tuple[int, int], int]()
-    before = -1
-    actions = [*chain.from_iterable(reversed(parts(entry)) for entry in order)]  # a pair's B, then F
-    for (kind, chunk, microbatch), leaving in zip(actions, leaving_beside(actions, chunks), strict=True):
+    before, leaving, mover = -1, 0, (-1, -1)
+    for kind, chunk, microbatch in chain.from_iterable(reversed(parts(entry)) for entry in order):  # a pair's B, then F
         unit, reducing = chunks[chunk].unit, chunks[chunk].reducing
+        moved = unit.moved if kind in FORWARDS else 0
+        if moved or (chunk, microbatch) == mover:  # which counts what leaves itself
+            leaving, mover = 0, (chunk, microbatch)
         if kind in FORWARDS:
             again = (chunk, microbatch) in dropped
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
@@ -94,20 +97,8 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
             alive, before = alive - (unit.saved if kind is Kind.B else unit.left), chunk
         elif kind is Kind.VT:
             alive -= unit.saved
-    return saved, peak - saved
-
-
-def leaving_beside(actions: Sequence[Action], chunks: Sequence[ChunkBytes]) -> Iterator[int]:
-    """Yield for every action the bytes of another forward's tensors that are leaving the device (`with_copies`): of the
-    last forward with any, until the next one, which counts them itself, or its own backward.
-    """
-    leaving, owner = 0, list[int]()
-    for kind, *place in actions:
-        moved = chunks[place[0]].unit.moved if kind in FORWARDS else 0
-        if moved or place == owner:
-            leaving, owner = 0, place
-        yield leaving
         leaving = moved or leaving
+    return saved, peak - saved
 
 
 def _transient(kind: Kind, chunk: ChunkBytes, older: int, *, again: bool) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megascale.config.run import RunConfig
-from megascale.config.train import MOCK_TEACHER, LayerPolicy
+from megascale.config.train import MOCK_TEACHER
 from megascale.layout.chunks import shares_embedding, stages_of
 from megascale.layout.topology import Coord, topology_of
 from megascale.ops.rope import rope_table
@@ -87,26 +87,16 @@ def _one_step(config: RunConfig) -> RunConfig:
     """Return the configuration of a step in the steady state, on mock data, without files."""
     data = {"mock": True, "train": None, "valid": None, "reader": "rank"}
     checkpoint = {"every": 0, "in_memory_every": 0, "replicate": False}
-    policies = config.train.memory
-    memory = [*map(_in_host_memory, policies)] if isinstance(policies, list) else policies
     sections: dict[str, dict[str, Any]] = {  # mock data and the whole batch, and only the step
         "data": data, "batch": {"rampup": None}, "checkpoint": checkpoint,
         "train": {
-            "eval_every": 0, "compile": False, "memory": memory, "memory_dir": None,
+            "eval_every": 0, "compile": False, "memory_dir": None,
             "distill_teacher": config.train.distill_teacher and MOCK_TEACHER,
         },
         "fp8": {"monitor": False},
     }  # fmt: skip
     update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
     return config.model_copy(update=update)
-
-
-def _in_host_memory(policy: LayerPolicy) -> LayerPolicy:
-    """Return a policy with host memory in place of files: as many bytes leave the device and come back."""
-    if isinstance(policy, str):
-        return "host" if policy == "nvme" else policy
-    (share,) = policy.values()
-    return {"host": share}
 
 
 def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:

@@ -119,8 +119,8 @@ class ModuleCostCache:
         baseline = Counter(counts.live_bytes)  # tensors that exist only for the measurement
         module_input = leaf.clone()
         storages, start = [self.counter_mode.storage(module_input)], self._start()  # of the input, and of the gradient
-        moved = dict[int, TrackedStorage]()
-        with self._noting(moved, module_input, module) if policy.moves else nullcontext():
+        moved, moves = dict[int, TrackedStorage](), policy.store != "device" and not policy.full
+        with self._noting(moved, module_input, module) if moves else nullcontext():
             out = call(module_input)
         forward = self._cost(start)
         shape, dtype = out.shape, out.dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megascale.core.units import format_bytes
-from megascale.plan.account.memory import JobMemory
 from megascale.plan.simulate.profiles import Node
 
 DAY_S = 86400
@@ -20,19 +19,16 @@ class DriveWear(NamedTuple):
     day: float
     days: float
 
+    def describe(self, node: Node) -> str:
+        """Describe the wear in a line."""
+        drives, rated = node.drives.count, node.drives.rated_bytes / 1e12
+        return (
+            f"a rank writes {format_bytes(self.step)} a step to NVMe, a node {format_bytes(self.day)} a day: its "
+            f"{drives} drives reach their rating of {rated:,.0f} TB each in {self.days:,.0f} days"
+        )
 
-def drive_wear(job: JobMemory, node: Node, step_s: float) -> DriveWear:
-    """Count the writes of a node whose ranks are of the stage that writes most."""
-    p = job.config.parallel
-    step = max(job.moved_in_step(stage, "nvme") for stage in range(p.pp))
-    day = step * min(node.devices, job.config.world_size) * DAY_S / step_s
+
+def drive_wear(step: int, world_size: int, node: Node, step_s: float) -> DriveWear:
+    """Count the writes of a node whose ranks each write `step` bytes in a step of `step_s` seconds."""
+    day = step * min(node.devices, world_size) * DAY_S / step_s
     return DriveWear(step, day, node.drives.count * node.drives.rated_bytes / day)
-
-
-def describe_wear(wear: DriveWear, node: Node) -> str:
-    """Describe the wear in a line."""
-    drives, rated = node.drives.count, node.drives.rated_bytes / 1e12
-    return (
-        f"a rank writes {format_bytes(wear.step)} a step to NVMe, a node {format_bytes(wear.day)} a day: its {drives} "
-        f"drives reach their rating of {rated:,.0f} TB each in {wear.days:,.0f} days"
-    )

@@ -54,9 +54,14 @@ class Plan:
         return self.parts.estimate
 
     @cached_property
+    def job(self) -> JobMemory:
+        """Memory of the ranks by formulas."""
+        return JobMemory(self.config, self.stack.storage, self.stack.imbalance)
+
+    @cached_property
     def ranks(self) -> list[RankMemory]:
         """Memory of a rank of every pipeline stage, by formulas."""
-        return JobMemory(self.config, self.stack.storage, self.stack.imbalance).by_stage()
+        return self.job.by_stage()
 
     @property
     def memory_by_stage(self) -> list[int]:
@@ -79,15 +84,16 @@ class Plan:
     @cached_property
     def moved_bytes(self) -> dict[str, int]:
         """The most bytes of saved tensors that a rank has in host memory, and on NVMe."""
-        job, stages = JobMemory(self.config, self.stack.storage), range(self.config.parallel.pp)
-        return {store: max(job.moved_bytes(stage, store) for stage in stages) for store in ("host", "nvme")}
+        stages = range(self.config.parallel.pp)
+        return {store: max(self.job.moved_bytes(stage, store) for stage in stages) for store in ("host", "nvme")}
 
     @cached_property
     def wear(self) -> DriveWear | None:
-        """The wear of a node's drives; None if no tensors move there."""
-        if not self.moved_bytes["nvme"]:
+        """The wear of a node whose ranks are of the stage that writes most; None if no tensors move to drives."""
+        written = max(self.job.moved_in_step(stage, "nvme") for stage in range(self.config.parallel.pp))
+        if not written:
             return None
-        return drive_wear(JobMemory(self.config, self.stack.storage), self.hardware.node, self.estimate.step_s)
+        return drive_wear(written, self.config.world_size, self.hardware.node, self.estimate.step_s)
 
     @property
     def memory_limit(self) -> int:

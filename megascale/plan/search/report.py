@@ -12,10 +12,10 @@ from rich.table import Column, Table
 
 from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.layout.parameters import active_parameter_count, describe_parameters, parameter_count
+from megascale.layout.recompute_policy import describe_policies
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.site_traffic import describe_sites
-from megascale.plan.search.drive_wear import describe_wear
-from megascale.plan.search.memory_policy import MEMORY_FRACTION, describe_policies
+from megascale.plan.search.memory_policy import MEMORY_FRACTION
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import MAX_DOUBLINGS, SearchResult
 from megascale.plan.search.space import DEPENDENT_KEYS, LAYOUT_KEYS, Space, value_of
@@ -81,12 +81,12 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
 
 def _policies(plan: Plan) -> Iterator[str]:
     """Describe the policies of the layers, what they move, and the wear of drives."""
-    if isinstance(plan.config.train.memory, list):
-        yield f"train.memory: {describe_policies(plan.config)}"
+    if isinstance(policies := plan.config.train.memory, list):
+        yield f"train.memory: {describe_policies(policies, plan.config.model.total_layers)}"
     if host := plan.moved_bytes["host"]:
         yield f"saved tensors of a rank in host memory {format_bytes(host)}"
     if plan.wear:
-        yield describe_wear(plan.wear, plan.hardware.node)
+        yield plan.wear.describe(plan.hardware.node)
 
 
 def format_layout(plan: Plan) -> str:
@@ -172,8 +172,9 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
     headings = ("layout", "schedule", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by")
     yield plain_table(headings, rows)
     for plan in result.best:
-        if any(policy != "keep" for policy in plan.config.train.memory or ()):
-            yield f"{format_layout(plan)}: {describe_policies(plan.config)}"
+        policies = plan.config.train.memory
+        if isinstance(policies, list) and any(policy != "keep" for policy in policies):
+            yield f"{format_layout(plan)}: {describe_policies(policies, plan.config.model.total_layers)}"
         if sizes := plan.config.parallel.layers_per_chunk:
             yield f"{format_layout(plan)}: parallel.layers_per_chunk={sizes}"
     error = first.expected_error or 0.0

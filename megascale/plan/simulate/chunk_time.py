@@ -33,26 +33,32 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
         recomputed = sum((part.recomputed_seconds(s, recompute, then) for (part, s), then in after), Seconds())
     backward = total.backward + Seconds(recompute=recomputed.total - recomputed.sent.total) + recomputed.sent
     launched = layers.launched(total.forward, 1), layers.launched(backward, 3 if recompute.full else 2)
-    moved = block_bytes(layers.sizes, block, fp8, recompute).moved if recompute.kept_in != "device" else 0
-    rates = layers.kernels.hardware.store_rates(recompute.kept_in)
+    moved = block_bytes(layers.sizes, block, fp8, recompute).moved if recompute.store != "device" else 0
+    rates = layers.kernels.hardware.store_rates(recompute.store)
     copies = ((work, moved / rate) for work, rate in zip(launched, rates, strict=True))  # behind the block's compute
     forward, back = (work + Seconds(offload=max(0.0, copied - work.total)) for work, copied in copies)
     return PassTimes(forward, back, total.weights)
 
 
-def kind_times(layers: LayerTimes) -> Callable[[int, bool, RecomputePolicy], PassTimes]:
-    """Return a function that times a block by its number among the distinct ones, in FP8 or not, with recomputation."""
-    distinct, _ = distinct_blocks(layers.config.model, tuple(layers.config.train.freeze))
-    part, parts = (layers.of_half(), 2) if layers.config.overlap.tp == "domino" else (layers, 1)
-    return cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
+KindTimes = tuple[list[tuple[int, bool]], Callable[[int, bool, RecomputePolicy], PassTimes]]
+
+
+def kind_times(layers: LayerTimes) -> KindTimes:
+    """Return the kinds of all layers: the number of a block among the distinct ones, in FP8 or not; and a function that
+    times a kind with recomputation.
+    """
+    c = layers.config
+    (distinct, numbers), fp8 = distinct_blocks(c.model, tuple(c.train.freeze)), fp8_layers(c.model, c.train, c.fp8)
+    part, parts = (layers.of_half(), 2) if c.overlap.tp == "domino" else (layers, 1)
+    times = cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
+    return [(number, layer in fp8) for layer, number in enumerate(numbers)], times
 
 
 def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     """Time every model chunk of every pipeline rank."""
     config = layers.config
-    stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
-    numbers = distinct_blocks(config.model, tuple(config.train.freeze))[1]
-    shared, block = config.parallel.vocab_pp, kind_times(layers)
+    stages, shared = stages_of(config.model, config.parallel), config.parallel.vocab_pp
+    kinds, block = kind_times(layers)
 
     @cache
     def chunk(layer_kinds: tuple[tuple[int, bool, RecomputePolicy], ...], first: bool, heads: int) -> PassTimes:
@@ -62,7 +68,7 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     times = dict[Place, PassTimes]()
     for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
         stage, policy = stages.index(*place), partial(recompute_policy, config.train, place[1])
-        layer_kinds = tuple((numbers[layer], layer in fp8, policy(layer)) for layer in stages.layers(stage))
+        layer_kinds = tuple((*kinds[layer], policy(layer)) for layer in stages.layers(stage))
         heads = count_heads(config.model, stages, stage)
         times[place] = chunk(layer_kinds, stage == 0 and not shared, heads)
     for rank in range(config.parallel.pp) if shared else ():

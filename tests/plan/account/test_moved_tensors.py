@@ -32,7 +32,7 @@ def moved(rank: Rank, config: RunConfig) -> tuple[int, int]:
     media, written = run.pipeline.store.media, list[int]()
     for step in range(2):
         train_step(run, run.train_loader.batch(step * config.batch.total))
-        written.append(media["nvme"].written if "nvme" in media else 0)
+        written.append(media["nvme"].written if config.train.memory_dir else 0)
     return media["host"].pool.nbytes, written[1] - written[0]
 
 
@@ -49,6 +49,17 @@ def test_planned_bytes_are_those_of_the_store(name: str, tmp_path: Path) -> None
     if name == "files":
         assert job.moved_in_step(0, "nvme") // 2 <= written <= job.moved_in_step(0, "nvme") * (1 + MARGIN)
         assert job.moved_in_step(0, "nvme") == 2 * job.moved_bytes(0, "nvme")  # two micro-batches, one at a time
+
+
+def test_dry_runs_count_files_as_host_memory(tmp_path: Path) -> None:
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    peaks = list[int]()
+    for store in ("host", "nvme"):
+        keys = {"train__memory": [store, {store: 0.5}], "train__mlp_tiles": 2, "train__precision": "fp32"}
+        keys |= {"train__memory_dir": str(tmp_path)} if store == "nvme" else {}
+        peaks.append(dry_run(config_of(settings(MODEL, tmp_path, **keys), tmp_path), 0).peak.total())
+    assert peaks[0] == peaks[1]
 
 
 LARGE = LLAMA | {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
+from megascale.config.train import LayerPolicy
 from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.search.memory_policy import MEMORY_FRACTION, PolicySearch, choose, with_memory, with_policies
+from megascale.plan.search.memory_policy import MEMORY_FRACTION, PolicySearch, with_memory, with_policies
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import search
 from megascale.plan.simulate import profiles
@@ -74,13 +76,17 @@ def drawn(seed: int) -> tuple[RunConfig, Hardware]:
     return between(config, 1.05 * draw.random()), hardware
 
 
+def given(config: RunConfig, policies: Sequence[LayerPolicy]) -> RunConfig:
+    return config.model_copy(update={"train": with_memory(config.train, policies)})
+
+
 def limited(config: RunConfig, limit: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"memory_limit": limit})})
 
 
 def between(config: RunConfig, share: float) -> RunConfig:
     """Limit a job's memory to the least that its fullest rank needs without a store, and a share of what it saves."""
-    most, least = (JobMemory(with_memory(config, [policy])).fullest().total for policy in ("keep", "full"))
+    most, least = (JobMemory(given(config, [policy])).fullest().total for policy in ("keep", "full"))
     return limited(config, math.ceil((least + share * (most - least)) / MEMORY_FRACTION) + 1)
 
 
@@ -88,10 +94,11 @@ def fastest_of_all(search: PolicySearch) -> float:
     """Try all policies of all layers; return the seconds of the fastest step that fits, infinite without one."""
     best, config = math.inf, search.config
     options = [search.options(stage) for stage in range(config.parallel.pp)]
-    of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer in search.layers(stage)}
+    job = JobMemory(given(config, ["keep"]))
+    of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer, _ in job.layers(stage)}
     seconds = dict[tuple[float, ...], float]()
     for policies in itertools.product(*(of_layer[layer] for layer in sorted(of_layer))):
-        chosen = with_memory(config, policies)
+        chosen = given(config, policies)
         memory = JobMemory(chosen, STACK.storage)
         stages = range(config.parallel.pp)
         if all(memory.rank(stage).total <= search.limit for stage in stages) and all(
@@ -106,7 +113,7 @@ def fastest_of_all(search: PolicySearch) -> float:
 @pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0, 1))
 def test_the_choice_equals_an_exhaustive_search(seed: int) -> None:
     config, hardware = drawn(seed)
-    search = PolicySearch(config, hardware, STACK, int(MEMORY_FRACTION * (config.train.memory_limit or 0)))
+    search = PolicySearch(config, hardware, STACK)
     best = fastest_of_all(search)
     try:
         chosen = with_policies(config, hardware, STACK)
@@ -140,7 +147,7 @@ def test_more_memory_is_never_slower_and_the_most_keeps_all() -> None:
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
     assert chosen.train.memory == ["keep"] * 4
-    assert choose(config, on_link(None), STACK) == chosen.train.memory  # the same again
+    assert with_policies(config, on_link(None), STACK) == chosen  # the same again
 
 
 def test_a_fast_link_moves_what_a_slow_one_recomputes() -> None:

@@ -118,7 +118,7 @@ def test_copies_to_host_memory_are_exposed_beyond_a_block() -> None:
         device = HARDWARE.device.model_copy(update={"host_bandwidth": bandwidth})
         hardware = HARDWARE.model_copy(update={"device": device})
         layers = LayerTimes.from_config(config, hardware, STACK)
-        return block_times(layers, block_spec(config.model, 0), False, replace(full, offload=True))
+        return block_times(layers, block_spec(config.model, 0), False, replace(full, store="host"))
 
     kept = of(config, full)
     assert offloaded(64e9) == offloaded(None) == kept  # hidden, or unknown
