@@ -14,8 +14,3 @@ def aligned_size(elements: int) -> int:
     kernel's vectors of elements are the same as in a whole shard.
     """
     return -(-elements // ALIGNMENT) * ALIGNMENT
-
-
-def is_on_device(number: int, stride: int) -> bool:
-    """Return True if the sub-group of a `number` from 0 is updated on the device; with stride 0 none is."""
-    return stride > 0 and number % stride == stride - 1

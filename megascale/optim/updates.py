@@ -27,21 +27,9 @@ Rules = Mapping[str, Rule]
 
 
 @dataclass(frozen=True)
-class HostUpdate:
-    """How state in host memory is updated: by `rules` there, every `stride`-th sub-group of `size` elements on the
-    device; 0: none.
-    """
-
-    buffers: HostBuffers
-    rules: Rules
-    stride: int
-    size: int
-
-
-@dataclass(frozen=True)
 class Parts:
     """The parts of updates: this rank's shards, and the groups of parameters with their rules by name. `kept`: of
-    compensated weights; `host`: of state in host memory.
+    compensated weights; `host`: the memory of state on the host.
     """
 
     shards: Sequence[OptimizerShard]
@@ -50,7 +38,7 @@ class Parts:
     groups: ParamGroups
     rules: Rules
     kept: KeptUpdates | None = None
-    host: HostUpdate | None = None
+    host: HostBuffers | None = None
 
 
 class Updates(ABC):

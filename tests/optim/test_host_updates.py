@@ -100,8 +100,8 @@ def test_sub_groups_are_updated_where_the_stride_says(tmp_path: Path) -> None:
         (updates,) = run.optimizer.updates
         assert isinstance(updates, HostUpdates)
         return [
-            (shard.bucket.tied, [group.on_device for group in groups])
-            for shard, groups in zip(run.optimizer.shards, updates.groups, strict=True)
+            (shard.bucket.tied, [on_device for _, on_device in groups])
+            for shard, groups in zip(run.optimizer.shards, updates.sub_groups, strict=True)
         ]
 
     ranks = run_threads(of(tmp_path, stride=3, model=GPT, optimizer={"lr": 0.01}, parallel__pp=2), places)

@@ -99,9 +99,8 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
 def state_shards(config: RunConfig, stage: int) -> list[int]:
     """Count the elements of each bucket whose optimizer state a rank of a stage has."""
     p, topology = config.parallel, topology_of(config.parallel)
-    parts = topology.dp_replicate if topology.state_over_all else 1
     buckets = chain(*bucket_sizes(config.model, p, config.overlap, config.train, stage))
-    return [bucket.shard(topology) // parts if "state" in SHARDED[p.zero] else bucket.numel for bucket in buckets]
+    return [stage_elements([[bucket]], topology, trained=True)[2 if p.zero else 0] for bucket in buckets]
 
 
 def host_state_bytes(config: RunConfig, stage: int) -> int:
@@ -120,15 +119,12 @@ def fetched_bytes(config: RunConfig, stage: int) -> int:
     """Bound the bytes of `optimizer.offload` that the update of a bucket has on the device: master weights and state of
     sub-groups that are updated there, and master weights of one that is not. An unknown stride counts as any.
     """
-    settings, (_, wide) = config.optimizer, config.train.element_bytes
-    if settings.offload == "none":
+    settings, (_, wide), shards = config.optimizer, config.train.element_bytes, state_shards(config, stage)
+    if settings.offload == "none" or not any(shards):
         return 0
-    shards, stride = state_shards(config, stage), settings.offload_stride
+    stride, largest = settings.offload_stride, max(shards)
     of_element = wide + StageOptimizer(config, stage).state_bytes(config.parallel.zero) / sum(shards)
-    size, found = aligned_size(settings.offload_subgroup), 0
-    for shard in shards:
-        groups = math.ceil(shard / size)
-        fetched = 0 if stride == 0 else min(AHEAD, math.ceil(groups / (stride or 1)))
-        rounded = stride == 0 or (stride != 1 and groups > 1)
-        found = max(found, int(min(size, shard) * (fetched * of_element + rounded * wide)))
-    return found
+    groups = math.ceil(largest / (size := min(aligned_size(settings.offload_subgroup), largest)))
+    fetched = 0 if stride == 0 else min(AHEAD, math.ceil(groups / (stride or 1)))
+    rounded = stride == 0 or (stride != 1 and groups > 1)
+    return int(size * (fetched * of_element + rounded * wide))
