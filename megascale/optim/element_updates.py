@@ -32,10 +32,8 @@ class ElementUpdates(Updates):
             ]
             for shard in parts.shards
         ]
-
-    @property
-    def writes_rounded(self) -> bool:
-        return all(getattr(rule, "writes_rounded", False) for rules in self._rules for _, rule in rules)
+        rules = [rule for rules in self._rules for _, rule in rules]
+        self.writes_rounded = all(getattr(rule, "writes_rounded", False) for rule in rules)
 
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
         for group, rule in self._rules[index]:
@@ -48,7 +46,7 @@ def build_rule(shard: OptimizerShard, group: ParamGroup, parts: Parts) -> Elemen
     Raises: ConfigError for a class and compensated weights, which only functions add to.
     """
     ranges = [item for other, item in shard.ranges if other == group]
-    segments = [shard.segment(item, tuple(group.state)) for item in ranges]
+    segments = [shard.segment(item) for item in ranges]
     rule, options = parts.rules[group.rule], group.all_options
     if group.rule == REST and shard.residual is not None:
         from megascale.optim.adam import adam, adam_options

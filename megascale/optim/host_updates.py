@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.device import Wait
-from megascale.layout.sub_groups import AHEAD, aligned_size
+from megascale.layout.buckets import AHEAD, sub_group_size
 from megascale.optim.clipping import Clipping
 from megascale.optim.element_updates import ElementUpdates
 from megascale.optim.optimizer_shard import OptimizerShard, host_tensor
@@ -38,11 +38,13 @@ class HostUpdates(Updates):
     `sub_groups`: of each shard; with True those that are updated on the device.
     """
 
+    writes_rounded = True
+
     def __init__(self, parts: Parts) -> None:
         assert parts.host is not None, "the state is in host memory"
         self._buffers, self._on_device = parts.host, parts
         self._on_host = replace(parts, rules={name: OPTIMIZERS[name].load() for name in parts.rules})
-        size, stride = aligned_size(parts.config.offload_subgroup), parts.config.offload_stride
+        size, stride = sub_group_size(parts.config.offload_subgroup), parts.config.offload_stride
         self.sub_groups, numbers = list[list[tuple[OptimizerShard, bool]]](), itertools.count(1)
         for shard in parts.shards:
             own = itertools.count(1) if shard.bucket.tied else numbers  # the same on both stages of a tied embedding
@@ -55,10 +57,6 @@ class HostUpdates(Updates):
         sizes = AHEAD * [max(map(Tensor.numel, grads))] if grads else []
         self._free = deque(host_tensor(self._buffers, size, grads[0].dtype) for size in sizes)
         self._clipping = host_tensor(self._buffers, 2, torch.float64)
-
-    @property
-    def writes_rounded(self) -> bool:
-        return True
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:
         values = torch.stack([clipping.grad_factor, clipping.skip.double()])

@@ -68,24 +68,20 @@ class OptimizerShard:
         if self.has_own_master:
             self.weights.copy_(self.master)
 
-    def segment(self, item: SlotRange, names: Sequence[str]) -> Segment:
-        """Return what a rule sees of a range inside the shard, with the state of these names."""
-        parameter = item.slot.parameter
-        state = {name: self._state_of(name, item) for name in names}
+    def segment(self, item: SlotRange) -> Segment:
+        """Return what the rule of a range inside the shard sees."""
+        part, parameter = self.part(item.start, item.stop), item.slot.parameter
         residual = None if self.residual is None else item.view(self.residual, self.start)
-        weight, grad = item.view(self.master, self.start), item.view(self.grad, self.start)
-        rounded = item.view(self.weights, self.start) if self.has_own_master else None
-        return Segment(weight, grad, state, parameter.is_matrix, parameter.weight_decay, residual, rounded)
+        flags, rounded = (parameter.is_matrix, parameter.weight_decay), part.weights if self.has_own_master else None
+        return Segment(part.master, part.grad, part.state, *flags, residual, rounded)
 
     def part(self, start: int, stop: int) -> OptimizerShard:
-        """Return views of the elements [start, stop) of the bucket."""
-
-        def size(name: str, stop: int) -> int:
-            return sum(item.numel for item in inside(self._ranges_of[name], self.start, stop))
-
-        own = slice(start - self.start, stop - self.start)
+        """Return views of the elements [start, stop) of the bucket, without residuals."""
+        own, state = slice(start - self.start, stop - self.start), dict[str, Tensor]()
         ranges = [(group, item) for group, whole in self.ranges for item in inside([whole], start, stop)]
-        state = {name: self.state[name][size(name, start) : size(name, stop)] for name in state_ranges(ranges)}
+        for name, found in state_ranges(ranges).items():
+            first = sum(item.numel for item in inside(self._ranges_of[name], self.start, start))
+            state[name] = self.state[name][first:][: sum(item.numel for item in found)]
         return OptimizerShard(self.bucket, self.master[own], state, ranges, start, self.weights[own], self.grad[own])
 
     def tensors(self) -> Iterator[tuple[str, int, Tensor]]:
@@ -97,13 +93,6 @@ class OptimizerShard:
     def _state_parts(self, name: str) -> Iterator[tuple[SlotRange, Tensor]]:
         ranges = self._ranges_of.get(name) or [SlotRange(self.bucket.layout.slots[0], *self.bucket.shard)]
         return zip(ranges, self.state[name].split([item.numel for item in ranges]), strict=True)
-
-    def _state_of(self, name: str, item: SlotRange) -> Tensor:
-        return next(
-            item.view(values, whole.start)
-            for whole, values in self._state_parts(name)
-            if whole.start <= item.start and item.stop <= whole.stop
-        )
 
     @cached_property
     def _ranges_of(self) -> dict[str, list[SlotRange]]:

@@ -42,18 +42,17 @@ class Parts:
 
 
 class Updates(ABC):
-    """The updates, in all shards, of the parameters whose rules have one unit of work."""
+    """The updates, in all shards, of the parameters whose rules have one unit of work. `writes_rounded`: `apply` also
+    rounds the master weights of all shards into the buckets' weights.
+    """
+
+    writes_rounded = False
 
     @abstractmethod
     def __init__(self, parts: Parts) -> None: ...
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:  # noqa: B027  most rules need no more than a shard
         """Compute what takes more than a shard. A collective of all ranks. `step` counts from 1."""
-
-    @property
-    def writes_rounded(self) -> bool:
-        """True if `apply` also rounds the master weights of all shards into the buckets' weights."""
-        return False
 
     @abstractmethod
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:

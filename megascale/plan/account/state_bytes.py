@@ -18,9 +18,8 @@ from typing import Literal
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, linears
-from megascale.layout.buckets import SHARDED
+from megascale.layout.buckets import AHEAD, SHARDED, sub_group_size
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
-from megascale.layout.sub_groups import AHEAD, aligned_size
 from megascale.layout.topology import topology_of
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.sizes import coded_elements, gathered_bytes
@@ -103,16 +102,18 @@ def state_shards(config: RunConfig, stage: int) -> list[int]:
     return [stage_elements([[bucket]], topology, trained=True)[2 if p.zero else 0] for bucket in buckets]
 
 
-def host_state_bytes(config: RunConfig, stage: int) -> int:
-    """Count the bytes of `optimizer.offload` in host memory: master weights, state, gradients on their way and two
-    scalars.
+def host_state_bytes(config: RunConfig) -> int:
+    """Count the bytes of `optimizer.offload` in host memory, of the rank with most: master weights, state, gradients on
+    their way and two scalars.
     """
-    settings, (_, wide) = config.optimizer, config.train.element_bytes
-    if settings.offload == "none":
-        return 0
-    shards = state_shards(config, stage)
-    read = 0 if settings.offload_stride == 1 else AHEAD * min(aligned_size(settings.offload_subgroup), max(shards))
-    return StageOptimizer(config, stage).state_bytes(config.parallel.zero) + wide * (sum(shards) + read) + 16
+    settings, (_, wide), found = config.optimizer, config.train.element_bytes, [0]
+    for stage in range(config.parallel.pp if settings.offload != "none" else 0):
+        shards, state = state_shards(config, stage), StageOptimizer(config, stage).state_bytes(config.parallel.zero)
+        read = (
+            0 if settings.offload_stride == 1 else AHEAD * min(sub_group_size(settings.offload_subgroup), max(shards))
+        )
+        found.append(state + wide * (sum(shards) + read) + 16)
+    return max(found)
 
 
 def fetched_bytes(config: RunConfig, stage: int) -> int:
@@ -124,7 +125,7 @@ def fetched_bytes(config: RunConfig, stage: int) -> int:
         return 0
     stride, largest = settings.offload_stride, max(shards)
     of_element = wide + StageOptimizer(config, stage).state_bytes(config.parallel.zero) / sum(shards)
-    groups = math.ceil(largest / (size := min(aligned_size(settings.offload_subgroup), largest)))
+    groups = math.ceil(largest / (size := min(sub_group_size(settings.offload_subgroup), largest)))
     fetched = 0 if stride == 0 else min(AHEAD, math.ceil(groups / (stride or 1)))
     rounded = stride == 0 or (stride != 1 and groups > 1)
     return int(size * (fetched * of_element + rounded * wide))

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from megascale.config.run import RunConfig
-from megascale.layout.sub_groups import aligned_size
+from megascale.layout.buckets import sub_group_size
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.state_bytes import state_shards
 from megascale.plan.simulate.profiles import Hardware
@@ -52,7 +52,7 @@ def host_update(config: RunConfig, hardware: Hardware) -> HostUpdateTime | None:
     link, memory, attained = hardware.device.host_bandwidth, hardware.node.memory_bandwidth, hardware.attained
     if config.optimizer.offload == "none" or link is None or memory is None:
         return None
-    size, (compute, wide) = aligned_size(config.optimizer.offload_subgroup), config.train.element_bytes
+    size, (compute, wide) = sub_group_size(config.optimizer.offload_subgroup), config.train.element_bytes
     shards, stage = max(
         ((state_shards(config, stage), stage) for stage in range(config.parallel.pp)), key=lambda of: sum(of[0])
     )
