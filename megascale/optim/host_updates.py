@@ -44,13 +44,13 @@ class HostUpdates(Updates):
         assert parts.host is not None, "the state is in host memory"
         self._buffers, self._on_device = parts.host, parts
         self._on_host = replace(parts, rules={name: OPTIMIZERS[name].load() for name in parts.rules})
-        size, stride = sub_group_size(parts.config.offload_subgroup), parts.config.offload_stride
+        size, stride = sub_group_size(parts.config.offload_subgroup), parts.config.offload_stride or 0
         self.sub_groups, numbers = list[list[tuple[OptimizerShard, bool]]](), itertools.count(1)
         for shard in parts.shards:
             own = itertools.count(1) if shard.bucket.tied else numbers  # the same on both stages of a tied embedding
             stop = shard.start + shard.grad.numel()  # no elements if frozen
             self.sub_groups.append([
-                (shard.part(start, min(start + size, stop)), bool(stride) and number % stride == 0)
+                (shard.part(start, min(start + size, stop)), stride > 0 and number % stride == 0)
                 for start, number in zip(range(shard.start, stop, size), own, strict=False)
             ])  # fmt: skip
         grads = [group.grad for groups in self.sub_groups for group, on_device in groups if not on_device]
