@@ -8,15 +8,17 @@ For Y = X W^T with W [n, k] and a projection P [k, r] of the rule, the same for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.config.model import ModelConfig
+from megascale.config.train import OptimizerConfig
+from megascale.core.registry import Card
 from megascale.layout.blocks import block_spec, linears
+from megascale.layout.param_groups import ParamGroups
 from megascale.parallel.grad_accumulation import accumulate_wgrad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, flatten_tokens
 from megascale.parallel.tp_overlap import TensorParallel
@@ -45,11 +47,15 @@ class ProjectedGemms(LinearGemms):
         return parts[self._group.index if len(parts) > 1 else 0]
 
 
-def projected_gemms(
-    model: ModelConfig, projection: Callable[..., Tensor], options: Mapping[str, Any], tp: TensorParallel, name: str
-) -> LinearGemms:
-    """Return the GEMMs of the linear layer of this name, by the `projection` of a rule with `options`."""
-    _, layer, place = name.split(".", 2)
-    spec = next(spec for spec in linears(block_spec(model, int(layer))) if spec.name == place)
-    project = partial(projection, name, spec.inputs, options)
-    return ProjectedGemms(spec.inputs, project, tp) if spec.alone else HIGH_PRECISION_GEMMS
+def rule_gemms(model: ModelConfig, optimizer: OptimizerConfig, tp: TensorParallel) -> Callable[[str], LinearGemms]:
+    """Return the GEMMs of a linear layer by its name: projected, if the rule's card has a projection."""
+    rule = ParamGroups(optimizer).default
+    target, options = rule.facts["input_projection"], rule.all_options
+
+    def build(name: str) -> LinearGemms:
+        _, layer, place = name.split(".", 2)
+        spec = next(spec for spec in linears(block_spec(model, int(layer))) if spec.name == place)
+        project = partial(Card(rule.rule, "", target).load(), name, spec.inputs, options)
+        return ProjectedGemms(spec.inputs, project, tp) if spec.alone else HIGH_PRECISION_GEMMS
+
+    return build if target else lambda name: HIGH_PRECISION_GEMMS

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,15 +10,12 @@ import torch
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.registry import Card
 from megascale.device import Device
 from megascale.layout.param_groups import ParamGroups
 from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.optim.sharded import ShardedOptimizer
-from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
-from megascale.parallel.tp_overlap import TensorParallel
 
 if TYPE_CHECKING:
     from megascale.optim.step_guard import StepGuard
@@ -44,16 +39,6 @@ def build_optimizer(
         host, stride = device.host_buffers(), update_stride(config, device)
         settings = settings.model_copy(update={"offload_stride": stride})
     return ShardedOptimizer(buffers.buckets, mesh, settings, update_rules, guard, host), guard
-
-
-def rule_gemms(config: RunConfig, tp: TensorParallel) -> Callable[[str], LinearGemms]:
-    """Return the GEMMs of a linear layer by its name, those of the rule if its card has some."""
-    group = ParamGroups(config.optimizer).default
-    if not (target := group.facts["input_projection"]):
-        return lambda name: HIGH_PRECISION_GEMMS
-    from megascale.parallel.projected_gemms import projected_gemms
-
-    return partial(projected_gemms, config.model, Card(group.rule, "", target).load(), group.all_options, tp)
 
 
 def update_stride(config: RunConfig, device: Device) -> int:
