@@ -2,7 +2,7 @@
 """Measure what state in host memory and CompAct leave on the device, for a small model in one process: peak memory of
 the device, counted by the trainer on fake tensors; bytes in host memory; and processor time of a step, of runs that
 take their steps in turn. Host and device are one CPU, which computes nothing while it copies: the times are what the
-ways compute and copy in all, not what a GPU hides.
+ways compute and copy in all, not what a GPU hides. What strides gain on GPUs is planned.
 
 `tools/results.py optimizer-memory` writes docs/results/optimizer-memory.md by this tool.
 """
@@ -19,12 +19,14 @@ import torch
 from curves import table
 from memory_policies import measure
 
-from megascale.config.loading import load_config_tree
+from megascale.config.loading import load_config, load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.units import MIB
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.state_bytes import host_state_bytes
 from megascale.plan.dryrun.dry_run import dry_run
+from megascale.plan.simulate.host_update import host_update
+from megascale.plan.simulate.profiles import hardware
 
 IN_HOST = {"offload": "host", "offload_subgroup": 1 << 17}
 WAYS: dict[str, dict[str, Any]] = {
@@ -41,8 +43,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 HEAD = (
     "optimizer", "peak MiB", "planned", "over adamw", "saved for backward", "host MiB", "CPU ms a step", "over adamw",
-    "last loss",
+    "last loss less adamw's",
 )  # fmt: skip
+
+CONFIG, GPUS, PROFILE = "configs/gpu/llama3-8b.toml", 64, "a100-80g"
+STRIDES = (0, 8, 4, 3, 2, 1)
 
 
 def config_of(way: str, folder: str) -> RunConfig:
@@ -60,8 +65,18 @@ def config_of(way: str, folder: str) -> RunConfig:
     return load_config_tree(tree, way)
 
 
+def planned_updates() -> str:
+    """Plan the update of a large model on GPUs by stride, and return the table."""
+    config = load_config(CONFIG, ["optimizer.offload=host"], world_size=GPUS)
+    update = host_update(config, hardware(PROFILE))
+    assert update is not None, "the profile states the rates"
+    seconds = {stride: update.seconds(stride) for stride in STRIDES}
+    rows = [(stride, f"{1e3 * found:.0f}", f"{seconds[0] / found:.2f}") for stride, found in seconds.items()]
+    return table(rows, ("offload_stride", "planned ms of an update", "speed-up over 0"))
+
+
 def main() -> None:
-    """Measure, and print the table."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="steps of each run (default: 10)")
     options = parser.parse_args()
@@ -89,6 +104,8 @@ def main() -> None:
     print(table(rows, HEAD))
     load, cores = " to ".join(f"{load:.0f}" for load in loads), os.cpu_count()
     print(f"\nTimes are medians of {options.steps} steps, at a load of {load} processes on {cores} cores.")
+    print(f"\nPlanned, not measured: {CONFIG} on {GPUS} GPUs of {PROFILE}, whose nodes have a host memory each.\n")
+    print(planned_updates())
 
 
 if __name__ == "__main__":
