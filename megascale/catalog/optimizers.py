@@ -20,8 +20,9 @@
 - `gemms`: matmuls [m, k] x [k, n] of an update by m, n and k, as letters; of a Newton-Schulz step with an option
   `ns_steps`; `gemms_with`: further ones, as in `state_with`
 - `temporaries`: tensors of a matrix's size at the peak of its update, a bound for memory
-- `input_projection`: `module:attribute` of a function (`parallel.projected_gemms.Projection`) with which linear layers
-  save projections of their inputs, of `rank` elements a token
+- `input_projection`: `module:attribute` of a function with which linear layers project the inputs that they save: from
+  a layer's name, its number of inputs, the options, the step from 1 on and a tensor of the result's dtype and device to
+  [inputs, rank]
 - `decompositions`: their multiplications as GEMMs, every `update_gap` steps, or in every step without this option;
   `decompositions_with`: further ones, as in `state_with`
 """

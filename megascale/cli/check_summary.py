@@ -45,7 +45,7 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
         "total_bytes": rank.total,
         "reader_bytes": reader,
         "host_activation_bytes": max((job.moved_bytes(stage, "host") for stage in stages), default=0),
-        "host_optimizer_bytes": max(host_state_bytes(config, stage) for stage in range(config.parallel.pp)),
+        "host_optimizer_bytes": host_state_bytes(config),
     }
 
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.config.exclusions import Exclusions, is_full_precision, only, unless, unsupported
+from megascale.catalog.optimizers import OPTIMIZERS, with_defaults
+from megascale.config.exclusions import is_full_precision, only, unless, unsupported
 from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
-
-NO_OFFLOAD = Exclusions("optimizer.offload", only("none"), tuple(
-    (f"optimizer.{name}", only(OptimizerConfig.model_fields[name].default), "has no effect with {name} = {given}",
-     "optimizer.offload = host, or remove the key")
-    for name in ("offload_stride", "offload_subgroup")
-))  # fmt: skip
 
 OFFLOAD = unsupported(
     "optimizer.offload",
@@ -44,9 +39,18 @@ PROJECTED_INPUTS = unsupported(
 
 def offloaded_state(optimizer: OptimizerConfig) -> Iterator[Finding]:
     """Check that state in host memory is of rules of elements, any run of which can be updated alone."""
-    rules = (optimizer.name, *(group.get("name", optimizer.name) for group in optimizer.groups))
-    for rule in dict.fromkeys(rules if optimizer.offload != "none" else ()):
-        if OPTIMIZERS[rule].facts["unit_of_work"] != "elements":
+    fit = [name for name in OPTIMIZERS.names() if OPTIMIZERS[name].facts["unit_of_work"] == "elements"]
+    for rule in dict.fromkeys((optimizer.name, *(group.get("name", optimizer.name) for group in optimizer.groups))):
+        if optimizer.offload != "none" and rule not in fit:
             message = f"{rule} sees whole matrices or parameters, and a sub-group in host memory is any run of elements"
-            fit = [name for name in OPTIMIZERS.names() if OPTIMIZERS[name].facts["unit_of_work"] == "elements"]
             yield Finding("optimizer.offload", message, f"none, or the rule {' or '.join(fit)}")
+
+
+def projected_inputs(model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[Finding]:
+    """Check that projections of inputs have fewer elements than the inputs of any layer."""
+    facts = with_defaults(OPTIMIZERS[optimizer.name].facts)
+    rank = optimizer.options.get("rank", facts["options"].get("rank"))
+    width = min(model.hidden_size, model.ffn_size, model.num_heads * model.head_dim)
+    if facts["input_projection"] and isinstance(rank, int) and rank >= width:
+        message = f"{optimizer.name}: rank is {rank}, and a layer has {width} inputs: it would save no fewer elements"
+        yield Finding("optimizer.options", message, f"a rank below {width}")

@@ -22,6 +22,8 @@ from megascale.layout.topology import REPLICATE, Topology, inner_axes
 
 ALIGNMENT = 64  # elements to which the starts of parameters and shards are aligned: 128 bytes or more in every dtype
 
+AHEAD = 2  # sub-groups of state in host memory whose gradients, and of those whose state, are on their way at a time
+
 SHARDED: dict[int, tuple[str, ...]] = {
     0: (),
     1: ("state",),
@@ -237,6 +239,13 @@ class BucketLayout:
     def _slot_ends(self) -> Iterator[tuple[Slot, int]]:
         """Pairs of a slot and the start of its successor."""
         return zip(self.slots, [*(slot.start for slot in self.slots[1:]), self.numel], strict=True)
+
+
+def sub_group_size(elements: int) -> int:
+    """Return the size of equal runs of a shard that are updated one after another, at least `elements`: aligned as
+    parameters are, so that a kernel's vectors of elements are those of a whole shard.
+    """
+    return _align(elements, ALIGNMENT)
 
 
 def split_by_reduction(parameters: Iterable[ParamSpec]) -> list[list[ParamSpec]]:

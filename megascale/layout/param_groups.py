@@ -163,11 +163,6 @@ class ParamGroups:
         return tuple(dict.fromkeys(group.rule for group in (self.default, self.rest, *self.listed)))
 
     @property
-    def input_rank(self) -> int:
-        """The elements of a token that linear layers save in place of an input; 0: all."""
-        return int(self.default.all_options["rank"]) if self.default.facts["input_projection"] else 0
-
-    @property
     def needs_matrix(self) -> bool:
         """True if the rule of a group needs whole matrices."""
         return any(group.needs_matrix for group in (self.default, self.rest, *self.listed))

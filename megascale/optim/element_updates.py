@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.optimizers import REST
-from megascale.config.train import OptimizerConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.layout.param_groups import ParamGroup
 from megascale.ops.optimizer import Elementwise, Segment, UpdateInput, UpdateRule, is_function
 from megascale.optim.clipping import Clipping, counted_elements
 from megascale.optim.compensated import KeptUpdates, split, whole
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Parts, Rules, Updates
+from megascale.optim.updates import Parts, Updates
 
 CHUNK = 1 << 22  # elements that are updated at a time, to bound temporary tensors
 
@@ -27,52 +26,42 @@ class ElementUpdates(Updates):
     def __init__(self, parts: Parts) -> None:
         self._rules = [
             [
-                (group, _shard_rule(shard, group, parts))
+                (group, build_rule(shard, group, parts))
                 for group in dict.fromkeys(group for group, _ in shard.ranges)
                 if group.facts["unit_of_work"] == "elements"
             ]
             for shard in parts.shards
         ]
-
-    @property
-    def writes_rounded(self) -> bool:
-        return all(getattr(rule, "writes_rounded", False) for rules in self._rules for _, rule in rules)
+        rules = [rule for rules in self._rules for _, rule in rules]
+        self.writes_rounded = all(getattr(rule, "writes_rounded", False) for rule in rules)
 
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
         for group, rule in self._rules[index]:
             rule.step(lr * group.lr_mult, step, clipping.grad_factor, clipping.skip)
 
 
-def _shard_rule(shard: OptimizerShard, group: ParamGroup, parts: Parts) -> Elementwise:
+def build_rule(shard: OptimizerShard, group: ParamGroup, parts: Parts) -> Elementwise:
     """Build the rule of a group over its segments of a shard.
 
     Raises: ConfigError for a class and compensated weights, which only functions add to.
     """
     ranges = [item for other, item in shard.ranges if other == group]
-    segments = [shard.segment(item, tuple(group.state)) for item in ranges]
-    if shard.residual is None:
-        return build_rule(parts.rules, group, segments, parts.config)
+    segments = [shard.segment(item) for item in ranges]
     rule, options = parts.rules[group.rule], group.all_options
-    if group.rule == REST:
+    if group.rule == REST and shard.residual is not None:
         from megascale.optim.adam import adam, adam_options
 
         rule, options = adam, adam_options(parts.config)
-    if not is_function(rule):
+    if is_function(rule):
+        counted = shard.start + counted_elements(shard.bucket, tp=parts.mesh.tp.index)
+        starts = [counted - item.start for item in ranges]
+        return FunctionRule(segments, group.weight_decay, rule, options, parts.kept, starts)
+    if shard.residual is not None:
         problem = f"{group.rule} is a class, which needs master weights in fp32"
         hint = "optimizer.master_weights = full, or a rule that is a function"
         raise ConfigError([Problem("optimizer.name", group.rule, problem, hint)])
-    counted = shard.bucket.shard[0] + counted_elements(shard.bucket, tp=parts.mesh.tp.index)
-    starts = [counted - item.start for item in ranges]
-    return FunctionRule(segments, group.weight_decay, rule, options, parts.kept, starts)
-
-
-def build_rule(rules: Rules, group: ParamGroup, segments: Sequence[Segment], config: OptimizerConfig) -> Elementwise:
-    """Build the rule of a group, one of `rules`, over segments without residuals."""
-    rule, options = rules[group.rule], group.all_options
-    if is_function(rule):
-        return FunctionRule(segments, group.weight_decay, rule, options, None, [0] * len(segments))
     own = {"name": group.rule, "weight_decay": group.weight_decay, "options": dict(options)}
-    return cast(type[Elementwise], rule)(segments, config.model_copy(update=own))
+    return cast(type[Elementwise], rule)(segments, parts.config.model_copy(update=own))
 
 
 class FunctionRule:

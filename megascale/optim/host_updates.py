@@ -16,155 +16,96 @@ a sub-group's number, which tells where it is updated, is the same on all.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+from collections import deque
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megascale.config.train import OptimizerConfig
-from megascale.layout.buckets import inside
-from megascale.layout.param_groups import ParamGroup
-from megascale.layout.sub_groups import AHEAD, aligned_size, is_on_device
-from megascale.ops.optimizer import Segment
+from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.device import Wait
+from megascale.layout.buckets import AHEAD, sub_group_size
 from megascale.optim.clipping import Clipping
-from megascale.optim.element_updates import build_rule
-from megascale.optim.optimizer_shard import GroupedRanges, OptimizerShard, host_tensor
-from megascale.optim.updates import HostUpdate, Parts, Rules, Updates
-
-
-@dataclass(frozen=True)
-class SubGroup:
-    """Elements [start, stop) of a bucket. `host`: their master weights ("") and state by name, of those `ranges` whose
-    group has it, end to end. `on_device`: they are updated there.
-    """
-
-    shard: OptimizerShard
-    start: int
-    stop: int
-    host: Mapping[str, Tensor]
-    ranges: GroupedRanges
-    on_device: bool
-
-    @property
-    def grad(self) -> Tensor:
-        """Their gradient, on the device."""
-        return self._window(self.shard.bucket.grad)
-
-    @property
-    def weights(self) -> Tensor:
-        """Their weights in the dtype of GEMMs, on the device."""
-        return self._window(self.shard.bucket.shard_weights)
-
-    def _window(self, flat: Tensor) -> Tensor:
-        first = self.shard.bucket.shard[0]
-        return flat[self.start - first : self.stop - first]
-
-    def update(
-        self, rules: Rules, config: OptimizerConfig, tensors: Mapping[str, Tensor], grad: Tensor, lr: float, step: int,
-        grad_factor: Tensor, skip: Tensor,
-    ) -> None:  # fmt: skip
-        """Update `tensors`, those of `host` or copies of them, with `rules` for where they are."""
-        segments, done = defaultdict[ParamGroup, list[Segment]](list), Counter[str]()
-        for group, item in self.ranges:
-            state = {name: tensors[name][done[name] : done[name] + item.numel] for name in group.state}
-            done.update(dict.fromkeys(group.state, item.numel))
-            parameter, (weight, own) = item.slot.parameter, (item.view(x, self.start) for x in (tensors[""], grad))
-            segments[group].append(Segment(weight, own, state, parameter.is_matrix, parameter.weight_decay))
-        for group, of_group in segments.items():
-            build_rule(rules, group, of_group, config).step(lr * group.lr_mult, step, grad_factor, skip)
-
-
-def sub_groups(shard: OptimizerShard, host: HostUpdate, first: int) -> Iterator[SubGroup]:
-    """Cut a shard into sub-groups, of which the first has number `first`."""
-    size, (begin, end), used = aligned_size(host.size), shard.bucket.shard, Counter[str]()
-    for number, start in enumerate(range(begin, end, size), first):
-        stop = min(start + size, end)
-        ranges = [(group, part) for group, item in shard.ranges for part in inside([item], start, stop)]
-        counts = Counter[str]()
-        for group, item in ranges:
-            counts.update(dict.fromkeys(group.state, item.numel))
-        tensors = {name: shard.state[name][used[name] : used[name] + count] for name, count in counts.items()}
-        used += counts
-        tensors[""] = shard.master[start - begin : stop - begin]
-        yield SubGroup(shard, start, stop, tensors, ranges, is_on_device(number, host.stride))
+from megascale.optim.element_updates import ElementUpdates
+from megascale.optim.optimizer_shard import OptimizerShard, host_tensor
+from megascale.optim.updates import Parts, Updates
 
 
 class HostUpdates(Updates):
-    """Rules of elements for all shards, whose state is in host memory. The host waits for the device in every step."""
+    """Rules of elements for all shards, whose state is in host memory. The host waits for the device in every step.
+
+    `sub_groups`: of each shard; with True those that are updated on the device.
+    """
+
+    writes_rounded = True
 
     def __init__(self, parts: Parts) -> None:
         assert parts.host is not None, "the state is in host memory"
-        self._config, self._rules, self._host = parts.config, parts.rules, parts.host
-        self._buffers = parts.host.buffers
-        self.groups = list[list[SubGroup]]()
-        number = 0
-        for shard in parts.shards:  # a tied embedding has the same numbers on both of its stages
-            first = 0 if shard.bucket.tied else number
-            self.groups.append([] if shard.bucket.frozen else list(sub_groups(shard, self._host, first)))
-            number += 0 if shard.bucket.tied else len(self.groups[-1])
-        on_host = [each for groups in self.groups for each in groups if not each.on_device]
-        size = max((each.stop - each.start for each in on_host), default=0)
-        self._free = deque(
-            host_tensor(self._buffers, size, on_host[0].host[""].dtype) for _ in range(AHEAD if on_host else 0)
-        )
+        self._buffers, self._on_device = parts.host, parts
+        self._on_host = replace(parts, rules={name: OPTIMIZERS[name].load() for name in parts.rules})
+        size, stride = sub_group_size(parts.config.offload_subgroup), parts.config.offload_stride or 0
+        self.sub_groups, numbers = list[list[tuple[OptimizerShard, bool]]](), itertools.count(1)
+        for shard in parts.shards:
+            own = itertools.count(1) if shard.bucket.tied else numbers  # the same on both stages of a tied embedding
+            stop = shard.start + shard.grad.numel()  # no elements if frozen
+            self.sub_groups.append([
+                (shard.part(start, min(start + size, stop)), stride > 0 and number % stride == 0)
+                for start, number in zip(range(shard.start, stop, size), own, strict=False)
+            ])  # fmt: skip
+        grads = [group.grad for groups in self.sub_groups for group, on_device in groups if not on_device]
+        sizes = AHEAD * [max(map(Tensor.numel, grads))] if grads else []
+        self._free = deque(host_tensor(self._buffers, size, grads[0].dtype) for size in sizes)
         self._clipping = host_tensor(self._buffers, 2, torch.float64)
-
-    @property
-    def writes_rounded(self) -> bool:
-        return True
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:
         values = torch.stack([clipping.grad_factor, clipping.skip.double()])
-        self._buffers.read(values, self._clipping.view(torch.uint8))()
+        self._buffers.read(values, _bytes(self._clipping))()
 
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
         """Update a shard. The host returns when all state is in its memory again."""
-        read, leaving = deque[Callable[[], None]](), deque[Callable[[], None]]()
-        for group in self.groups[index]:
-            if group.on_device:
-                if len(leaving) == AHEAD:
-                    leaving.popleft()()
-                leaving.append(self._update_on_device(group, lr, step, clipping))
-            else:
-                read.append(self._read_gradient(group, lr, step))
-                if len(read) == AHEAD:
-                    read.popleft()()
-        for finish in (*read, *leaving):
+        begun = deque[Wait](), deque[Wait]()
+        for group, on_device in self.sub_groups[index]:
+            if len(begun[on_device]) == AHEAD:
+                begun[on_device].popleft()()
+            begin = self._begin_on_device if on_device else self._begin_on_host
+            begun[on_device].append(begin(group, lr, step, clipping))
+        for finish in itertools.chain(*begun):
             finish()
 
-    def _update_on_device(self, group: SubGroup, lr: float, step: int, clipping: Clipping) -> Callable[[], None]:
+    def _begin_on_device(self, group: OptimizerShard, lr: float, step: int, clipping: Clipping) -> Wait:
         """Issue the update of a sub-group to the device; the returned function waits until it is written back."""
-        loaded = {name: self._buffers.load(_bytes(x), x.shape, x.dtype) for name, x in group.host.items()}
-        for _, wait in loaded.values():
-            wait()
-        tensors = {name: x for name, (x, _) in loaded.items()}
-        group.update(self._rules, self._config, tensors, group.grad, lr, step, clipping.grad_factor, clipping.skip)
-        group.weights.copy_(tensors[""])
-        written = [self._buffers.read(tensors[name], _bytes(x)) for name, x in group.host.items()]
+        kept = [group.master, *group.state.values()]
+        loads = [self._buffers.load(_bytes(x), x.shape, x.dtype) for x in kept]
+        for _, loaded in loads:
+            loaded()
+        master, *state = fetched = [x for x, _ in loads]
+        on_device = replace(group, master=master, state=dict(zip(group.state, state, strict=True)))
+        ElementUpdates(replace(self._on_device, shards=[on_device])).apply(0, lr, step, clipping)
+        on_device.copy_to_params()
+        written = [(x, self._buffers.read(x, _bytes(host))) for x, host in zip(fetched, kept, strict=True)]
 
         def finish() -> None:
-            for wait in written:
+            for _, wait in written:
                 wait()
-            tensors.clear()  # no copy reads them any longer
 
         return finish
 
-    def _read_gradient(self, group: SubGroup, lr: float, step: int) -> Callable[[], None]:
+    def _begin_on_host(self, group: OptimizerShard, lr: float, step: int, clipping: Clipping) -> Wait:
         """Start to copy a sub-group's gradient; the returned function updates the sub-group on the host."""
         memory = self._free.popleft()
-        grad = memory[: group.stop - group.start]
+        grad = memory[: group.grad.numel()]
         wait = self._buffers.read(group.grad, _bytes(grad))
 
         def finish() -> None:
             wait()
-            factor, skip = self._clipping[0], self._clipping[1].float()
-            group.update(self._host.rules, self._config, group.host, grad, lr, step, factor, skip)
+            read = replace(clipping, grad_factor=self._clipping[0], skip=self._clipping[1].float())
+            on_host = replace(group, grad=grad)
+            ElementUpdates(replace(self._on_host, shards=[on_host])).apply(0, lr, step, read)
             self._free.append(memory)
-            master, loaded = self._buffers.load(_bytes(group.host[""]), grad.shape, grad.dtype)
+            master, loaded = self._buffers.load(_bytes(group.master), group.master.shape, group.master.dtype)
             loaded()
-            group.weights.copy_(master)
+            replace(group, master=master).copy_to_params()
 
         return finish
 

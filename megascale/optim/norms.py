@@ -52,7 +52,7 @@ class NormUpdates(Updates):
         self._rules = []
         for shard in shards:  # a segment for each tensor with elements in a shard, without padding after parameters
             ranges = shard.bucket.layout.matrix_ranges(*shard.bucket.shard, mesh.topology)
-            self._rules.append(rule([shard.segment(item, tuple(shard.state)) for item in ranges], parts.config))
+            self._rules.append(rule([shard.segment(item) for item in ranges], parts.config))
         self._shard_params: list[_ShardParams] = []
         self._tied = slice(0)  # position of a tied embedding, shared by the first and last stages
         self._count = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from megascale.comm.collectives import all_gather
 from megascale.comm.mesh import Mesh
 from megascale.device import HostBuffers
-from megascale.layout.buckets import SlotRange, joined
+from megascale.layout.buckets import SlotRange, inside, joined
 from megascale.layout.param_groups import ParamGroup
 from megascale.layout.shard_slices import shard_slices
 from megascale.ops.optimizer import Segment
@@ -29,22 +29,24 @@ GroupedRanges = Sequence[tuple[ParamGroup, SlotRange]]
 class OptimizerShard:
     """Master weights and optimizer state of one bucket on this rank.
 
-    `master` [size of the shard] is a view of the bucket's weights if the weights have the optimizer's dtype, or if they
-    are compensated: then state `LOW` has what rounding left over. `state`: tensors by name, for the elements of those
-    `ranges` whose group has that state, end to end; of names that no group has [size of the shard]. `in_host`: both are
-    in host memory.
+    `master` [n, the size of the shard] is a view of the bucket's weights if the weights have the optimizer's dtype, or
+    if they are compensated: then state `LOW` has what rounding left over. `state`: tensors by name, for the elements of
+    those `ranges` whose group has that state, end to end; of names that no group has [n]. Both may be in host memory.
+    `start`: of the elements in the bucket; `weights` [n] and `grad` [n]: in the bucket's memory.
     """
 
     bucket: Bucket
     master: Tensor
     state: dict[str, Tensor]
-    ranges: GroupedRanges = ()
-    in_host: bool = False
+    ranges: GroupedRanges
+    start: int
+    weights: Tensor
+    grad: Tensor
 
     @property
     def has_own_master(self) -> bool:
         """True if `master` is a separate tensor, to be rounded into the bucket's weights after an update."""
-        return self.in_host or self.master.dtype != self.bucket.weights.dtype
+        return self.master is not self.weights
 
     @property
     def residual(self) -> Tensor | None:
@@ -64,33 +66,33 @@ class OptimizerShard:
     def copy_to_params(self) -> None:
         """Round a separate `master` into this rank's shard of the bucket's weights."""
         if self.has_own_master:
-            self.bucket.shard_weights.copy_(self.master)
+            self.weights.copy_(self.master)
 
-    def segment(self, item: SlotRange, names: Sequence[str]) -> Segment:
-        """Return what a rule sees of a range inside the shard, with the state of these names."""
-        parameter, first = item.slot.parameter, self.bucket.shard[0]
-        state = {name: self._state_of(name, item) for name in names}
-        residual = None if self.residual is None else item.view(self.residual, first)
-        weight, grad = item.view(self.master, first), item.view(self.bucket.grad, first)
-        rounded = item.view(self.bucket.shard_weights, first) if self.has_own_master else None
-        return Segment(weight, grad, state, parameter.is_matrix, parameter.weight_decay, residual, rounded)
+    def segment(self, item: SlotRange) -> Segment:
+        """Return what the rule of a range inside the shard sees."""
+        part, parameter = self.part(item.start, item.stop), item.slot.parameter
+        residual = None if self.residual is None else item.view(self.residual, self.start)
+        flags, rounded = (parameter.is_matrix, parameter.weight_decay), part.weights if self.has_own_master else None
+        return Segment(part.master, part.grad, part.state, *flags, residual, rounded)
+
+    def part(self, start: int, stop: int) -> OptimizerShard:
+        """Return views of the elements [start, stop) of the bucket, without residuals."""
+        own, state = slice(start - self.start, stop - self.start), dict[str, Tensor]()
+        ranges = [(group, item) for group, whole in self.ranges for item in inside([whole], start, stop)]
+        for name, found in state_ranges(ranges).items():
+            first = sum(item.numel for item in inside(self._ranges_of[name], self.start, start))
+            state[name] = self.state[name][first:][: sum(item.numel for item in found)]
+        return OptimizerShard(self.bucket, self.master[own], state, ranges, start, self.weights[own], self.grad[own])
 
     def tensors(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yield master weights ("") and state by name, with their start in the bucket."""
-        yield "", self.bucket.shard[0], self.master
+        yield "", self.start, self.master
         for name in self.state:
             yield from ((name, item.start, values) for item, values in self._state_parts(name))
 
     def _state_parts(self, name: str) -> Iterator[tuple[SlotRange, Tensor]]:
         ranges = self._ranges_of.get(name) or [SlotRange(self.bucket.layout.slots[0], *self.bucket.shard)]
         return zip(ranges, self.state[name].split([item.numel for item in ranges]), strict=True)
-
-    def _state_of(self, name: str, item: SlotRange) -> Tensor:
-        return next(
-            item.view(values, whole.start)
-            for whole, values in self._state_parts(name)
-            if whole.start <= item.start and item.stop <= whole.stop
-        )
 
     @cached_property
     def _ranges_of(self) -> dict[str, list[SlotRange]]:
@@ -109,20 +111,18 @@ def new_shard(
     """Copy the weights of a bucket's shard as master weights, and allocate state of zero for `ranges`; both in `host`
     memory, if it is given. Frozen weights are their own master weights.
     """
-    weights, grad = bucket.shard_weights, bucket.grad
-    if bucket.frozen:
-        return OptimizerShard(bucket, weights, {})
+    weights, grad, kept = bucket.shard_weights, bucket.grad, None if bucket.frozen else host
 
     def zeros(size: int) -> Tensor:
-        return grad.new_zeros(size) if host is None else host_tensor(host, size, grad.dtype).zero_()
+        return grad.new_zeros(size) if kept is None else host_tensor(kept, size, grad.dtype).zero_()
 
     state = {name: zeros(sum(item.numel for item in found)) for name, found in state_ranges(ranges).items()}
-    if host is not None:
-        return OptimizerShard(bucket, zeros(weights.numel()).copy_(weights), state, ranges, in_host=True)
     master = weights if compensated or weights.dtype == grad.dtype else weights.to(grad.dtype)
-    if compensated:
+    if kept is not None:
+        master = zeros(weights.numel()).copy_(weights)
+    elif compensated and not bucket.frozen:
         state[LOW] = torch.zeros_like(weights)
-    return OptimizerShard(bucket, master, state, ranges)
+    return OptimizerShard(bucket, master, state, ranges, bucket.shard[0], weights, grad)
 
 
 def host_tensor(host: HostBuffers, size: int, dtype: torch.dtype) -> Tensor:

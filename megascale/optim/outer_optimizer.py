@@ -15,7 +15,7 @@ A rank does so for its shards of the optimizer. The state of the inner optimizer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class OuterOptimizer:
         kinds = {OUTER: True, OUTER_MOMENTUM: settings.outer_momentum > 0, OUTER_RESIDUAL: settings.is_lossy}
         names = [name for name, present in kinds.items() if present]
         self.shards = [
-            OptimizerShard(shard.bucket, shard.master, {name: torch.zeros_like(shard.master) for name in names})
+            replace(shard, state={name: torch.zeros_like(shard.master) for name in names}, ranges=())
             for shard in shards
         ]
         self._is_loaded = False
@@ -95,13 +95,13 @@ class OuterOptimizer:
         momentum, lr = self._settings.outer_momentum, self._settings.outer_lr
         parts = (flat.split(lengths) for flat in (mean, since, rest))
         for (shard, item), gradient, trained, left in zip(pieces, *parts, strict=True):
-            state = {name: item.view(values, shard.bucket.shard[0]) for name, values in shard.state.items()}
+            state = {name: item.view(values, shard.start) for name, values in shard.state.items()}
             direction = gradient
             if momentum:
                 state[OUTER_MOMENTUM].mul_(momentum).add_(gradient)
                 direction = gradient + momentum * state[OUTER_MOMENTUM]
             state[OUTER].sub_(lr * direction)
-            item.view(shard.master, shard.bucket.shard[0]).copy_(state[OUTER] + trained)
+            item.view(shard.master, shard.start).copy_(state[OUTER] + trained)
             if self._settings.is_lossy and contributed:
                 state[OUTER_RESIDUAL].copy_(left)
         gather_shares(self.shards)  # replicas have each taken the step of a share
@@ -163,5 +163,5 @@ class OuterOptimizer:
 
 def _flat(pieces: Pieces, tensors: Sequence[Tensor]) -> Tensor:
     """Copy the parts of tensors, each of the shard of its piece, end to end."""
-    parts = [item.view(values, shard.bucket.shard[0]) for (shard, item), values in zip(pieces, tensors, strict=True)]
+    parts = [item.view(values, shard.start) for (shard, item), values in zip(pieces, tensors, strict=True)]
     return torch.cat(parts) if parts else torch.empty(0)

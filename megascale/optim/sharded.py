@@ -19,13 +19,14 @@ from torch import Tensor
 from megascale.catalog.optimizers import MATRIX_UNITS
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
+from megascale.device import HostBuffers
 from megascale.layout.param_groups import ParamGroups, element_ranges
 from megascale.optim.clipping import Clipping, local_sq_norm
 from megascale.optim.compensated import KeptUpdates
 from megascale.optim.element_updates import ElementUpdates
 from megascale.optim.host_updates import HostUpdates
 from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
-from megascale.optim.updates import HostUpdate, Parts, Rules, Updates
+from megascale.optim.updates import Parts, Rules, Updates
 from megascale.parallel.bucket import Bucket
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 
@@ -57,13 +58,13 @@ class ShardedOptimizer:
     whole matrices compute theirs.
 
     `rules`: the rules of all groups by name, as `ops.optimizer` describes them. `guard`: of steps against spikes.
-    `host`: how state in host memory is updated, None for state on the device. `kept`: what rounding keeps of updates,
-    None without compensated weights.
+    `host`: the memory of state on the host, None for state on the device; then `config` has a stride. `kept`: what
+    rounding keeps of updates, None without compensated weights.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], mesh: Mesh, config: OptimizerConfig, rules: Rules,
-        guard: StepGuard | None = None, host: HostUpdate | None = None,
+        guard: StepGuard | None = None, host: HostBuffers | None = None,
     ) -> None:  # fmt: skip
         groups = self._groups = ParamGroups(config)
         self._mesh = mesh
@@ -73,7 +74,7 @@ class ShardedOptimizer:
         self.shards = [
             new_shard(
                 bucket, element_ranges(bucket.layout, groups, mesh.topology, bucket.shard),
-                compensated=config.master_weights == "bf16_compensated", host=host.buffers if host else None,
+                compensated=config.master_weights == "bf16_compensated", host=host,
             )
             for bucket in buckets
         ]  # fmt: skip

@@ -27,21 +27,9 @@ Rules = Mapping[str, Rule]
 
 
 @dataclass(frozen=True)
-class HostUpdate:
-    """How state in host memory is updated: by `rules` there, every `stride`-th sub-group of `size` elements on the
-    device; 0: none.
-    """
-
-    buffers: HostBuffers
-    rules: Rules
-    stride: int
-    size: int
-
-
-@dataclass(frozen=True)
 class Parts:
     """The parts of updates: this rank's shards, and the groups of parameters with their rules by name. `kept`: of
-    compensated weights; `host`: of state in host memory.
+    compensated weights; `host`: the memory of state on the host.
     """
 
     shards: Sequence[OptimizerShard]
@@ -50,22 +38,21 @@ class Parts:
     groups: ParamGroups
     rules: Rules
     kept: KeptUpdates | None = None
-    host: HostUpdate | None = None
+    host: HostBuffers | None = None
 
 
 class Updates(ABC):
-    """The updates, in all shards, of the parameters whose rules have one unit of work."""
+    """The updates, in all shards, of the parameters whose rules have one unit of work. `writes_rounded`: `apply` also
+    rounds the master weights of all shards into the buckets' weights.
+    """
+
+    writes_rounded = False
 
     @abstractmethod
     def __init__(self, parts: Parts) -> None: ...
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:  # noqa: B027  most rules need no more than a shard
         """Compute what takes more than a shard. A collective of all ranks. `step` counts from 1."""
-
-    @property
-    def writes_rounded(self) -> bool:
-        """True if `apply` also rounds the master weights of all shards into the buckets' weights."""
-        return False
 
     @abstractmethod
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:

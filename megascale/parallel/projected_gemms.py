@@ -8,22 +8,20 @@ For Y = X W^T with W [n, k] and a projection P [k, r] of the rule, the same for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.config.model import ModelConfig
+from megascale.config.train import OptimizerConfig
+from megascale.core.registry import Card
 from megascale.layout.blocks import block_spec, linears
+from megascale.layout.param_groups import ParamGroups
 from megascale.parallel.grad_accumulation import accumulate_wgrad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, flatten_tokens
 from megascale.parallel.tp_overlap import TensorParallel
-
-Projection = Callable[[str, int, Mapping[str, Any], int, Tensor], Tensor]
-"""A rule's P [inputs, rank] by the name of a layer or weight, its inputs, the rule's options, the step from 1 on, and
-a tensor with its dtype and device.
-"""
 
 
 class ProjectedGemms(LinearGemms):
@@ -45,20 +43,19 @@ class ProjectedGemms(LinearGemms):
 
     def _projection(self, like: Tensor) -> Tensor:
         """Return the rows of P for this rank's inputs, the last dimension of a tensor, in its dtype."""
-        basis, count = self._project(self._group.recorder.step, like), like.shape[-1]
-        return basis if count == self._inputs else basis[self._group.index * count :][:count]
+        parts = self._project(self._group.recorder.step, like).split(like.shape[-1])
+        return parts[self._group.index if len(parts) > 1 else 0]
 
 
-def projected_gemms(
-    model: ModelConfig, projection: Projection, options: Mapping[str, Any], tp: TensorParallel
-) -> Callable[[str], LinearGemms]:
-    """Return the GEMMs of a linear layer by its name."""
+def rule_gemms(model: ModelConfig, optimizer: OptimizerConfig, tp: TensorParallel) -> Callable[[str], LinearGemms]:
+    """Return the GEMMs of a linear layer by its name: projected, if the rule's card has a projection."""
+    rule = ParamGroups(optimizer).default
+    target, options = rule.facts["input_projection"], rule.all_options
 
     def build(name: str) -> LinearGemms:
         _, layer, place = name.split(".", 2)
         spec = next(spec for spec in linears(block_spec(model, int(layer))) if spec.name == place)
-        if not spec.alone:
-            return HIGH_PRECISION_GEMMS
-        return ProjectedGemms(spec.inputs, lambda step, like: projection(name, spec.inputs, options, step, like), tp)
+        project = partial(Card(rule.rule, "", target).load(), name, spec.inputs, options)
+        return ProjectedGemms(spec.inputs, project, tp) if spec.alone else HIGH_PRECISION_GEMMS
 
-    return build
+    return build if target else lambda name: HIGH_PRECISION_GEMMS

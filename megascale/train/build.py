@@ -44,6 +44,7 @@ from megascale.parallel.activation_messages import P2PActivationSpec
 from megascale.parallel.auxiliary_objectives import CP_AXES, open_objectives
 from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from megascale.parallel.pipeline import PipelineExecutor
+from megascale.parallel.projected_gemms import rule_gemms
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange
@@ -54,7 +55,7 @@ from megascale.schedule.ir import RankSchedule, forwards_only
 from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
-from megascale.train.build_optimizer import build_optimizer, rule_gemms
+from megascale.train.build_optimizer import build_optimizer
 from megascale.train.build_store import build_store
 from megascale.train.further_losses import FurtherLosses
 from megascale.train.op_context import op_context
@@ -123,7 +124,7 @@ def build_rank_run(
     operators, store = LayerOps.from_context(context), build_store(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
-    gemms, objectives = rule_gemms(config, tp), open_objectives(config.train, tp, mesh)
+    gemms, objectives = rule_gemms(config.model, config.optimizer, tp), open_objectives(config.train, tp, mesh)
     layers = LayerContext(
         config.model, {}, tp, operators, gemms, cp=cp, store=store, experts=experts, objectives=objectives
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class WeightAverage:
         count = settings.weight_average_count if settings.weight_average == "lawa" else 1
         names = [f"{AVERAGE}{index}" for index in range(count)]
         self._shards = [
-            OptimizerShard(shard.bucket, shard.master, {name: torch.zeros_like(shard.master_fp32) for name in names})
+            replace(shard, state={name: torch.zeros_like(shard.master_fp32) for name in names}, ranges=())
             for shard in self._averaged
         ]
         self._taken = 0
@@ -72,7 +73,7 @@ class WeightAverage:
         buffers.finish_param_gather()
         kept = [None if shard.has_own_master else shard.master.clone() for shard in self._shards]
         for shard in self._shards:
-            shard.bucket.shard_weights.copy_(self.mean(shard))
+            shard.weights.copy_(self.mean(shard))
         _gather(buffers)
         yield
         for shard, master in zip(self._shards, kept, strict=True):

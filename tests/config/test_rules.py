@@ -44,6 +44,7 @@ UNIT = {
 }  # fmt: skip
 SPARSE = {"local_blocks": 1, "stride": 2, "block": 2}
 MOE = {"model__experts": 8, "model__bias": False}
+COMPACT = {"optimizer__name": "compact", "optimizer__options": {"rank": 4}}
 DOMINO = {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2}
 JEPA = {"type": "jepa", "weight": 0.5, "predictor": 5}
 POLICY = {"data__mock": False, "data__train": [[1.0, "set"]], "data__blend_policy": "fixed"}
@@ -1368,7 +1369,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     *(
-        ("PROJECTED_INPUTS", {"optimizer__name": "compact"} | changes, {key: message})
+        ("PROJECTED_INPUTS", COMPACT | changes, {key: message})
         for changes, key, message in (
             ({"train__precision": "fp8"}, "train.precision", "wgrad is of projected inputs (optimizer.name = compact)"),
             ({"train__recompute": "full"}, "train.recompute", "blocks save their own inputs"),
@@ -1381,6 +1382,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             (MOE, "model.experts", "experts keep whole inputs"),
             ({"train__mlp_tiles": 2}, "train.mlp_tiles", "tiles save no inputs of layers"),
         )
+    ),
+    (
+        "projected_inputs",
+        {"optimizer__name": "compact"},
+        {"optimizer.options": "compact: rank is 256, and a layer has 32"},
+    ),
+    (
+        "projected_inputs",
+        COMPACT | {"model__ffn_size": 4},
+        {"optimizer.options": "rank is 4, and a layer has 4 inputs: it would save no fewer elements"},
     ),
     (
         "offloaded_state",

@@ -28,9 +28,9 @@ first bases.
 @pytest.mark.parametrize("rule", OPTIMIZERS.names())
 def test_every_rule_steps_as_on_a_cpu(rule: str, tmp_path: Path, figure: Figure) -> None:
     model = LLAMA | {"num_layers": 2, "hidden_size": 64, "ffn_size": 96, "vocab_size": 128}
-    config = config_of(
-        settings(model, tmp_path, optimizer__name=rule, optimizer__lr=1e-3, train__steps=STEPS), tmp_path
-    )
+    keys = {"optimizer__name": rule, "optimizer__lr": 1e-3, "train__steps": STEPS}
+    keys |= {"optimizer__options": {"rank": 16}} if rule == "compact" else {}
+    config = config_of(settings(model, tmp_path, **keys), tmp_path)
     (ours,), (expected,) = world_of(1, curve_on, config, STEPS), run_world(1, train_curve, config, STEPS)
     difference = furthest([(loss,) for loss, _ in ours], [(loss,) for loss, _ in expected])
     figure("difference of the loss", difference)

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "muon": {"ns_dtype": "fp64"}, "soap": {"update_gap": 2}, "shampoo": {"update_gap": 2}, "conda": {"update_gap": 2},
     "galore": {"rank": 4, "update_gap": 2}, "galore_8bit": {"rank": 4, "update_gap": 2}, "ada_pm": {"rank": 4},
     "grad_norm_lorp": {"rank": 4, "update_gap": 2}, "poet": {"block": 4, "merge_every": 2},
-    "spam": {"reset_every": 2}, "spam_sparse": {"reset_every": 2},
+    "spam": {"reset_every": 2}, "spam_sparse": {"reset_every": 2}, "compact": {"rank": 4},
 }  # fmt: skip
 
 

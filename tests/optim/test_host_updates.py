@@ -21,6 +21,8 @@ from megascale.plan.account.state_bytes import host_state_bytes
 from megascale.train.resume import load_initial_state
 from tests.marks import only_quick, only_quick_rows
 from tests.optim.layouts import SMALL, assembled, configuration
+from tests.parallel.test_fp8_codes import BY_MODULE
+from tests.parallel.test_sharded_weights import TENSORS, fp8
 from tests.runs import GPT, build_run, curve_of
 from tests.thread_world import run_threads
 from tests.worlds import run_world
@@ -36,6 +38,8 @@ GROUPS = {
     ],
 }
 """Two rules, whose states are different, and other rates in one bucket, with clipping."""
+
+FROZEN = {"train__freeze": ["embedding.*", "layers.0.*"]}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -85,9 +89,22 @@ def test_training_is_bit_equal_at_any_stride(layout: str, precision: str, tmp_pa
         check_equal(expected, run_threads(of(tmp_path, precision, stride, **LAYOUTS[layout]), outcome))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "zero"),
+    only_quick_rows([("tensorwise", 0), ("delayed", 1), ("rowwise", 2), ("tensorwise", 3)], ("delayed", 1)),
+)
+def test_codes_are_cast_from_the_rounded_weights(recipe: str, zero: int, tmp_path: Path) -> None:
+    """Also where ranks have nothing but their shard of the weights, and the codes of all."""
+    keys = {"model": TENSORS, "parallel__dp": 2, "parallel__zero": zero, **fp8(recipe)}
+    keys |= BY_MODULE if zero < 3 else {}
+    expected = run_threads(of(tmp_path, **keys), outcome)
+    for stride in (0, 2):
+        check_equal(expected, run_threads(of(tmp_path, stride=stride, **keys), outcome))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frozen_parameters_have_no_sub_groups(precision: str, tmp_path: Path) -> None:
-    keys = LAYOUTS["dp2 zero3"] | {"train__freeze": ["embedding.*", "layers.0.*"]}
+    keys = LAYOUTS["dp2 zero3"] | FROZEN
     expected = run_threads(of(tmp_path, precision, **keys), outcome)
     for stride in (0, 2):
         check_equal(expected, run_threads(of(tmp_path, precision, stride, **keys), outcome))
@@ -100,8 +117,8 @@ def test_sub_groups_are_updated_where_the_stride_says(tmp_path: Path) -> None:
         (updates,) = run.optimizer.updates
         assert isinstance(updates, HostUpdates)
         return [
-            (shard.bucket.tied, [group.on_device for group in groups])
-            for shard, groups in zip(run.optimizer.shards, updates.groups, strict=True)
+            (shard.bucket.tied, [on_device for _, on_device in groups])
+            for shard, groups in zip(run.optimizer.shards, updates.sub_groups, strict=True)
         ]
 
     ranks = run_threads(of(tmp_path, stride=3, model=GPT, optimizer={"lr": 0.01}, parallel__pp=2), places)
@@ -134,13 +151,16 @@ class LateBuffers(PlainBuffers):
         return (lambda: None) if name == self.missing else copy
 
 
-@pytest.mark.parametrize("stride", [0, 1, 2])
-def test_every_copy_is_waited_for(stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stride", "keys"), [(0, {}), (1, {}), (2, {}), (2, FROZEN)])
+def test_every_copy_is_waited_for(
+    stride: int, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And host memory has the bytes of the formula, allocated before the first step."""
-    config, made, expected = of(tmp_path, stride=stride), list[LateBuffers](), run_threads(of(tmp_path), outcome)
+    made, expected = list[LateBuffers](), run_threads(of(tmp_path, **keys), outcome)
+    config = of(tmp_path, stride=stride, **keys)
     monkeypatch.setattr(Device, "host_buffers", lambda device: made.append(LateBuffers()) or made[-1])
     check_equal(expected, run_threads(config, outcome))
-    assert made[-1].allocated == host_state_bytes(config, 0)
+    assert made[-1].allocated == host_state_bytes(config)
     for missing in ("read", "load"):
         monkeypatch.setattr(LateBuffers, "missing", missing)
         with pytest.raises((DivergenceError, AssertionError)):

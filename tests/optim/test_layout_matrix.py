@@ -58,8 +58,9 @@ class Outcome(NamedTuple):
 def configuration(
     rule: str, precision: str, folder: Path, model: Mapping[str, Any] = MODEL, **layout: Any
 ) -> RunConfig:
-    """Return the configuration of a run with a rule's defaults."""
+    """Return the configuration of a run with a rule's defaults, but for a rank above the model's width."""
     keys = {"optimizer__name": rule, "optimizer__lr": 1e-3, "train__precision": precision, "train__steps": STEPS}
+    keys |= {"optimizer__options": {"rank": 16}} if rule == "compact" else {}
     return config_of(settings(dict(model), folder, **{"batch__micro": 2, "batch__global": 4, **keys, **layout}), folder)
 
 

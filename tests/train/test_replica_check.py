@@ -21,6 +21,7 @@ from tests.runs import GPT, LLAMA, config_of, settings
 from tests.worlds import run_world
 
 FP8 = {"train__precision": "fp8", "fp8__recipe": "tensorwise"}
+OFFLOAD = {"optimizer__offload": "host", "optimizer__offload_stride": 2, "optimizer__offload_subgroup": 1000}
 WIDE = LLAMA | {"hidden_size": 64, "ffn_size": 96}
 EXPERTS = LLAMA | {"num_layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
 
@@ -41,6 +42,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 sp pp2": (LLAMA, {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2}),
     "tied pp2 dp2": (GPT, {"parallel__pp": 2, "parallel__dp": 2, "train__precision": "bf16"}),
     "fp8 dp2": (WIDE, {"parallel__dp": 2, "parallel__zero": 0} | FP8),
+    "state on the host, zero0": (
+        LLAMA, {"parallel__dp": 2, "parallel__zero": 0, "train__precision": "bf16", **OFFLOAD},
+    ),
+    "state on the host, fp8 tp2 sp dp2": (
+        WIDE, {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, **FP8, **OFFLOAD},
+    ),
+    "state on the host, tied pp2 dp2": (GPT, {"parallel__pp": 2, "parallel__dp": 2, **OFFLOAD}),
     "cp2 zero0": (LLAMA, {"parallel__cp": 2, "parallel__zero": 0}),
     "cp2 tp2 sp zero1": (LLAMA, {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True}),
     "lamb tp2 dp2": (LLAMA, {"parallel__tp": 2, "parallel__dp": 2, "optimizer__name": "lamb"}),
@@ -111,7 +119,9 @@ def find(rank: Rank, config: Any) -> list[tuple[str, str, list[int], str]]:
     return found
 
 
-@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "zero0 bf16", "tied pp2 dp2", "muon dp4 ep2 zero0"))
+@pytest.mark.parametrize(
+    "layout", only_quick(LAYOUTS, "zero0 bf16", "state on the host, tied pp2 dp2", "muon dp4 ep2 zero0")
+)
 def test_one_flipped_bit_is_named(layout: str, tmp_path: Path) -> None:
     model, changes = LAYOUTS[layout]
     config = config_of(settings(model, tmp_path, batch__global=4, **changes), tmp_path)

@@ -96,13 +96,13 @@ class LinearGroup(Part):
         for layer in self.layers:
             yield from sizes.amaxes(layer.name, operand, sizes.rows * sizes.batch)
         if backward and self.trained:  # for wgrad
-            width, scales = sizes.sent("input", min(sizes.input_rank or size, size))
+            width, scales = sizes.sent("input", sizes.input_rank or size)
             yield from sizes.gather(f"{self.label} wgrad input scales", sizes.rows, scales)
             yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, width)
             yield from self._wgrad_amaxes(sizes, "gradient_column")
         for layer in self.layers if not column and sizes.tp > 1 and sizes.input_rank else ():
             if layer.alone:
-                yield CommOp("tp", "all_reduce", sizes.tokens * sizes.projected(layer.inputs), "projected input")
+                yield CommOp("tp", "all_reduce", sizes.tokens * sizes.input_rank * sizes.compute, "projected input")
         yield sizes.reduce(label, sizes.rows, size * sizes.compute, overlap=not backward)
 
     def _wgrad_amaxes(self, sizes: MicroBatchSizes, column: str) -> Iterator[CommOp]:
@@ -162,8 +162,6 @@ class ColumnParallel(LinearGroup):
         cast = sizes.recipe["gradient"].cast_bytes * casts
         backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, cast)
         saved = 0 if recomputed else sizes.saved_input(sizes.stream, sizes.model.hidden_size, whole=not sizes.cut)
-        if sizes.input_rank:
-            saved = sizes.local * sizes.projected(sizes.model.hidden_size)
         gradient = sizes.stream if after_norm and holds_gradient else 0
         gathering, left = 2 * sizes.gathered, (saved or sizes.stream) + outputs + casts
         return UnitBytes(
@@ -200,13 +198,8 @@ class RowParallel(LinearGroup):
         wgrad = max(sizes.wgrad(layer.weight_numel, size) for layer, size in zip(self.layers, inputs, strict=True))
         reduced = sizes.full + (sizes.stream + sizes.full if sizes.cut else 0)
         backward = recomputed + sum(inputs) + sizes.gathered + wgrad
-        kept = zip(inputs, widths, again, strict=True)
-        saved = sum(sizes.saved_input(size, width) for size, width, repeated in kept if not repeated)
-        if sizes.input_rank:
-            saved = sum(
-                sizes.tokens * sizes.projected(layer.inputs) if layer.alone else size
-                for layer, size in zip(self.layers, inputs, strict=True)
-            )
+        kept = compress(zip(inputs, widths, self.layers, strict=True), [not repeated for repeated in again])
+        saved = sum(sizes.saved_input(size, width, alone=layer.alone) for size, width, layer in kept)
         gathering, forward = 2 * sizes.gathered, sizes.stream + recomputed + reduced
         left = saved + sizes.stream  # a recomputed input is left as what it is recomputed from
         return UnitBytes(saved, forward, backward, sum(inputs) - result, left=left, wgrad=gathering + wgrad)

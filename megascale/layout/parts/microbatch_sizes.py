@@ -171,18 +171,17 @@ class MicroBatchSizes:
         """Bytes of a tensor [tokens, width / tp]."""
         return self.tokens * width // self.tp * self.compute
 
-    def saved_input(self, nbytes: int, width: int, whole: bool = True) -> int:
-        """Size what is saved of the input of linear layers, `nbytes` in rows of `width` elements: its FP8 copy, or the
-        input; if that is `whole`, with the amaxes of its columns for scales of wgrad (`ops.known_amax`).
+    def saved_input(self, nbytes: int, width: int, whole: bool = True, alone: bool = True) -> int:
+        """Size what is saved of the input of linear layers, `nbytes` in rows of `width` elements: its FP8 copy, its
+        projection if they `alone` save it, or the input; if that is `whole`, with the amaxes of its columns for scales
+        of wgrad (`ops.known_amax`).
         """
         spec, elements = self.recipe["input"], nbytes // self.compute
+        if self.input_rank and alone:
+            return nbytes // width * self.input_rank
         if self.saves_codes:
             return int(elements // width * sum(spec.row_bytes(width)))
         return nbytes + (FP32 * width if self.fp8 and whole and self.recipe["input_column"].block == ROW else 0)
-
-    def projected(self, inputs: int) -> int:
-        """Size what is saved of a token's input of linear layers, if it is projected."""
-        return min(self.input_rank, inputs) * self.compute
 
     def sends_codes(self, operand: str, both: bool = True) -> bool:
         """True if an operand is all-gathered as codes, for the GEMM or with `both` also for that of its transpose."""

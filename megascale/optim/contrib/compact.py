@@ -3,7 +3,7 @@ arXiv:2410.15352).
 
 For Y = X W^T with W [n, k], and P [k, r] of independent normal elements with variance 1 / r, so that E[P P^T] = I:
 
-    forward    saved: X P [t, r], in place of X [t, k]
+    forward    saved: X P [t, r], in place of X [t, k]; summed over tp where tp shards k
     backward   C = dY^T (X P) [n, r],  G = C P^T              E[G] = dY^T X, the gradient
     update     C = G P (P^T P)^-1,  N = Adam(C)
                W = W - lr (scale N P^T + weight_decay W)
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from megascale.core.seeds import seed_of
 from megascale.ops.optimizer import Update, UpdateInput
+from megascale.optim.adam import adam
 from megascale.optim.contrib.counter_random import random_integers
 
 BITS = 53  # of a uniform number in fp64
@@ -33,11 +35,9 @@ ROWS = 256  # of P that are drawn at a time, to bound temporary tensors
 
 def projection(name: str, inputs: int, options: Mapping[str, Any], step: int, like: Tensor) -> Tensor:
     """Draw P [inputs, rank] of the block of a layer or weight of this name, in a step from 1 on, in the dtype and on
-    the device of `like` (Box and Muller 1958); for a rank of as many elements the identity.
+    the device of `like` (Box and Muller 1958).
     """
     block, rank = ".".join(name.split(".")[:2]), int(options["rank"])
-    if rank >= inputs:
-        return torch.eye(inputs, dtype=like.dtype, device=like.device)
     basis, key = like.new_empty(inputs, rank), (block, inputs, max(0, step - 1) // int(options["update_gap"]))
     for start in range(0, inputs, ROWS):
         rows = basis[start : start + ROWS]
@@ -49,11 +49,8 @@ def projection(name: str, inputs: int, options: Mapping[str, Any], step: int, li
 
 def compact(given: UpdateInput) -> Update:
     """Return the direction of a matrix [m, n], and the moments [m, r]."""
-    o, state, grad = given.options, given.state, given.grad
-    basis = projection(given.name, grad.shape[1], o, given.step, grad.new_empty(0, dtype=given.dtype)).to(grad.dtype)
+    grad, like = given.grad, given.grad.new_empty(0, dtype=given.dtype)
+    basis = projection(given.name, grad.shape[1], given.options, given.step, like).to(grad.dtype)
     low = torch.linalg.solve(basis.mT @ basis, (grad @ basis).mT).mT
-    exp_avg = state["exp_avg"].lerp(low, 1 - o["beta1"])
-    exp_avg_sq = state["exp_avg_sq"].lerp(low.square(), 1 - o["beta2"])
-    corrected = math.sqrt(1 - o["beta2"] ** given.step) / (1 - o["beta1"] ** given.step)
-    direction = o["scale"] * corrected * exp_avg / (exp_avg_sq.sqrt() + o["eps"]) @ basis.mT
-    return direction, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    direction, moments = adam(replace(given, grad=low))
+    return given.options["scale"] * direction @ basis.mT, moments

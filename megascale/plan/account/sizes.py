@@ -45,6 +45,7 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
         even = config.model.experts_per_token * config.model.seq_length / config.model.experts  # slots of a sequence
         imbalance = min(imbalance, math.ceil(factor * even) / even)
     p, within = config.parallel, config.data.attention_mask == "document"
+    rule = ParamGroups(config.optimizer).default
     return MicroBatchSizes(
         config.model, config.batch.micro, config.row_tokens, p.tp, p.sp and p.tp > 1,
         MAX_PIECES if config.overlap.tp is True else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,
@@ -54,7 +55,7 @@ def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSi
         gathers_tokens=p.ep > 1 and config.moe.dispatcher == "all_gather", token_blocks=config.moe.token_blocks,
         split=p.schedule is not None and SCHEDULES[p.schedule].facts["split"], cast_where_used=p.zero == 3,
         spans=_spans(config),
-        input_rank=ParamGroups(config.optimizer).input_rank,
+        input_rank=rule.all_options["rank"] if rule.facts["input_projection"] else 0,
     )  # fmt: skip
 
 

@@ -18,9 +18,8 @@ from typing import Literal
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, linears
-from megascale.layout.buckets import SHARDED
+from megascale.layout.buckets import AHEAD, SHARDED, sub_group_size
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
-from megascale.layout.sub_groups import AHEAD, aligned_size
 from megascale.layout.topology import topology_of
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.sizes import coded_elements, gathered_bytes
@@ -99,36 +98,34 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
 def state_shards(config: RunConfig, stage: int) -> list[int]:
     """Count the elements of each bucket whose optimizer state a rank of a stage has."""
     p, topology = config.parallel, topology_of(config.parallel)
-    parts = topology.dp_replicate if topology.state_over_all else 1
     buckets = chain(*bucket_sizes(config.model, p, config.overlap, config.train, stage))
-    return [bucket.shard(topology) // parts if "state" in SHARDED[p.zero] else bucket.numel for bucket in buckets]
+    return [stage_elements([[bucket]], topology, trained=True)[2 if p.zero else 0] for bucket in buckets]
 
 
-def host_state_bytes(config: RunConfig, stage: int) -> int:
-    """Count the bytes of `optimizer.offload` in host memory: master weights, state, gradients on their way and two
-    scalars.
+def host_state_bytes(config: RunConfig) -> int:
+    """Count the bytes of `optimizer.offload` in host memory, of the rank with most: master weights, state, gradients on
+    their way and two scalars.
     """
-    settings, (_, wide) = config.optimizer, config.train.element_bytes
-    if settings.offload == "none":
-        return 0
-    shards = state_shards(config, stage)
-    read = 0 if settings.offload_stride == 1 else AHEAD * min(aligned_size(settings.offload_subgroup), max(shards))
-    return StageOptimizer(config, stage).state_bytes(config.parallel.zero) + wide * (sum(shards) + read) + 16
+    settings, (_, wide), found = config.optimizer, config.train.element_bytes, [0]
+    for stage in range(config.parallel.pp if settings.offload != "none" else 0):
+        shards, state = state_shards(config, stage), StageOptimizer(config, stage).state_bytes(config.parallel.zero)
+        read = (
+            0 if settings.offload_stride == 1 else AHEAD * min(sub_group_size(settings.offload_subgroup), max(shards))
+        )
+        found.append(state + wide * (sum(shards) + read) + 16)
+    return max(found)
 
 
 def fetched_bytes(config: RunConfig, stage: int) -> int:
     """Bound the bytes of `optimizer.offload` that the update of a bucket has on the device: master weights and state of
     sub-groups that are updated there, and master weights of one that is not. An unknown stride counts as any.
     """
-    settings, (_, wide) = config.optimizer, config.train.element_bytes
-    if settings.offload == "none":
+    settings, (_, wide), shards = config.optimizer, config.train.element_bytes, state_shards(config, stage)
+    if settings.offload == "none" or not any(shards):
         return 0
-    shards, stride = state_shards(config, stage), settings.offload_stride
+    stride, largest = settings.offload_stride, max(shards)
     of_element = wide + StageOptimizer(config, stage).state_bytes(config.parallel.zero) / sum(shards)
-    size, found = aligned_size(settings.offload_subgroup), 0
-    for shard in shards:
-        groups = math.ceil(shard / size)
-        fetched = 0 if stride == 0 else min(AHEAD, math.ceil(groups / (stride or 1)))
-        rounded = stride == 0 or (stride != 1 and groups > 1)
-        found = max(found, int(min(size, shard) * (fetched * of_element + rounded * wide)))
-    return found
+    groups = math.ceil(largest / (size := min(sub_group_size(settings.offload_subgroup), largest)))
+    fetched = 0 if stride == 0 else min(AHEAD, math.ceil(groups / (stride or 1)))
+    rounded = stride == 0 or (stride != 1 and groups > 1)
+    return int(size * (fetched * of_element + rounded * wide))

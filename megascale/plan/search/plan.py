@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from megascale.config.run import RunConfig
@@ -145,8 +145,7 @@ class Plan:
         settings, hardware = self.config.optimizer, self.hardware
         if settings.offload == "none":
             return
-        size = max(map(partial(host_state_bytes, self.config), range(self.config.parallel.pp)))
-        yield f"optimizer state of a rank in host memory: {format_bytes(size)}"
+        yield f"optimizer state of a rank in host memory: {format_bytes(host_state_bytes(self.config))}"
         if (update := host_update(self.config, hardware)) is None:
             rates = "device.host_bandwidth or node.memory_bandwidth"
             yield f"its update is planned as on the device: {hardware.name} states no {rates}"

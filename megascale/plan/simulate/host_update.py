@@ -6,12 +6,6 @@ both directions, each of which carries a gradient or master weights for a sub-gr
 state for one on the device:
 
     T(m) = max((n - m) host, (n - m) gradient + m state, m device)
-
-The first falls with m, the others rise: state, with master weights, takes longer than a gradient. They meet at
-
-    m* = n min((host - gradient) / (host - gradient + state), host / (host + device)),  0 if host <= gradient
-
-T is convex in m, so the best stride is one of two, with the most sub-groups up to m* and the fewest above.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from megascale.config.run import RunConfig
-from megascale.layout.sub_groups import aligned_size
+from megascale.layout.buckets import sub_group_size
 from megascale.plan.account.optimizer_state import StageOptimizer
 from megascale.plan.account.state_bytes import state_shards
 from megascale.plan.simulate.profiles import Hardware
@@ -38,20 +32,17 @@ class HostUpdateTime:
     gradient: float
     state: float
 
-    def seconds(self, stride: int) -> float:
-        """Time the update with every `stride`-th sub-group on the device; 0: none."""
+    def seconds(self, stride: int | None) -> float:
+        """Time the update with every `stride`-th sub-group on the device; 0: none, None: the best."""
+        stride = self.best_stride if stride is None else stride
         m = self.count // stride if stride else 0
         rest = self.count - m
         return max(rest * self.host, rest * self.gradient + m * self.state, m * self.device)
 
     @property
     def best_stride(self) -> int:
-        """The stride of the shortest update."""
-        saved = max(0.0, self.host - self.gradient)
-        most = int(self.count * min(saved / (saved + self.state), self.host / (self.host + self.device)))
-        first = self.count // (most + 1) + 1  # the smallest with at most m* on the device
-        strides = [first if first <= self.count else 0, *([first - 1] if first > 1 else [])]
-        return min(strides, key=self.seconds)
+        """The smallest stride of the shortest update."""
+        return min(range(self.count + 1), key=self.seconds)
 
 
 def host_update(config: RunConfig, hardware: Hardware) -> HostUpdateTime | None:
@@ -61,10 +52,10 @@ def host_update(config: RunConfig, hardware: Hardware) -> HostUpdateTime | None:
     link, memory, attained = hardware.device.host_bandwidth, hardware.node.memory_bandwidth, hardware.attained
     if config.optimizer.offload == "none" or link is None or memory is None:
         return None
-    size, (compute, wide) = aligned_size(config.optimizer.offload_subgroup), config.train.element_bytes
-    by_stage = [state_shards(config, stage) for stage in range(config.parallel.pp)]
-    stage = max(range(len(by_stage)), key=lambda stage: sum(by_stage[stage]))
-    shards = by_stage[stage]
+    size, (compute, wide) = sub_group_size(config.optimizer.offload_subgroup), config.train.element_bytes
+    shards, stage = max(
+        ((state_shards(config, stage), stage) for stage in range(config.parallel.pp)), key=lambda of: sum(of[0])
+    )
     count = sum(math.ceil(shard / size) for shard in shards)
     gradient = wide * sum(shards) / count
     state = gradient + StageOptimizer(config, stage).state_bytes(config.parallel.zero) / count

@@ -80,8 +80,7 @@ class StepParts(PipelineTimes):
             )
             for stage in stages
         ]
-        stride = self.config.optimizer.offload_stride
-        on_host = host.seconds(host.best_stride if stride is None else stride) if host else 0.0
+        on_host = host.seconds(self.config.optimizer.offload_stride) if host else 0.0
         return moved / self.layers.kernels.bandwidth + max(gemms) + on_host
 
     @cached_property
