@@ -26,13 +26,13 @@ from megascale.layout.sequence_shard import TokenSpan
 
 
 class HeadBlocks(NamedTuple):
-    """The blocks of some heads. `heads`: their places in the tensor of queries; `row`: of the micro-batch; `keys`: the
-    places of the keys that the blocks count, laid end to end. None each: all.
+    """The blocks of some heads. `heads`: their places in the tensor of queries; `rows`: of the micro-batch; `keys`: the
+    places of the keys that the blocks count, laid end to end, None for all.
     """
 
     blocks: MaskBlocks
-    heads: slice | None = None
-    row: int | None = None
+    heads: slice = slice(None)
+    rows: slice = slice(None)
     keys: tuple[slice, ...] | None = None
 
 
@@ -54,9 +54,10 @@ def visible_blocks(
     for row, start, own, theirs in documents_of(queries, keys, starts, length):
         near += _near(reach, start, own, theirs, row)
         for place in range(min(reach.stride, len(heads))):
-            seen = _far(reach, -heads[place] % reach.stride, start, own, theirs)
-            if seen.blocks:
-                far.append(seen._replace(heads=slice(place, len(heads), reach.stride), row=row))
+            seen, places = _far(reach, -heads[place] % reach.stride, start, own, theirs)
+            if seen:
+                rows = slice(None) if row is None else slice(row, row + 1)
+                far.append(HeadBlocks(seen, slice(place, len(heads), reach.stride), rows, places))
     return (HeadBlocks(MaskBlocks(near)), *far) if near else tuple(far)
 
 
@@ -74,9 +75,9 @@ def _near(
 
 def _far(
     pattern: SparsePattern, first: int, start: int, queries: Iterable[PlacedSpan], keys: Iterable[PlacedSpan]
-) -> HeadBlocks:
-    """Return the earlier blocks that heads see in a document that begins at `start`: number `first` and every
-    stride-th after it.
+) -> tuple[MaskBlocks, tuple[slice, ...]]:
+    """Return the earlier blocks that heads see in a document that begins at `start`, number `first` and every stride-th
+    after it, and the places of their keys.
     """
     size, stride = pattern.block, pattern.stride
     parts = list[tuple[int, slice]]()
@@ -93,4 +94,4 @@ def _far(
             own = run.cut(border + turn * step, border + (turn + 1) * step)
             if count := ends[bisect_right(numbers, first + turn * stride)]:
                 blocks.append(MaskBlock(own.places, slice(0, count), None, None))
-    return HeadBlocks(MaskBlocks(merge_rectangles(blocks)), keys=places)
+    return MaskBlocks(merge_rectangles(blocks)), places

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megascale.catalog.layers import NORMS
 from megascale.config.sparse_pattern import SparsePattern
-from megascale.layout.sequence_shard import TokenSpan
+from megascale.layout.sequence_shard import whole_sequence
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.model.query_norm import QueryNorm, query_norm
 from megascale.ops.core_attention import AttentionMask
@@ -37,7 +37,6 @@ class Attention(nn.Module):
         self._partial_attend = context.operators.partial_attend
         self._rotate = context.operators.rotate
         self._reach = model.windows[index]
-        self.q_norm, self.k_norm = (query_norm(context, f"{name}.{part}_norm") for part in "qk")
         self.sinks = context.parameters.get(f"{name}.sinks")
         self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
         self._recompute = context.recompute.attention
@@ -52,6 +51,7 @@ class Attention(nn.Module):
 
     def _add_projections(self, context: LayerContext) -> None:
         self.qkv = Linear(context, f"{self._place}.qkv")
+        self.q_norm, self.k_norm = (query_norm(context, f"{self._place}.{part}_norm") for part in "qk")
 
     def steps(
         self,
@@ -149,18 +149,16 @@ class Attention(nn.Module):
             parts = [*rotated, *parts[len(turned) :]]
         q, k, v = parts[0].split(self._counts, dim=2) if len(parts) == 1 else parts
         boundaries, shard = (None, None) if batch is None else (batch.boundaries, batch.shard)
-        mask = AttentionMask(self._reach, boundaries, keep, self._model.dropout, self._numbers.start)
+        mask = AttentionMask(self._reach, boundaries, keep, self._model.dropout, self._numbers)
         if shard is not None and self._cp is not None:
             return self._join(self._cp.attention(q, k, v, mask, shard, self._index, self.sinks))
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         exchange: KVExchange | None = None
         if batch is not None and batch.keys is not None:
             assert shard is not None, "a chunk has a place in its sequence"
-            exchange = batch.keys.exchange(shard, boundaries, self._reach, self._index, self._numbers)
+            exchange = batch.keys.exchange(shard, mask, self._index)
         elif self.sinks is not None:
-            whole = ((TokenSpan(0, q.shape[2]),),)
-            visible = VisibleScores(whole, 0, q.shape[2], self._reach, boundaries, self._numbers)
-            exchange = RingKV(None, visible, self._index)
+            exchange = RingKV(None, VisibleScores(whole_sequence(q.shape[2]), mask), self._index)
         if exchange is not None:
             assert self._partial_attend is not None, "chunks and sinks need the log-sum-exp of scores"
             out_bhsd = attend_to_all(q, k, v, exchange, self._partial_attend, self.sinks)
