@@ -69,16 +69,13 @@ def block_mask(
     return boundaries.shared(("block mask", reach, heads), lambda: _block_mask(reach, heads, s, device, boundaries))
 
 
-@cache  # under train.compile the compiled graph builds its own mask
-def _block_mask_of_rows(reach: Reach, heads: range, s: int, device: torch.device) -> BlockMask:
-    return _block_mask(reach, heads, s, device, None)
-
-
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Tells whether a query of a row and a head sees a key."""
 
 
-def _block_mask(reach: Reach, heads: range, s: int, device: torch.device, boundaries: Boundaries | None) -> BlockMask:
+def _block_mask(
+    reach: Reach, heads: range, s: int, device: torch.device, boundaries: Boundaries | None = None
+) -> BlockMask:
     """The corners of a block suffice; `create_block_mask` would evaluate all s x s elements."""
     positions = torch.arange(s, device=device)[None]
     documents = torch.zeros_like(positions)
@@ -92,7 +89,8 @@ def _block_mask(reach: Reach, heads: range, s: int, device: torch.device, bounda
     if isinstance(reach, SparsePattern):
         some, every, sees = _sparse(reach, heads, positions, first, last, alone)
     else:
-        some, every, sees = _window(reach, first, last)
+        some, every = last > first[:, None] - reach, first > last[:, None] - reach
+        sees = lambda b, h, query, key: key > query - reach  # noqa: E731
     visible = (first <= last[:, None]) & shared & some
     full = (last <= first[:, None]) & alone & every & visible
 
@@ -104,19 +102,15 @@ def _block_mask(reach: Reach, heads: range, s: int, device: torch.device, bounda
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(s, s))
 
 
-def _window(window: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, MaskMod]:
-    """Return in which blocks, from their `first` to their `last` token, a query sees a key, in which every query sees
-    every key [queries, keys], and the mask.
-    """
-    some, every = last > first[:, None] - window, first > last[:, None] - window
-    return some, every, lambda b, h, query, key: key > query - window
+_block_mask_of_rows = cache(_block_mask)  # under train.compile the compiled graph builds its own mask
 
 
 def _sparse(
     pattern: SparsePattern, heads: range, positions: Tensor, first: Tensor, last: Tensor, alone: Tensor
 ) -> tuple[Tensor, Tensor, MaskMod]:
-    """As `_window`, [b, heads, queries, keys], from `positions` in documents [b, s]; some key of any that `alone` says
-    to be in several documents.
+    """Return in which blocks, from their `first` to their `last` token, a query sees a key, in which every query sees
+    every key [b, heads, queries, keys], and the mask. `positions` [b, s]: in documents; `alone`: of blocks in one
+    document, as others may have any blocks of the pattern.
     """
     size, stride, local, rows = pattern.block, pattern.stride, pattern.local_blocks, len(positions)
 
