@@ -8,7 +8,7 @@ Queries between two borders, `stride` blocks apart, see equally many of them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -51,26 +51,21 @@ def visible_blocks(
         blocks = mask_blocks(queries, keys, reach, starts, length)
         return (HeadBlocks(blocks),) if blocks else ()
     near, far = list[MaskBlock](), list[HeadBlocks]()
+    size, back = reach.block, (reach.local_blocks - 1) * reach.block
     for row, start, own, theirs in documents_of(queries, keys, starts, length):
-        near += _near(reach, start, own, theirs, row)
+        local = (
+            (run.cut(at, at + size), others.cut(at - back, at + size))
+            for run in own
+            for at in range(run.start - (run.start - start) % size, run.stop, size)
+            for others in theirs
+        )
+        near += band_blocks(local, None, row)
+        rows = slice(None) if row is None else slice(row, row + 1)
         for place in range(min(reach.stride, len(heads))):
             seen, places = _far(reach, -heads[place] % reach.stride, start, own, theirs)
             if seen:
-                rows = slice(None) if row is None else slice(row, row + 1)
                 far.append(HeadBlocks(seen, slice(place, len(heads), reach.stride), rows, places))
     return (HeadBlocks(MaskBlocks(near)), *far) if near else tuple(far)
-
-
-def _near(
-    pattern: SparsePattern, start: int, queries: Iterable[PlacedSpan], keys: Sequence[PlacedSpan], row: int | None
-) -> Iterator[MaskBlock]:
-    """Yield the local blocks of a document that begins at `start`."""
-    size = pattern.block
-    for run in queries:
-        for block in range((run.start - start) // size, -(-(run.stop - start) // size)):
-            own = run.cut(start + block * size, start + (block + 1) * size)
-            first = start + (block + 1 - pattern.local_blocks) * size
-            yield from band_blocks(((own, theirs.cut(first, own.stop)) for theirs in keys), None, row)
 
 
 def _far(

@@ -53,7 +53,7 @@ class AttentionMask(NamedTuple):
             raise TypeError("a sparse pattern is no window")
         return self.reach
 
-    def visible(self, queries: Spans, keys: Spans, length: int) -> tuple[HeadBlocks, ...]:
+    def blocks(self, queries: Spans, keys: Spans, length: int) -> tuple[HeadBlocks, ...]:
         """List what heads see between queries and keys of rows of `length`, once for all layers."""
         if self.boundaries is None:
             return _visible_in_rows(queries, keys, self.reach, self.heads)
@@ -90,7 +90,7 @@ def torch_attend(scale: float | None = None, softcap: float | None = None) -> Co
     def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
         if isinstance(mask.reach, SparsePattern):  # blocks that no head sees are not computed
             whole = (TokenSpan(0, q_bhsd.shape[2]),)
-            visible = mask.visible(whole, whole, q_bhsd.shape[2])
+            visible = mask.blocks(whole, whole, q_bhsd.shape[2])
             return attend_within(q_bhsd, k_bhsd, v_bhsd, visible, TorchPartialAttention(scale))
         factor = q_bhsd.shape[-1] ** -0.5 if scale is None else scale
         if mask.keep is not None:

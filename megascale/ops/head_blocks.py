@@ -30,10 +30,12 @@ def add_backward(
 ) -> None:  # fmt: skip
     """Add the gradients of `add_forward` to `grads`, in fp32 or wider."""
     for seen in visible:
-        at, keys = (seen.rows, seen.heads), [_gather(seen, queries.q, t) for t in (k, v)]
-        found = grads[1:] if seen.keys is None else [torch.zeros_like(t, dtype=grads.k.dtype) for t in keys]
+        at, (keys, values) = (seen.rows, seen.heads), (_gather(seen, queries.q, t) for t in (k, v))
+        found = grads[1:]
+        if seen.keys is not None:
+            found = torch.zeros_like(keys, dtype=grads.k.dtype), torch.zeros_like(values, dtype=grads.k.dtype)
         own = AttentionResult(*(t[at] for t in queries))
-        partial.add_backward(Gradients(grads.q[at], *found), own, *keys, seen.blocks)
+        partial.add_backward(Gradients(grads.q[at], *found), own, keys, values, seen.blocks)
         for total, part in zip(grads[1:], found, strict=True) if seen.keys is not None else ():
             heads, tokens = _seen_keys(seen, queries.q, total)
             for head, grad in zip(heads, part.unbind(1), strict=True):

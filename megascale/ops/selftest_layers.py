@@ -84,7 +84,7 @@ def _attend_in_parts(partial: Any, context: OpContext, leaves: list[Tensor]) -> 
     mask, results = _mask(context, q), []
     for rank in range(2):
         shard = shard_sequence(s, 2, 1, rank)
-        visible = mask.visible(shard.spans, (TokenSpan(0, s),), s)
+        visible = mask.blocks(shard.spans, (TokenSpan(0, s),), s)
         own, total = torch.cat([q[:, :, slice(*span)] for span in shard.spans], 2), Accumulator(q[:, :, : shard.size])
         add_forward(partial, total, own, k, v, visible)
         out = total.out.to(q.dtype)

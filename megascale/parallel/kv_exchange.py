@@ -19,7 +19,7 @@ from torch import Tensor
 from megascale.comm.collectives import all_gather, reduce_scatter, send_on
 from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
-from megascale.layout.sequence_shard import SequenceShard, TokenSpan, count
+from megascale.layout.sequence_shard import SequenceShard, TokenSpan, count, whole_sequence
 from megascale.layout.sparse_blocks import HeadBlocks
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.head_blocks import add_backward, add_forward
@@ -37,11 +37,11 @@ class VisibleScores:
 
     def to_rank(self, rank: int) -> tuple[HeadBlocks, ...]:
         """The blocks of scores with the keys of a rank."""
-        return self.mask.visible(self.shard.spans, self.shard.parts[rank], self.shard.length)
+        return self.mask.blocks(self.shard.spans, self.shard.parts[rank], self.shard.length)
 
     def to_all(self) -> tuple[HeadBlocks, ...]:
         """The blocks of scores with all keys, in the order of the sequence."""
-        return self.mask.visible(self.shard.spans, (TokenSpan(0, self.shard.length),), self.shard.length)
+        return self.mask.blocks(self.shard.spans, (TokenSpan(0, self.shard.length),), self.shard.length)
 
 
 AttendForward = Callable[[Tensor, Sequence[HeadBlocks]], None]
@@ -124,6 +124,11 @@ class RingKV(KVExchange):
             return work
         work.wait()
         return COMPLETED
+
+
+def whole_keys(length: int, mask: AttentionMask, layer: int) -> RingKV:
+    """Return the exchange of a rank that has all keys of a sequence of `length`."""
+    return RingKV(None, VisibleScores(whole_sequence(length), mask), layer)
 
 
 class AllGatherKV(KVExchange):

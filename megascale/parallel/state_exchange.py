@@ -141,10 +141,13 @@ class _LinearAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, rates, documents, *states = ctx.saved_tensors
         sizes, grad_qkv, decays = [span.size for span in ctx.spans], qkv.new_empty(qkv.shape), Decays(rates, documents)
-        parts = list(zip(ctx.spans, *(t.split(sizes) for t in (qkv, grads[0], grad_qkv)), strict=True))
+        parts = list(zip(ctx.spans, qkv.split(sizes), grads[0].split(sizes), grad_qkv.split(sizes), strict=True))
         ctx.exchange.backward(
             lambda: [state_gradient(rows, grad, span, decays) for span, rows, grad, _ in parts],
             decays,
-            lambda after: [attend_backward(*each, decays, *of) for each, *of in zip(parts, states, after, strict=True)],
+            lambda after: [
+                attend_backward(*part, decays, state, grad)
+                for part, state, grad in zip(parts, states, after, strict=True)
+            ],
         )
         return grad_qkv, None, None, None, None

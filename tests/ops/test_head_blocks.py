@@ -76,7 +76,7 @@ def _attend(
     given: list[Tensor], spans: Spans, pattern: SparsePattern, heads: range, partial: PartialAttention
 ) -> list[Tensor]:
     mask = AttentionMask(pattern, Boundaries(STARTS, LENGTH, CPU), heads=heads)
-    visible = mask.visible(spans, (TokenSpan(0, LENGTH),), LENGTH)
+    visible = mask.blocks(spans, (TokenSpan(0, LENGTH),), LENGTH)
     return with_gradients(given, lambda q, k, v: attend_within(q, k, v, visible, partial))
 
 
@@ -84,9 +84,9 @@ def test_blocks_are_found_once_for_all_layers() -> None:
     whole, boundaries = (TokenSpan(0, LENGTH),), Boundaries(STARTS, LENGTH, CPU)
     for bounds in (None, boundaries):
         mask = AttentionMask(PATTERNS[0], bounds, heads=range(4))
-        first, again = (each.visible(whole, whole, LENGTH) for each in (mask, mask._replace(dropout=0.1)))
+        first, again = (each.blocks(whole, whole, LENGTH) for each in (mask, mask._replace(dropout=0.1)))
         assert first is again
-        assert mask._replace(heads=range(1, 5)).visible(whole, whole, LENGTH) is not first
+        assert mask._replace(heads=range(1, 5)).blocks(whole, whole, LENGTH) is not first
 
 
 def test_a_pattern_is_no_window() -> None:
