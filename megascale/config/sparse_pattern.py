@@ -9,7 +9,7 @@ in head h, counted over all ranks: the `stride` offsets of the heads together sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,8 @@ MOST = 2**30
 """The largest number in a pattern: the tokens of the longest sequence."""
 
 LEAST = {"local_blocks": 1, "stride": 2, "block": 1, "dense_every": 0}
+"""The least number of each key."""
+
 REQUIRED = ("local_blocks", "stride")
 
 
@@ -58,11 +60,10 @@ Reach = int | SparsePattern
 
 def check_sparse_pattern(table: dict[str, Any]) -> dict[str, Any]:
     """Check the keys of a table. Raises: PydanticCustomError that lists the mistakes"""
-    names = [field.name for field in fields(SparsePattern)]
     mistakes = [f"needs {name}" for name in REQUIRED if name not in table]
-    mistakes += [f"has no {name}, only {', '.join(names)}" for name in table if name not in names]
+    mistakes += [f"has no {name}, only {', '.join(LEAST)}" for name in table if name not in LEAST]
     for name, value in table.items():
-        if name in names and (type(value) is not int or not LEAST[name] <= value <= MOST):
+        if name in LEAST and (type(value) is not int or not LEAST[name] <= value <= MOST):
             mistakes.append(f"{name} should be a whole number from {LEAST[name]}, not {value!r}")
     if table.get("dense_every") == 1:
         mistakes.append("dense_every = 1 leaves no sparse layer: above 1, or 0")

@@ -106,6 +106,11 @@ def sequence_shard(parallel: ParallelConfig, length: int, cp_rank: int) -> Seque
     return shard_sequence(length, parallel.cp_keys, parallel.cp_heads, cp_rank)
 
 
+def whole_sequence(length: int) -> SequenceShard:
+    """Return a sequence of `length` tokens as its only shard."""
+    return SequenceShard(length, ((TokenSpan(0, length),),), 0)
+
+
 def sequence_chunk(length: int, tokens: int, index: int) -> SequenceShard:
     """Return the chunk of number `index` of a sequence that is cut into chunks of `tokens`."""
     return SequenceShard(length, tuple((TokenSpan(at, at + tokens),) for at in range(0, length, tokens)), index)

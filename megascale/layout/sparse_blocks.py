@@ -8,7 +8,7 @@ Queries between two borders, `stride` blocks apart, see equally many of them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,13 +26,13 @@ from megascale.layout.sequence_shard import TokenSpan
 
 
 class HeadBlocks(NamedTuple):
-    """The blocks of some heads. `heads`: their places in the tensor of queries; `row`: of the micro-batch; `keys`: the
-    places of the keys that the blocks count, laid end to end. None each: all.
+    """The blocks of some heads. `heads`: their places in the tensor of queries; `rows`: of the micro-batch; `keys`: the
+    places of the keys that the blocks count, laid end to end, None for all.
     """
 
     blocks: MaskBlocks
-    heads: slice | None = None
-    row: int | None = None
+    heads: slice = slice(None)
+    rows: slice = slice(None)
     keys: tuple[slice, ...] | None = None
 
 
@@ -51,32 +51,28 @@ def visible_blocks(
         blocks = mask_blocks(queries, keys, reach, starts, length)
         return (HeadBlocks(blocks),) if blocks else ()
     near, far = list[MaskBlock](), list[HeadBlocks]()
+    size, back = reach.block, (reach.local_blocks - 1) * reach.block
     for row, start, own, theirs in documents_of(queries, keys, starts, length):
-        near += _near(reach, start, own, theirs, row)
+        local = (
+            (run.cut(at, at + size), others.cut(at - back, at + size))
+            for run in own
+            for at in range(run.start - (run.start - start) % size, run.stop, size)
+            for others in theirs
+        )
+        near += band_blocks(local, None, row)
+        rows = slice(None) if row is None else slice(row, row + 1)
         for place in range(min(reach.stride, len(heads))):
-            seen = _far(reach, -heads[place] % reach.stride, start, own, theirs)
-            if seen.blocks:
-                far.append(seen._replace(heads=slice(place, len(heads), reach.stride), row=row))
+            seen, places = _far(reach, -heads[place] % reach.stride, start, own, theirs)
+            if seen:
+                far.append(HeadBlocks(seen, slice(place, len(heads), reach.stride), rows, places))
     return (HeadBlocks(MaskBlocks(near)), *far) if near else tuple(far)
-
-
-def _near(
-    pattern: SparsePattern, start: int, queries: Iterable[PlacedSpan], keys: Sequence[PlacedSpan], row: int | None
-) -> Iterator[MaskBlock]:
-    """Yield the local blocks of a document that begins at `start`."""
-    size = pattern.block
-    for run in queries:
-        for block in range((run.start - start) // size, -(-(run.stop - start) // size)):
-            own = run.cut(start + block * size, start + (block + 1) * size)
-            first = start + (block + 1 - pattern.local_blocks) * size
-            yield from band_blocks(((own, theirs.cut(first, own.stop)) for theirs in keys), None, row)
 
 
 def _far(
     pattern: SparsePattern, first: int, start: int, queries: Iterable[PlacedSpan], keys: Iterable[PlacedSpan]
-) -> HeadBlocks:
-    """Return the earlier blocks that heads see in a document that begins at `start`: number `first` and every
-    stride-th after it.
+) -> tuple[MaskBlocks, tuple[slice, ...]]:
+    """Return the earlier blocks that heads see in a document that begins at `start`, number `first` and every stride-th
+    after it, and the places of their keys.
     """
     size, stride = pattern.block, pattern.stride
     parts = list[tuple[int, slice]]()
@@ -93,4 +89,4 @@ def _far(
             own = run.cut(border + turn * step, border + (turn + 1) * step)
             if count := ends[bisect_right(numbers, first + turn * stride)]:
                 blocks.append(MaskBlock(own.places, slice(0, count), None, None))
-    return HeadBlocks(MaskBlocks(merge_rectangles(blocks)), keys=places)
+    return MaskBlocks(merge_rectangles(blocks)), places

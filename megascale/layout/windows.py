@@ -24,11 +24,7 @@ def window_blocks(s: int, window: int, block: int = QUERY_BLOCK) -> list[tuple[s
     return [(block, slice(max(0, block.start + 1 - window), block.stop)) for block in queries]
 
 
-def has_scores(model: ModelConfig, layer: int) -> bool:
-    """Return True for a layer whose attention has scores of queries and keys, which linear attention has not."""
-    return "attention" in model.attention_kind(layer).facts["operations"]
-
-
 def score_windows(model: ModelConfig) -> tuple[Reach | None, ...]:
-    """Return the `windows` of the layers with scores, windows or sparse patterns."""
-    return tuple(window for layer, window in enumerate(model.windows) if has_scores(model, layer))
+    """Return the `windows` of the layers with scores of queries and keys, which linear attention has not."""
+    operations = (model.attention_kind(layer).facts["operations"] for layer in range(model.total_layers))
+    return tuple(window for window, used in zip(model.windows, operations, strict=True) if "attention" in used)

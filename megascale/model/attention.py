@@ -7,18 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megascale.catalog.layers import NORMS
-from megascale.config.sparse_pattern import SparsePattern
-from megascale.layout.sequence_shard import TokenSpan
-from megascale.model.modules import LayerContext, Linear, Norm
-from megascale.model.query_norm import QueryNorm, query_norm
+from megascale.model.modules import LayerContext, Linear
+from megascale.model.query_norm import QueryKeyNorms
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
-from megascale.parallel.kv_exchange import KVExchange, RingKV, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import KVExchange, attend_to_all, whole_keys
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.segments import Steps, run_through
-from megascale.parallel.sharded_norm import sharded_rms_norms
 from megascale.parallel.tensor import column_parallel_steps, row_parallel_steps
 from megascale.record.label import Label
 
@@ -37,7 +33,6 @@ class Attention(nn.Module):
         self._partial_attend = context.operators.partial_attend
         self._rotate = context.operators.rotate
         self._reach = model.windows[index]
-        self.q_norm, self.k_norm = (query_norm(context, f"{name}.{part}_norm") for part in "qk")
         self.sinks = context.parameters.get(f"{name}.sinks")
         self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
         self._recompute = context.recompute.attention
@@ -52,6 +47,8 @@ class Attention(nn.Module):
 
     def _add_projections(self, context: LayerContext) -> None:
         self.qkv = Linear(context, f"{self._place}.qkv")
+        has_norms = context.model.qk_norm != "none"
+        self.norms = QueryKeyNorms(context, self._place, self._index) if has_norms else None
 
     def steps(
         self,
@@ -91,9 +88,9 @@ class Attention(nn.Module):
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, -1, self._model.head_dim)
         parts = [heads]
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.norms is not None:
             q, k, v = heads.split(self._counts, dim=2)
-            parts = [*self._normalize(q, self.q_norm, k, self.k_norm), v]
+            parts = [*self.norms(q, k), v]
         return self._attend_in_place(parts, batch)
 
     def _attend_in_place(self, parts: Sequence[Tensor], batch: MicroBatch) -> Tensor:
@@ -103,7 +100,7 @@ class Attention(nn.Module):
             angles = self._angles(s, batch, parts[0])
         keep = batch.dropout.attention_keep_mask(self._place, self._numbers, s)
         # not compiled: a graph would be compiled for the documents of every row, and broken by communication or blocks
-        in_blocks = self.sinks is not None or isinstance(self._reach, SparsePattern)
+        in_blocks = self.sinks is not None or (self._model.sparse_attention and self._reach)
         if batch.boundaries is not None or batch.shard is not None or in_blocks:
             return self.rope_and_attend(parts, angles, keep, batch)
         return self._rope_and_attend(parts, angles, keep)
@@ -117,19 +114,6 @@ class Attention(nn.Module):
         if batch.boundaries is None:
             return rope_table(length, rope, wide, x.device, spans)
         return rope_at(batch.boundaries, rope, rope_table(length, rope, wide, x.device, None), spans)
-
-    def _normalize(self, q: Tensor, q_norm: QueryNorm, k: Tensor, k_norm: QueryNorm) -> tuple[Tensor, Tensor]:
-        """Normalize q and k [s, b, heads, head_dim]: every head, or all heads of all tp ranks together."""
-        if self._model.qk_norm != "full":
-            return q_norm(q), k_norm(k)
-        flat = q.flatten(2), k.flatten(2)
-        if self._tp.size == 1:
-            return q_norm(flat[0]).view_as(q), k_norm(flat[1]).view_as(k)
-        assert isinstance(q_norm, Norm) and isinstance(k_norm, Norm)
-        gains, label = [q_norm.weight, k_norm.weight], Label.for_layer(self._index, "qk norm")
-        offset = NORMS[self._model.norm].facts["offset"]
-        normed = sharded_rms_norms(flat, gains, self._model.norm_eps, self._tp, label, offset)
-        return normed[0].view_as(q), normed[1].view_as(k)
 
     def rope_and_attend(
         self,
@@ -149,18 +133,16 @@ class Attention(nn.Module):
             parts = [*rotated, *parts[len(turned) :]]
         q, k, v = parts[0].split(self._counts, dim=2) if len(parts) == 1 else parts
         boundaries, shard = (None, None) if batch is None else (batch.boundaries, batch.shard)
-        mask = AttentionMask(self._reach, boundaries, keep, self._model.dropout, self._numbers.start)
+        mask = AttentionMask(self._reach, boundaries, keep, self._model.dropout, self._numbers)
         if shard is not None and self._cp is not None:
             return self._join(self._cp.attention(q, k, v, mask, shard, self._index, self.sinks))
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         exchange: KVExchange | None = None
         if batch is not None and batch.keys is not None:
             assert shard is not None, "a chunk has a place in its sequence"
-            exchange = batch.keys.exchange(shard, boundaries, self._reach, self._index, self._numbers)
+            exchange = batch.keys.exchange(shard, mask, self._index)
         elif self.sinks is not None:
-            whole = ((TokenSpan(0, q.shape[2]),),)
-            visible = VisibleScores(whole, 0, q.shape[2], self._reach, boundaries, self._numbers)
-            exchange = RingKV(None, visible, self._index)
+            exchange = whole_keys(q.shape[2], mask, self._index)
         if exchange is not None:
             assert self._partial_attend is not None, "chunks and sinks need the log-sum-exp of scores"
             out_bhsd = attend_to_all(q, k, v, exchange, self._partial_attend, self.sinks)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.config.sparse_pattern import Reach, SparsePattern
-from megascale.layout.sequence_shard import TokenSpan
+from megascale.layout.sequence_shard import Spans, TokenSpan
+from megascale.layout.sparse_blocks import HeadBlocks, visible_blocks
 from megascale.layout.windows import QUERY_BLOCK, window_blocks
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.head_blocks import attend_within, visible_within
+from megascale.ops.head_blocks import attend_within
 from megascale.ops.library import FLASH3, FLASH4, Library
 from megascale.ops.partial_attention import TorchPartialAttention
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
@@ -35,19 +36,15 @@ from megascale.ops.select import NotByDefault, OpBackend, OpContext
 class AttentionMask(NamedTuple):
     """The mask of attention. `reach`: a window of keys up to a query's own, or a pattern by head, None for all keys;
     `boundaries`: of the documents that attention stays in, None for whole rows; `keep`, bool [b, heads, s, s]: the
-    attention weights that survive dropout of probability `dropout`, None for all. `first_head`: the number of the first
-    head of q, over all ranks.
+    attention weights that survive dropout of probability `dropout`, None for all. `heads`: the numbers of the heads of
+    q, over all ranks.
     """
 
     reach: Reach | None = None
     boundaries: Boundaries | None = None
     keep: Tensor | None = None
     dropout: float = 0.0
-    first_head: int = 0
-
-    def heads(self, q_bhsd: Tensor) -> range:
-        """The numbers of the heads of q."""
-        return range(self.first_head, self.first_head + q_bhsd.shape[1])
+    heads: range = range(0)
 
     @property
     def window(self) -> int | None:
@@ -55,6 +52,16 @@ class AttentionMask(NamedTuple):
         if isinstance(self.reach, SparsePattern):
             raise TypeError("a sparse pattern is no window")
         return self.reach
+
+    def blocks(self, queries: Spans, keys: Spans, length: int) -> tuple[HeadBlocks, ...]:
+        """List what heads see between queries and keys of rows of `length`, once for all layers."""
+        if self.boundaries is None:
+            return _visible_in_rows(queries, keys, self.reach, self.heads)
+        key = ("blocks", queries, keys, self.reach, self.heads)
+        return self.boundaries.shared(key, partial(visible_blocks, *key[1:], self.boundaries.starts, length))
+
+
+_visible_in_rows = lru_cache(256)(visible_blocks)
 
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
@@ -81,29 +88,19 @@ def torch_attend(scale: float | None = None, softcap: float | None = None) -> Co
     """Attention by torch's kernels, in rows or within documents."""
 
     def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
-        if isinstance(mask.reach, SparsePattern):
-            return _sparse_attention(q_bhsd, k_bhsd, v_bhsd, mask, scale)
-        if mask.boundaries is None:
-            return causal_attention(q_bhsd, k_bhsd, v_bhsd, mask.window, mask.keep, mask.dropout, scale, softcap)
+        if isinstance(mask.reach, SparsePattern):  # blocks that no head sees are not computed
+            whole = (TokenSpan(0, q_bhsd.shape[2]),)
+            visible = mask.blocks(whole, whole, q_bhsd.shape[2])
+            return attend_within(q_bhsd, k_bhsd, v_bhsd, visible, TorchPartialAttention(scale))
         factor = q_bhsd.shape[-1] ** -0.5 if scale is None else scale
         if mask.keep is not None:
-            documents = mask.boundaries.documents
-            seen = _causal_mask(q_bhsd, mask.window) & (documents[:, None, :, None] == documents[:, None, None])
-            return _dropped_attention(q_bhsd, k_bhsd, v_bhsd, seen, mask.keep, mask.dropout, factor, softcap)
+            return _dropped_attention(q_bhsd, k_bhsd, v_bhsd, mask, mask.keep, factor, softcap)
         alone = partial(causal_attention, window=mask.window, scale=factor, softcap=softcap)
+        if mask.boundaries is None:
+            return alone(q_bhsd, k_bhsd, v_bhsd)
         return _document_attention(q_bhsd, k_bhsd, v_bhsd, mask.boundaries, alone)
 
     return attend
-
-
-def _sparse_attention(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask, scale: float | None
-) -> Tensor:
-    """Attend to the blocks that each head sees; others are not computed."""
-    s = q_bhsd.shape[2]
-    whole = (TokenSpan(0, s),)
-    visible = visible_within(whole, whole, mask.reach, mask.heads(q_bhsd), mask.boundaries, s)
-    return attend_within(q_bhsd, k_bhsd, v_bhsd, visible, TorchPartialAttention(scale))
 
 
 def _document_attention(
@@ -182,55 +179,42 @@ def causal_attention(
     k_bhsd: Tensor,
     v_bhsd: Tensor,
     window: int | None,
-    keep: Tensor | None = None,
-    dropout: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute causal attention for q [b, heads, s, d] and k, v [b, kv heads, s, d]; result as q.
-
-    `keep`, bool [b, heads, s, s]: the attention weights surviving dropout. All weights are then computed in memory,
-    since the dropout mask of a fused kernel would depend on the layout. Without `keep` torch's fused kernel runs.
-    `scale`: of the scores, by default 1 / sqrt(d). `softcap`: of the scaled scores.
+    """Compute causal attention by torch's fused kernel for q [b, heads, s, d] and k, v [b, kv heads, s, d]; result as
+    q. `scale`: of the scores, by default 1 / sqrt(d). `softcap`: of the scaled scores.
     """
     s, scale = q_bhsd.shape[2], q_bhsd.shape[-1] ** -0.5 if scale is None else scale
-    if keep is None and softcap is not None:
+    if softcap is not None:
         from megascale.ops.softcapped_attention import softcapped_attention
 
         return softcapped_attention(q_bhsd, k_bhsd, v_bhsd, window or s, scale, softcap)
-    if keep is None:
-        if window is not None and window < s:
-            return sliding_attention(q_bhsd, k_bhsd, v_bhsd, window, scale=scale)
-        shared = k_bhsd.shape[1] != q_bhsd.shape[1]
-        return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True, scale=scale, enable_gqa=shared)
-    mask = _causal_mask(q_bhsd, window)
-    return _dropped_attention(q_bhsd, k_bhsd, v_bhsd, mask, keep, dropout, scale, softcap)
+    if window is not None and window < s:
+        return sliding_attention(q_bhsd, k_bhsd, v_bhsd, window, scale=scale)
+    shared = k_bhsd.shape[1] != q_bhsd.shape[1]
+    return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True, scale=scale, enable_gqa=shared)
 
 
 def _dropped_attention(
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    mask: Tensor,
-    keep: Tensor,
-    dropout: float,
-    scale: float,
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask, keep: Tensor, scale: float,
     softcap: float | None,
-) -> Tensor:
-    """Attend with all weights in memory, where bool `mask` [s, s] or [b, 1, s, s] is True; drop those not in `keep`."""
+) -> Tensor:  # fmt: skip
+    """Attend with all weights in memory, and drop those not in `keep`: the dropout mask of a fused kernel would depend
+    on the layout.
+    """
+    positions = torch.arange(q_bhsd.shape[2], device=q_bhsd.device)
+    seen = visible(positions, positions, mask.window or len(positions))
+    if mask.boundaries is not None:
+        documents = mask.boundaries.documents
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None])
     groups = q_bhsd.shape[1] // k_bhsd.shape[1]
     k_bhsd, v_bhsd = (t.repeat_interleave(groups, 1) for t in (k_bhsd, v_bhsd))
     scores = (q_bhsd @ k_bhsd.mT) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
-    return (weights * keep / (1 - dropout)) @ v_bhsd
-
-
-def _causal_mask(q_bhsd: Tensor, window: int | None) -> Tensor:
-    s = q_bhsd.shape[2]
-    positions = torch.arange(s, device=q_bhsd.device)
-    return visible(positions, positions, window or s)
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return (weights * keep / (1 - mask.dropout)) @ v_bhsd
 
 
 def visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:

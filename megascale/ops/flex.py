@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megascale.config.sparse_pattern import SparsePattern
+from megascale.config.sparse_pattern import Reach, SparsePattern
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, CoreAttention, causal_attention, not_by_default
@@ -46,108 +46,84 @@ def flex(attention: Callable[..., Any], scale: float | None = None, softcap: flo
 
     def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
         s, reach = q_bhsd.shape[2], mask.reach
-        window = None if isinstance(reach, SparsePattern) else reach
-        if isinstance(reach, SparsePattern):
-            blocks = sparse_block_mask(reach, mask.heads(q_bhsd), s, q_bhsd.device, mask.boundaries)
-        elif mask.boundaries is not None:
-            blocks = document_block_mask(mask.boundaries, min(window or s, s))
-        elif (window is None or window >= s) and softcap is None:
-            return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, mask.keep, mask.dropout, scale)
-        else:
-            blocks = block_mask(s, min(window or s, s), q_bhsd.device)
+        sees_all = reach is None or (isinstance(reach, int) and reach >= s)
+        if sees_all and mask.boundaries is None and softcap is None:
+            return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, scale)
+        blocks = block_mask(reach, mask.heads, s, q_bhsd.device, mask.boundaries)
         shared = k_bhsd.shape[1] != q_bhsd.shape[1]
         return attention(q_bhsd, k_bhsd, v_bhsd, score_mod=score_mod, block_mask=blocks, scale=scale, enable_gqa=shared)
 
     return attend
 
 
-@cache  # one per window; under train.compile the compiled graph builds its own mask
-def block_mask(s: int, window: int, device: torch.device) -> BlockMask:
-    """Classify blocks of the s x s scores as masked, partially visible or fully visible under a window.
-
-    The corners of a block suffice; `create_block_mask` would evaluate all s x s elements.
-    """
-
-    def mask(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key > query - window)
-
-    first = torch.arange(0, s, BLOCK, device=device)
-    last = first + BLOCK - 1
-    visible = (first <= last[:, None]) & (last > first[:, None] - window)
-    full = (last <= first[:, None]) & (first > last[:, None] - window)
-    return BlockMask.from_kv_blocks(
-        *_block_lists((visible & ~full)[None, None]),
-        *_block_lists(full[None, None]),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask,
-        seq_lengths=(s, s),
-    )
-
-
-def document_block_mask(boundaries: Boundaries, window: int) -> BlockMask:
-    """Classify blocks of scores under a window within documents, for each row of the micro-batch. All layers with this
-    window share the result.
-    """
-    documents, s = boundaries.documents, boundaries.length
-
-    def mask(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key > query - window) & (documents[b, key] == documents[b, query])
-
-    def classify() -> BlockMask:
-        first = torch.arange(0, s, BLOCK, device=documents.device)
-        last = first + BLOCK - 1
-        begins, ends = documents[:, first], documents[:, last.clamp(max=s - 1)]  # of blocks: documents ascend in a row
-        visible = (first <= last[:, None]) & (last > first[:, None] - window) & (begins[:, :, None] <= ends[:, None])
-        visible = visible & (ends[:, None] >= begins[:, :, None])
-        full = (last <= first[:, None]) & (first > last[:, None] - window) & (begins[:, None] == ends[:, :, None])
-        lists = *_block_lists((visible & ~full)[:, None]), *_block_lists(full[:, None])
-        return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(s, s))
-
-    return boundaries.shared(("blocks", window), classify)
-
-
-def sparse_block_mask(
-    pattern: SparsePattern, heads: range, s: int, device: torch.device, boundaries: Boundaries | None
+def block_mask(
+    reach: Reach | None, heads: range, s: int, device: torch.device, boundaries: Boundaries | None
 ) -> BlockMask:
-    """Classify blocks of scores by head under a sparse pattern, in rows or within documents. All layers share it."""
+    """Classify blocks of the s x s scores as masked, partly or fully visible: under a window, or by head under a sparse
+    pattern, in rows or within documents. All layers share the result.
+    """
+    if not isinstance(reach, SparsePattern):
+        reach, heads = min(reach or s, s), range(1)  # of all heads
     if boundaries is None:
-        return _sparse_mask_of_rows(pattern, heads, s, device)
-    positions, documents = boundaries.positions.t().contiguous(), boundaries.documents
-    key = ("sparse blocks", pattern, heads)
-    return boundaries.shared(key, lambda: _sparse_mask(pattern, heads, positions, documents))
+        return _block_mask_of_rows(reach, heads, s, device)
+    return boundaries.shared(("block mask", reach, heads), lambda: _block_mask(reach, heads, s, device, boundaries))
 
 
-@cache
-def _sparse_mask_of_rows(pattern: SparsePattern, heads: range, s: int, device: torch.device) -> BlockMask:
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Tells whether a query of a row and a head sees a key."""
+
+
+def _block_mask(
+    reach: Reach, heads: range, s: int, device: torch.device, boundaries: Boundaries | None = None
+) -> BlockMask:
+    """The corners of a block suffice; `create_block_mask` would evaluate all s x s elements."""
     positions = torch.arange(s, device=device)[None]
-    return _sparse_mask(pattern, heads, positions, torch.zeros_like(positions))
-
-
-def _sparse_mask(pattern: SparsePattern, heads: range, positions: Tensor, documents: Tensor) -> BlockMask:
-    """Classify blocks from `positions` in documents and numbers of `documents` [b, s], equal rows for b = 1."""
-    size, stride, local, s = pattern.block, pattern.stride, pattern.local_blocks, positions.shape[1]
-    rows, first_head = len(positions), heads.start
+    documents = torch.zeros_like(positions)
+    if boundaries is not None:
+        positions, documents = boundaries.positions.t().contiguous(), boundaries.documents
+    first = torch.arange(0, s, BLOCK, device=device)
+    last = (first + BLOCK - 1).clamp(max=s - 1)
+    begins, ends = documents[:, None, first], documents[:, None, last]  # of blocks: documents ascend in a row
+    shared = (begins[..., None] <= ends[..., None, :]) & (ends[..., None] >= begins[..., None, :])  # [b, 1, q, k]
+    alone = (begins[..., None] == ends[..., None, :]) & (ends[..., None] == begins[..., None, :])
+    if isinstance(reach, SparsePattern):
+        some, every, sees = _sparse(reach, heads, positions, first, last, alone)
+    else:
+        some, every = last > first[:, None] - reach, first > last[:, None] - reach
+        sees = lambda b, h, query, key: key > query - reach  # noqa: E731
+    visible = (first <= last[:, None]) & shared & some
+    full = (last <= first[:, None]) & alone & every & visible
 
     def mask(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        row = b % rows
-        own, theirs = positions[row, query] // size, positions[row, key] // size
-        seen = (own - theirs < local) | ((theirs + h + first_head) % stride == 0)
-        return seen & (key <= query) & (documents[row, key] == documents[row, query])
+        seen = sees(b, h, query, key) & (key <= query)
+        return seen if boundaries is None else seen & (documents[b, key] == documents[b, query])
 
-    first = torch.arange(0, s, BLOCK, device=positions.device)
-    last = (first + BLOCK - 1).clamp(max=s - 1)
-    begins, ends = documents[:, first], documents[:, last]
-    low, high = positions[:, first] // size, positions[:, last] // size  # pattern blocks, of those in one document
-    shared = (begins[:, :, None] <= ends[:, None]) & (ends[:, :, None] >= begins[:, None])  # [b, queries, keys]
-    alone = (begins[:, :, None] == ends[:, None]) & (ends[:, :, None] == begins[:, None])
-    numbers = torch.arange(heads.start, heads.stop, device=positions.device)[:, None]
-    turns = (high[:, None] + numbers) // stride - (low[:, None] + numbers - 1) // stride  # strided blocks [b, h, keys]
-    some, only = turns[:, :, None] > 0, (turns[:, :, None] > 0) & (low == high)[:, None, None]
-    near, all_near = low[:, :, None] - high[:, None] < local, high[:, :, None] - low[:, None] < local
-    visible = ((first <= last[:, None]) & shared)[:, None] & (some | (near | ~alone)[:, None])
-    full = ((last <= first[:, None]) & alone)[:, None] & (only | all_near[:, None])
-    lists = *_block_lists(visible & ~full), *_block_lists(full & visible)
+    lists = *_block_lists(visible & ~full), *_block_lists(full)
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(s, s))
+
+
+_block_mask_of_rows = cache(_block_mask)  # under train.compile the compiled graph builds its own mask
+
+
+def _sparse(
+    pattern: SparsePattern, heads: range, positions: Tensor, first: Tensor, last: Tensor, alone: Tensor
+) -> tuple[Tensor, Tensor, MaskMod]:
+    """Return in which blocks, from their `first` to their `last` token, a query sees a key, in which every query sees
+    every key [b, heads, queries, keys], and the mask. `positions` [b, s]: in documents; `alone`: of blocks in one
+    document, as others may have any blocks of the pattern.
+    """
+    size, stride, local, rows = pattern.block, pattern.stride, pattern.local_blocks, len(positions)
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own, theirs = (positions[b % rows, token] // size for token in (query, key))
+        return (own - theirs < local) | ((theirs + h + heads.start) % stride == 0)
+
+    low, high = positions[:, None, first] // size, positions[:, None, last] // size  # of a block in one document
+    numbers = torch.arange(heads.start, heads.stop, device=positions.device)[:, None]
+    strided = (high + numbers) // stride > (low + numbers - 1) // stride  # in keys' blocks [b, heads, keys]
+    near, all_near = low[..., None] - high[..., None, :] < local, high[..., None] - low[..., None, :] < local
+    some = strided[:, :, None] | near | ~alone
+    return some, (strided & (low == high))[:, :, None] | all_near, sees
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,60 +6,13 @@ Where only some of the heads or keys count, they are gathered before the kernels
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.config.sparse_pattern import Reach
-from megascale.layout.sequence_shard import Spans
-from megascale.layout.sparse_blocks import HeadBlocks, visible_blocks
-from megascale.ops.boundaries import Boundaries
+from megascale.layout.sparse_blocks import HeadBlocks
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention
-
-
-def visible_within(
-    queries: Spans, keys: Spans, reach: Reach | None, heads: range, boundaries: Boundaries | None, length: int
-) -> tuple[HeadBlocks, ...]:
-    """List what heads see between queries and keys of rows of `length`, once for all layers."""
-    if boundaries is None:
-        return _visible_in_rows(queries, keys, reach, heads)
-    starts = boundaries.starts
-    key = ("blocks", queries, keys, reach, heads)
-    return boundaries.shared(key, lambda: visible_blocks(queries, keys, reach, heads, starts, length))
-
-
-_visible_in_rows = lru_cache(256)(visible_blocks)
-
-
-class _Place(NamedTuple):
-    """The rows and heads of queries, and of keys the heads, repeated for queries that share them, and the tokens."""
-
-    rows: slice
-    heads: slice
-    kv_heads: list[int]
-    tokens: Tensor
-
-    def gather(self, keys: Tensor) -> Tensor:
-        of_rows = keys[self.rows]
-        return torch.stack([of_rows[:, head].index_select(1, self.tokens) for head in self.kv_heads], 1)
-
-    def scatter(self, grad: Tensor, into: Tensor) -> None:
-        for head, part in zip(self.kv_heads, grad.unbind(1), strict=True):
-            into[self.rows, head].index_add_(1, self.tokens, part)
-
-
-def _place(seen: HeadBlocks, q: Tensor, k: Tensor) -> _Place | None:
-    """Return the place of blocks; None for all of the tensors."""
-    if seen.heads is None or seen.keys is None:
-        return None
-    spans, shared = seen.keys, q.shape[1] // k.shape[1]
-    tokens = seen.blocks.derive(
-        ("tokens", k.device), lambda: torch.cat([torch.arange(s.start, s.stop, device=k.device) for s in spans])
-    )
-    rows = slice(None) if seen.row is None else slice(seen.row, seen.row + 1)
-    return _Place(rows, seen.heads, [head // shared for head in range(q.shape[1])[seen.heads]], tokens)
 
 
 def add_forward(
@@ -67,34 +20,43 @@ def add_forward(
 ) -> None:
     """Add the attention of q [b, heads, n, d] to k and v [b, kv heads, m, d] within `visible`."""
     for seen in visible:
-        if (at := _place(seen, q, k)) is None:
-            partial.add_forward(total, q, k, v, seen.blocks)
-        else:
-            own = total.part(at.rows, at.heads)
-            partial.add_forward(own, q[at.rows, at.heads], at.gather(k), at.gather(v), seen.blocks)
+        at = seen.rows, seen.heads
+        partial.add_forward(total.part(*at), q[at], _gather(seen, q, k), _gather(seen, q, v), seen.blocks)
 
 
 def add_backward(
-    partial: PartialAttention,
-    grads: Gradients,
-    queries: AttentionResult,
-    k: Tensor,
-    v: Tensor,
+    partial: PartialAttention, grads: Gradients, queries: AttentionResult, k: Tensor, v: Tensor,
     visible: Sequence[HeadBlocks],
-) -> None:
+) -> None:  # fmt: skip
     """Add the gradients of `add_forward` to `grads`, in fp32 or wider."""
     for seen in visible:
-        if (at := _place(seen, queries.q, k)) is None:
-            partial.add_backward(grads, queries, k, v, seen.blocks)
-            continue
-        keys, values = at.gather(k), at.gather(v)
-        own = AttentionResult(*(t[at.rows, at.heads] for t in queries))
-        found = Gradients(
-            grads.q[at.rows, at.heads], *(t.new_zeros(t.shape, dtype=grads.k.dtype) for t in (keys, values))
-        )
-        partial.add_backward(found, own, keys, values, seen.blocks)
-        at.scatter(found.k, grads.k)
-        at.scatter(found.v, grads.v)
+        at, (keys, values) = (seen.rows, seen.heads), (_gather(seen, queries.q, t) for t in (k, v))
+        found = grads[1:]
+        if seen.keys is not None:
+            found = torch.zeros_like(keys, dtype=grads.k.dtype), torch.zeros_like(values, dtype=grads.k.dtype)
+        own = AttentionResult(*(t[at] for t in queries))
+        partial.add_backward(Gradients(grads.q[at], *found), own, keys, values, seen.blocks)
+        for total, part in zip(grads[1:], found, strict=True) if seen.keys is not None else ():
+            heads, tokens = _seen_keys(seen, queries.q, total)
+            for head, grad in zip(heads, part.unbind(1), strict=True):
+                head.index_add_(1, tokens, grad)
+
+
+def _gather(seen: HeadBlocks, q: Tensor, keys: Tensor) -> Tensor:
+    """Return the keys or values [b, heads, m, d] that heads of q see: of all, or copies for some of the heads."""
+    if seen.keys is None:
+        return keys
+    heads, tokens = _seen_keys(seen, q, keys)
+    return torch.stack([head.index_select(1, tokens) for head in heads], 1)
+
+
+def _seen_keys(seen: HeadBlocks, q: Tensor, keys: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return for each of some heads of q its keys [b, m, d], a view, and the tokens that it sees of them."""
+    spans, shared = seen.keys or (), q.shape[1] // keys.shape[1]
+    tokens = seen.blocks.derive(
+        ("tokens", keys.device), lambda: torch.cat([torch.arange(s.start, s.stop, device=keys.device) for s in spans])
+    )
+    return [keys[seen.rows, head // shared] for head in range(q.shape[1])[seen.heads]], tokens
 
 
 def attend_within(

@@ -16,6 +16,7 @@ are projected, or [n, b, heads, d]; a state is [b, heads, d, d].
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -57,21 +58,15 @@ class Decays:
 
     def within(self, block: TokenSpan) -> Tensor:
         """D of a block."""
-        factors = self._of_length(block.size).within
-        numbers = self._numbers(block)
-        return factors if numbers is None else factors * (numbers.mT == numbers).unsqueeze(1)
+        return self._kept(self._of_length(block.size).within, block, block)
 
     def from_start(self, block: TokenSpan) -> Tensor:
         """The factors of the state before a block, by token."""
-        factors, numbers = self._of_length(block.size).from_start, self._numbers(block)
-        if numbers is None or block.start == 0:
-            return factors
-        return factors * (numbers.mT == self._before(block)).unsqueeze(1)
+        return self._kept(self._of_length(block.size).from_start, block, _token_before(block))
 
     def to_end(self, block: TokenSpan) -> Tensor:
         """The factors of a block's tokens in the state after it."""
-        factors, numbers = self._of_length(block.size).to_end, self._numbers(block)
-        return factors if numbers is None else factors * (numbers.mT == numbers[..., -1:]).unsqueeze(1)
+        return self._kept(self._of_length(block.size).to_end, block, _last_token(block))
 
     def advance(self, state: Tensor | None, block: TokenSpan, added: Tensor) -> Tensor:
         """Add the `state` before a block or span, None for zeros, to what the block has `added`: the state after it; or
@@ -79,10 +74,8 @@ class Decays:
         """
         if state is None:
             return added
-        across, numbers = torch.exp(self._rates * -block.size).unsqueeze(2), self._numbers(block)
-        if numbers is not None and block.start:
-            across = across * (numbers[..., -1:] == self._before(block)).unsqueeze(1)
-        return added + across * state
+        across = torch.exp(self._rates * -block.size).unsqueeze(2)
+        return added + self._kept(across, _last_token(block), _token_before(block)) * state
 
     def _of_length(self, n: int) -> BlockDecays:
         if n not in self._by_length:
@@ -90,25 +83,30 @@ class Decays:
             powers = torch.exp(-self._rates * places)
             past = places[:n].unsqueeze(1) - places[:n]
             within = powers[:, past.clamp(min=0)].mul_(past >= 0)
-            ends = powers[:, 1:], powers[:, :n].flip(1)
-            self._by_length[n] = BlockDecays(within, *(factors.unsqueeze(2) for factors in ends))
+            self._by_length[n] = BlockDecays(within, powers[:, 1:, None], powers[:, :n].flip(1).unsqueeze(2))
         return self._by_length[n]
 
-    def _numbers(self, block: TokenSpan) -> Tensor | None:
-        """The documents of a block [b, 1, n]."""
-        return None if self._documents is None else self._documents[:, None, slice(*block)]
-
-    def _before(self, block: TokenSpan) -> Tensor:
-        """The document of the token before a block [b, 1, 1]."""
-        assert self._documents is not None, "asked with documents"
-        return self._documents[:, None, block.start - 1 : block.start]
+    def _kept(self, factors: Tensor, tokens: TokenSpan, others: TokenSpan) -> Tensor:
+        """Keep the factors between `tokens`, by row, and `others`, by column, where both are of a document."""
+        if self._documents is None:
+            return factors
+        rows, columns = (self._documents[:, None, slice(*span)] for span in (tokens, others))
+        return factors * (rows.unsqueeze(3) == columns.unsqueeze(2))
 
 
-def attend(
-    qkv: Tensor, out: Tensor, span: TokenSpan, decays: Decays, state: Tensor | None, block: int = BLOCK
-) -> Tensor:
+def _token_before(block: TokenSpan) -> TokenSpan:
+    """The token before a block; of the first block, before which the state is zero, its own first."""
+    start = max(block.start, 1)
+    return TokenSpan(start - 1, start)
+
+
+def _last_token(block: TokenSpan) -> TokenSpan:
+    return TokenSpan(block.stop - 1, block.stop)
+
+
+def attend(span: TokenSpan, qkv: Tensor, out: Tensor, decays: Decays, state: Tensor | None) -> Tensor:
     """Attend within a span, after `state`, None for zeros; write the result to `out`. Return the state after it."""
-    for rows, part in blocks(span, block):
+    for rows, part in blocks(span):
         q, k, v = _features(qkv[rows], decays)
         result = (q @ k.mT).mul_(decays.within(part)) @ v
         if state is not None:
@@ -119,19 +117,17 @@ def attend(
     return state
 
 
-def state_after(qkv: Tensor, span: TokenSpan, decays: Decays, block: int = BLOCK) -> Tensor:
+def state_after(qkv: Tensor, span: TokenSpan, decays: Decays) -> Tensor:
     """Return the state after a span, of the span alone."""
-    state: Tensor | None = None
-    for rows, part in blocks(span, block):
-        state = decays.advance(state, part, _added(qkv[rows], part, decays))
+    (state,) = deque(_states(qkv, span, decays, None), maxlen=1)
     assert state is not None, "a span has tokens"
     return state
 
 
-def state_gradient(qkv: Tensor, grad_out: Tensor, span: TokenSpan, decays: Decays, block: int = BLOCK) -> Tensor:
+def state_gradient(qkv: Tensor, grad_out: Tensor, span: TokenSpan, decays: Decays) -> Tensor:
     """Return the gradient of the state before a span from the result of the span alone."""
     grad: Tensor | None = None
-    for rows, part in reversed([*blocks(span, block)]):
+    for rows, part in reversed([*blocks(span)]):
         q, grad_rows = _features(qkv[rows], decays)[0], _by_head(grad_out[rows], decays)
         grad = decays.advance(grad, part, (q * decays.from_start(part)).mT @ grad_rows)
     assert grad is not None, "a span has tokens"
@@ -139,49 +135,45 @@ def state_gradient(qkv: Tensor, grad_out: Tensor, span: TokenSpan, decays: Decay
 
 
 def attend_backward(
-    qkv: Tensor, grad_out: Tensor, grad_qkv: Tensor, span: TokenSpan, decays: Decays, state: Tensor | None,
-    grad_state: Tensor | None, block: int = BLOCK,
+    span: TokenSpan, qkv: Tensor, grad_out: Tensor, grad_qkv: Tensor, decays: Decays, state: Tensor | None,
+    grad_state: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Write the gradient of `attend` to `grad_qkv`; return that of the state before. `grad_state`: of the state after,
     None for zeros.
     """
-    states = _states(qkv, span, decays, state, block)
-    for (rows, part), before in reversed([*zip(blocks(span, block), states, strict=False)]):  # no state after the last
+    states = _states(qkv, span, decays, state)
+    for (rows, part), before in reversed([*zip(blocks(span), states, strict=False)]):  # without the state after all
         q, k, v = _features(qkv[rows], decays)
         grad, within = _by_head(grad_out[rows], decays), decays.within(part)
         scores, grad_scores = (q @ k.mT).mul_(within), (grad @ v.mT).mul_(within)
         grads = torch.stack((grad_scores @ k, grad_scores.mT @ q, scores.mT @ grad))
+        from_start = decays.from_start(part)
         if before is not None:
-            grads[0] += (grad @ before.mT) * decays.from_start(part)
+            grads[0] += (grad @ before.mT) * from_start
         if grad_state is not None:
             to_end = decays.to_end(part)
             grads[1] += (v @ grad_state.mT) * to_end
             grads[2] += (k * to_end) @ grad_state
-        grad_state = decays.advance(grad_state, part, (q * decays.from_start(part)).mT @ grad)
-        grads = torch.ops.aten.silu_backward(grads, _by_head(qkv[rows], decays))
-        grad_qkv[rows] = grads.permute(3, 1, 0, 2, 4)
+        grad_state = decays.advance(grad_state, part, (q * from_start).mT @ grad)
+        grad_qkv[rows] = torch.ops.aten.silu_backward(grads, _by_head(qkv[rows], decays)).permute(3, 1, 0, 2, 4)
     assert grad_state is not None, "a span has tokens"
     return grad_state
 
 
-def blocks(span: TokenSpan, block: int) -> Iterator[tuple[slice, TokenSpan]]:
+def blocks(span: TokenSpan) -> Iterator[tuple[slice, TokenSpan]]:
     """Yield the blocks of a span: their rows in it, and their places in the sequence."""
-    for start in range(0, span.size, block):
-        stop = min(start + block, span.size)
-        yield slice(start, stop), TokenSpan(span.start + start, span.start + stop)
+    for start in range(0, span.size, BLOCK):
+        rows = slice(start, min(start + BLOCK, span.size))
+        yield rows, TokenSpan(span.start + rows.start, span.start + rows.stop)
 
 
-def _states(qkv: Tensor, span: TokenSpan, decays: Decays, state: Tensor | None, block: int) -> Iterator[Tensor | None]:
-    """Yield the states before the blocks of a span."""
-    for rows, part in blocks(span, block):
+def _states(qkv: Tensor, span: TokenSpan, decays: Decays, state: Tensor | None) -> Iterator[Tensor | None]:
+    """Yield the state before a span, and that after each of its blocks."""
+    yield state
+    for rows, part in blocks(span):
+        _, k, v = _features(qkv[rows], decays)
+        state = decays.advance(state, part, (k * decays.to_end(part)).mT @ v)
         yield state
-        state = decays.advance(state, part, _added(qkv[rows], part, decays))
-
-
-def _added(qkv: Tensor, block: TokenSpan, decays: Decays) -> Tensor:
-    """Return the state of a block alone, of its rows."""
-    _, k, v = _features(qkv, decays)
-    return (k * decays.to_end(block)).mT @ v
 
 
 def _features(qkv: Tensor, decays: Decays) -> tuple[Tensor, ...]:

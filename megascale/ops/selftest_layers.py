@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.layers import NORMS
-from megascale.config.sparse_pattern import Reach
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence
-from megascale.layout.sparse_blocks import visible_blocks
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.cross_entropy import Targets, no_reduce
@@ -63,32 +61,30 @@ def _attention(context: OpContext) -> list[Tensor]:
     return draw(*((SAMPLES, n, tokens, m.qk_head_dim) for n in heads))
 
 
-def _mask(context: OpContext, s: int) -> tuple[Reach | None, tuple[int, ...] | None]:
-    """Return the model's sparse pattern, or its smallest window, or a third of the sequence if smaller, and with a
-    document mask the starts of three documents in a row.
+def _mask(context: OpContext, q: Tensor) -> AttentionMask:
+    """Return the mask of the model's sparse pattern, or of its smallest window, or of a third of the sequence if
+    smaller, and with a document mask of three documents in a row.
     """
-    windows = [window for window in context.model.windows if isinstance(window, int)]
-    starts = tuple(sorted({0, s // 3, s // 2})) if context.document_mask else None
-    return context.model.sparse_pattern or (min(*windows, max(1, s // 3)) if windows else None), starts
+    s, model = q.shape[2], context.model
+    windows = [window for window in model.windows if isinstance(window, int)]
+    starts = tuple(sorted({0, s // 3, s // 2}))
+    boundaries = Boundaries((starts,) * len(q), s, q.device) if context.document_mask else None
+    reach = model.sparse_pattern or (min(*windows, max(1, s // 3)) if windows else None)
+    return AttentionMask(reach, boundaries, heads=range(q.shape[1]))
 
 
 def _attend(attend: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
-    b, _, s, _ = leaves[0].shape
-    reach, starts = _mask(context, s)
-    boundaries = None if starts is None else Boundaries((starts,) * b, s, leaves[0].device)
-    return attend(*leaves, AttentionMask(reach, boundaries))
+    return attend(*leaves, _mask(context, leaves[0]))
 
 
 def _attend_in_parts(partial: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
     """Return the results of two parts of a sequence that two ranks share, and the gradients, as `_attend` attends."""
     s = leaves[0].shape[2] // 4 * 4
     q, k, v = (t[:, :, :s] for t in leaves)
-    reach, starts = _mask(context, s)
-    rows, heads = None if starts is None else [starts] * len(q), range(q.shape[1])
-    results = []
+    mask, results = _mask(context, q), []
     for rank in range(2):
         shard = shard_sequence(s, 2, 1, rank)
-        visible = visible_blocks(shard.spans, (TokenSpan(0, s),), reach, heads, rows, s)
+        visible = mask.blocks(shard.spans, (TokenSpan(0, s),), s)
         own, total = torch.cat([q[:, :, slice(*span)] for span in shard.spans], 2), Accumulator(q[:, :, : shard.size])
         add_forward(partial, total, own, k, v, visible)
         out = total.out.to(q.dtype)

@@ -15,7 +15,7 @@ again, and their gradients with them in fp32 or wider, to end at the ranks that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,17 +63,17 @@ class ContextParallel:
             q_sbnd, k_sbnd, v_sbnd = _exchange_tokens(q_sbnd, k_sbnd, v_sbnd, self.heads, label)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q_sbnd, k_sbnd, v_sbnd))
         own = self.heads.index * q.shape[1]  # the place of the first of this rank's heads among those of q
-        mask = mask._replace(first_head=mask.first_head + own)
+        mask = mask._replace(heads=mask.heads[own : own + q.shape[1]])
         if self.keys.size == 1 and sinks is None:
             out = self.attend(q, k, v, mask)
         else:
             assert self.partial is not None, "ranks that exchange keys attend to some keys at a time"
             firsts = range(0, len(shard.parts), self.heads.size)
             parts = tuple(shard.joined(first, self.heads.size) for first in firsts)
-            seen = mask.reach, mask.boundaries, mask.heads(q)
-            visible = VisibleScores(parts, shard.index // self.heads.size, shard.length, *seen)
-            ring = partial(RingKV, first=shard.first, overlap=self.overlap)
-            exchange = (AllGatherKV if self.gathers else ring)(self.keys, visible, layer)
+            visible = VisibleScores(replace(shard, parts=parts, index=shard.index // self.heads.size), mask)
+            exchange = (AllGatherKV if self.gathers else partial(RingKV, overlap=self.overlap))(
+                self.keys, visible, layer
+            )
             out = attend_to_all(q, k, v, exchange, self.partial, sinks, own)
         out_sbnd = out.permute(2, 0, 1, 3)
         if self.heads.size > 1:

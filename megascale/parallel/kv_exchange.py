@@ -19,11 +19,10 @@ from torch import Tensor
 from megascale.comm.collectives import all_gather, reduce_scatter, send_on
 from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
-from megascale.config.sparse_pattern import Reach
-from megascale.layout.sequence_shard import Spans, TokenSpan, count
+from megascale.layout.sequence_shard import SequenceShard, TokenSpan, count, whole_sequence
 from megascale.layout.sparse_blocks import HeadBlocks
-from megascale.ops.boundaries import Boundaries
-from megascale.ops.head_blocks import add_backward, add_forward, visible_within
+from megascale.ops.core_attention import AttentionMask
+from megascale.ops.head_blocks import add_backward, add_forward
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention, sinks_gradient
 from megascale.parallel.grad_accumulation import accumulate_grad
 from megascale.record.label import Label
@@ -31,28 +30,18 @@ from megascale.record.label import Label
 
 @dataclass(frozen=True)
 class VisibleScores:
-    """The scores between the queries of rank `index` and keys: `parts` are the positions of every rank that exchanges
-    keys, in a sequence of `length`. `reach`: what a query sees of it; `heads`: the numbers of the heads of the queries,
-    over all ranks.
-    """
+    """The scores between the queries of a shard, of those of every rank that exchanges keys, and keys."""
 
-    parts: tuple[Spans, ...]
-    index: int
-    length: int
-    reach: Reach | None
-    boundaries: Boundaries | None
-    heads: range = range(0)
+    shard: SequenceShard
+    mask: AttentionMask
 
     def to_rank(self, rank: int) -> tuple[HeadBlocks, ...]:
         """The blocks of scores with the keys of a rank."""
-        return self._blocks(self.parts[rank])
+        return self.mask.blocks(self.shard.spans, self.shard.parts[rank], self.shard.length)
 
     def to_all(self) -> tuple[HeadBlocks, ...]:
         """The blocks of scores with all keys, in the order of the sequence."""
-        return self._blocks((TokenSpan(0, self.length),))
-
-    def _blocks(self, keys: Spans) -> tuple[HeadBlocks, ...]:
-        return visible_within(self.parts[self.index], keys, self.reach, self.heads, self.boundaries, self.length)
+        return self.mask.blocks(self.shard.spans, (TokenSpan(0, self.shard.length),), self.shard.length)
 
 
 AttendForward = Callable[[Tensor, Sequence[HeadBlocks]], None]
@@ -76,17 +65,16 @@ class RingKV(KVExchange):
     """Keys and values travel from neighbour to neighbour, under the attention to those that came before.
 
     In backward a gradient travels with them, and takes up what every rank adds: under the next rank's attention. The
-    ring is all of the group, or the ranks of it from `first` on that have a part; one rank sends nothing, and needs no
-    group. Without `overlap` each message is waited for where it is sent.
+    ring is the ranks of the group that have a part; one rank sends nothing, and needs no group. Without `overlap` each
+    message is waited for where it is sent.
     """
 
-    def __init__(
-        self, group: Group | None, visible: VisibleScores, layer: int, first: int = 0, overlap: bool = True
-    ) -> None:
+    def __init__(self, group: Group | None, visible: VisibleScores, layer: int, overlap: bool = True) -> None:
         self._group = group
         self._visible = visible
-        self._size = len(visible.parts)
-        self._to, self._source = (first + (visible.index + step) % self._size for step in (1, -1))
+        self._shard = shard = visible.shard
+        self._size = len(shard.parts)
+        self._to, self._source = (shard.first + (shard.index + step) % self._size for step in (1, -1))
         self._label = Label.for_layer(layer, "keys")
         self._overlap = overlap
 
@@ -116,7 +104,7 @@ class RingKV(KVExchange):
         """Yield (owner, keys and values) of every rank, this rank first. The next arrive while the caller computes."""
         block = own
         for step in range(self._size):
-            owner, following = (self._visible.index - step) % self._size, block
+            owner, following = (self._shard.index - step) % self._size, block
             arriving: Work = COMPLETED
             if step + 1 < self._size:
                 following = self._like(block, owner - 1)
@@ -127,7 +115,7 @@ class RingKV(KVExchange):
 
     def _like(self, block: Tensor, owner: int) -> Tensor:
         """Allocate what arrives of an owner, which may have another number of tokens."""
-        return block.new_empty(*block.shape[:-2], count(self._visible.parts[owner % self._size]), block.shape[-1])
+        return block.new_empty(*block.shape[:-2], count(self._shard.parts[owner % self._size]), block.shape[-1])
 
     def _send_on(self, out: Tensor, into: Tensor, label: Label) -> Work:
         assert self._group is not None, "ranks of a ring have a group"
@@ -136,6 +124,11 @@ class RingKV(KVExchange):
             return work
         work.wait()
         return COMPLETED
+
+
+def whole_keys(length: int, mask: AttentionMask, layer: int) -> RingKV:
+    """Return the exchange of a rank that has all keys of a sequence of `length`."""
+    return RingKV(None, VisibleScores(whole_sequence(length), mask), layer)
 
 
 class AllGatherKV(KVExchange):
@@ -147,7 +140,7 @@ class AllGatherKV(KVExchange):
         self._label = Label.for_layer(layer, "keys")
         self._places = [
             (rank, slice(end - span.size, end), slice(*span))  # where a rank has a span, and where the sequence has it
-            for rank, part in enumerate(visible.parts)
+            for rank, part in enumerate(visible.shard.parts)
             for span, end in zip(part, accumulate(span.size for span in part), strict=True)
         ]
 
@@ -169,7 +162,7 @@ class AllGatherKV(KVExchange):
         """Return keys and values of all ranks, in the order of the sequence."""
         full = own.new_empty(self._group.size, *own.shape)
         all_gather(self._group, full.flatten(0, 1), own, label=label)
-        ordered = own.new_empty(*own.shape[:-2], self._visible.length, own.shape[-1])
+        ordered = own.new_empty(*own.shape[:-2], self._visible.shard.length, own.shape[-1])
         for rank, place, positions in self._places:
             ordered[..., positions, :] = full[rank, ..., place, :]
         return ordered

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megascale.config.sparse_pattern import Reach
 from megascale.layout.sequence_shard import SequenceShard
-from megascale.ops.boundaries import Boundaries
+from megascale.ops.core_attention import AttentionMask
 from megascale.parallel.kv_exchange import (
     AttendBackward,
     AttendForward,
@@ -35,13 +34,9 @@ class KVStore:
     blocks: dict[Place, Tensor] = field(default_factory=dict)
     grads: dict[Place, Tensor] = field(default_factory=dict)
 
-    def exchange(
-        self, chunk: SequenceShard, boundaries: Boundaries | None, reach: Reach | None, layer: int, heads: range
-    ) -> StoredKV:
-        """The keys and values that a chunk attends to in a layer: those of its sequence up to there. `heads`: the
-        numbers of its heads, over all ranks.
-        """
-        return StoredKV(self, VisibleScores(chunk.parts, chunk.index, chunk.length, reach, boundaries, heads), layer)
+    def exchange(self, chunk: SequenceShard, mask: AttentionMask, layer: int) -> StoredKV:
+        """The keys and values that a chunk attends to in a layer: those of its sequence up to there."""
+        return StoredKV(self, VisibleScores(chunk, mask), layer)
 
     def clear(self) -> None:
         """Free the keys and values, after the last forward of an evaluation."""
@@ -49,15 +44,16 @@ class KVStore:
 
 
 class StoredKV(KVExchange):
-    """The keys and values of the chunks up to that of number `visible.index`, from the store."""
+    """The keys and values of the chunks up to that of `visible`, from the store."""
 
     def __init__(self, store: KVStore, visible: VisibleScores, layer: int) -> None:
         self._store = store
         self._visible = visible
+        self._index = visible.shard.index
         self._layer = layer
 
     def forward(self, own: Tensor, attend: AttendForward) -> None:
-        self._store.blocks[self._layer, self._visible.index] = own
+        self._store.blocks[self._layer, self._index] = own
         for chunk in self._seen():
             attend(self._store.blocks[self._layer, chunk], self._visible.to_rank(chunk))
 
@@ -69,10 +65,10 @@ class StoredKV(KVExchange):
                 wide = torch.promote_types(own.dtype, torch.float32)
                 grads[place] = torch.zeros(own.shape, dtype=wide, device=own.device)
             attend(blocks[place], self._visible.to_rank(chunk), grads[place])
-        del blocks[self._layer, self._visible.index]
-        return grads.pop((self._layer, self._visible.index))
+        del blocks[self._layer, self._index]
+        return grads.pop((self._layer, self._index))
 
     def _seen(self) -> list[int]:
         """The chunks of which a key is visible, and this one."""
-        index = self._visible.index
+        index = self._index
         return [chunk for chunk in range(index + 1) if chunk == index or self._visible.to_rank(chunk)]

@@ -7,14 +7,13 @@ it does by blocks.
     ranks   every rank sends the states of its own spans, d^2 elements a head each, and then knows all
     chunks  a chunk takes the state that the one before has left, and leaves the gradient of it
 
-`StateExchange`: whole sequences, without any; `GatheredStates`, `StoredStates`: the two ways. `linear_attention`: the
-operation.
+`GatheredStates`, `StoredStates`: the two ways, as a `StateExchange`. `linear_attention`: the operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,25 +26,20 @@ from megascale.parallel.kv_store import KVStore
 from megascale.record.label import Label
 
 States = Sequence[Tensor | None]
-"""States [b, heads, d, d] by span, or None for zeros."""
+"""States [b, heads, d, d] by span, or their gradients; None for zeros."""
+
+Attend = Callable[[States], Sequence[Tensor]]
+"""Attends in a rank's spans after the states before them; returns those after. Of gradients the other way."""
 
 
-class StateExchange:
-    """The states between spans. `own` computes those of a rank's spans alone, by span."""
+class StateExchange(Protocol):
+    """The way in which the states between spans come. `own` computes those of a rank's spans alone, by span."""
 
-    def before(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
-        """Return the states before the spans."""
-        return [None]
+    def forward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> States:
+        """Attend; return the states before the spans."""
 
-    def leave(self, after: Sequence[Tensor]) -> None:
-        """Leave the states after the spans for the tokens that follow."""
-
-    def gradients(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
-        """Return the gradients of the states after the spans."""
-        return [None]
-
-    def leave_gradients(self, before: Sequence[Tensor]) -> None:
-        """Leave the gradients of the states before the spans for the tokens that they are of."""
+    def backward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> None:
+        """Attend backward, after the gradients of the states after the spans."""
 
 
 class GatheredStates(StateExchange):
@@ -57,18 +51,22 @@ class GatheredStates(StateExchange):
         self._groups = groups
         self._label = label
         self._most = max(map(len, shard.parts))
-        first, count = shard.index * self._most, len(shard.spans)
-        self._own = range(first, first + count)
-        rows = ((span, rank * self._most + place) for rank, part in enumerate(shard.parts)
-                for place, span in enumerate(part))  # fmt: skip
-        self._rows = sorted(rows)
+        first = shard.index * self._most
+        self._own = range(first, first + len(shard.spans))
+        self._rows = sorted(
+            (span, rank * self._most + place)
+            for rank, part in enumerate(shard.parts)
+            for place, span in enumerate(part)
+        )
 
-    def before(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
-        return self._advance(self._gather(own(), self._label), self._rows, decays)
+    def forward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> States:
+        states = self._advance(self._gather(own(), self._label), self._rows, decays)
+        attend(states)
+        return states
 
-    def gradients(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
+    def backward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> None:
         full = self._gather(own(), self._label.for_backward("gradient"))
-        return self._advance(full, reversed(self._rows), decays)
+        attend(self._advance(full, reversed(self._rows), decays))
 
     def _gather(self, own: list[Tensor], label: Label) -> Tensor:
         """Return what all ranks send [ranks x spans, b, heads, d, d]."""
@@ -90,27 +88,25 @@ class GatheredStates(StateExchange):
 
 
 class StoredStates(StateExchange):
-    """The states between the chunks of a sequence are in a store, as their keys and values are."""
+    """The states between the chunks of a sequence are in a store, as their keys and values are. A chunk is a span."""
 
     def __init__(self, store: KVStore, chunk: SequenceShard, layer: int) -> None:
         self._store = store
         self._chunk = chunk
         self._before, self._place = ((layer, index) for index in (chunk.index - 1, chunk.index))
 
-    def before(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
-        return [self._store.blocks[self._before] if self._chunk.index else None]
-
-    def leave(self, after: Sequence[Tensor]) -> None:
+    def forward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> States:
+        states = [self._store.blocks[self._before] if self._chunk.index else None]
+        (after,) = attend(states)
         if not self._chunk.is_last:
-            self._store.blocks[self._place] = after[0]
+            self._store.blocks[self._place] = after
+        return states
 
-    def gradients(self, own: Callable[[], list[Tensor]], decays: Decays) -> States:
-        return [None if self._chunk.is_last else self._store.grads.pop(self._place)]
-
-    def leave_gradients(self, before: Sequence[Tensor]) -> None:
+    def backward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> None:
+        (before,) = attend([None if self._chunk.is_last else self._store.grads.pop(self._place)])
         self._store.blocks.pop(self._place, None)
         if self._chunk.index:
-            self._store.grads[self._before] = before[0]
+            self._store.grads[self._before] = before
 
 
 def linear_attention(
@@ -130,14 +126,13 @@ class _LinearAttention(torch.autograd.Function):
         ctx: Any, qkv: Tensor, spans: Spans, rates: Tensor, documents: Tensor | None, exchange: StateExchange
     ) -> Tensor:
         out, decays = qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:]), Decays(rates, documents)
-        parts = [*zip(spans, qkv.split([span.size for span in spans]), strict=True)]
-        states = exchange.before(lambda: [state_after(rows, span, decays) for span, rows in parts], decays)
-        results = out.split([span.size for span in spans])
-        after = [
-            attend(rows, result, span, decays, state)
-            for (span, rows), result, state in zip(parts, results, states, strict=True)
-        ]
-        exchange.leave(after)
+        sizes = [span.size for span in spans]
+        parts = list(zip(spans, qkv.split(sizes), out.split(sizes), strict=True))
+        states = exchange.forward(
+            lambda: [state_after(rows, span, decays) for span, rows, _ in parts],
+            decays,
+            lambda states: [attend(*part, decays, state) for part, state in zip(parts, states, strict=True)],
+        )
         ctx.save_for_backward(qkv, rates, documents, *states)
         ctx.spans, ctx.exchange = spans, exchange
         return out
@@ -146,15 +141,13 @@ class _LinearAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, rates, documents, *states = ctx.saved_tensors
         sizes, grad_qkv, decays = [span.size for span in ctx.spans], qkv.new_empty(qkv.shape), Decays(rates, documents)
-        parts = [*zip(ctx.spans, qkv.split(sizes), grads[0].split(sizes), strict=True)]
-        after = ctx.exchange.gradients(
-            lambda: [state_gradient(rows, out, span, decays) for span, rows, out in parts], decays
+        parts = list(zip(ctx.spans, qkv.split(sizes), grads[0].split(sizes), grad_qkv.split(sizes), strict=True))
+        ctx.exchange.backward(
+            lambda: [state_gradient(rows, grad, span, decays) for span, rows, grad, _ in parts],
+            decays,
+            lambda after: [
+                attend_backward(*part, decays, state, grad)
+                for part, state, grad in zip(parts, states, after, strict=True)
+            ],
         )
-        before = [
-            attend_backward(rows, out, grad_rows, span, decays, state, grad_state)
-            for (span, rows, out), grad_rows, state, grad_state in zip(
-                parts, grad_qkv.split(sizes), states, after, strict=True
-            )
-        ]
-        ctx.exchange.leave_gradients(before)
         return grad_qkv, None, None, None, None

@@ -21,7 +21,6 @@ from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.ops.rope import layer_rope, rope_table
 from tests.convert.tiny import TINY, save_tiny
-from tests.runs import LLAMA
 
 
 def config_in(folder: Path) -> dict[str, Any]:
@@ -296,12 +295,6 @@ def test_published_configs_are_read_and_kept(tmp_path: Path, name: str) -> None:
     known = published if published["model_type"] != "kimi_k2" else published | {"model_type": "deepseek_v3"}
     assert computes_the_same(fresh_config(FAMILIES[known["model_type"]], model), known, tmp_path)
     assert family_of_model(model, published["model_type"]).name == published["model_type"]
-
-
-def test_a_sparse_pattern_is_of_no_family() -> None:
-    sparse = {"sparse_attention": {"local_blocks": 1, "stride": 2, "block": 2}}
-    with pytest.raises(CheckpointError, match=r"llama has sparse_attention = None"):
-        make_config(ModelConfig.model_validate(LLAMA | sparse), {})
 
 
 PRESETS = {

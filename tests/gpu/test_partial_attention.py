@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megascale.layout.mask_blocks import mask_blocks
-from megascale.layout.sequence_shard import TokenSpan, shard_sequence
+from megascale.layout.sequence_shard import shard_sequence
 from megascale.ops.core_attention import AttentionMask, torch_attend
 from megascale.ops.partial_attention import Accumulator, PartialAttention
 from megascale.ops.select import build_op
-from megascale.parallel.kv_exchange import RingKV, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import attend_to_all, whole_keys
 from tests.ops.settings import GPU, setting
 from tests.parallel.test_attention_sinks import attention_with_sinks
 
@@ -42,7 +42,7 @@ def test_sinks_take_their_part(window: int | None) -> None:
     shapes = ((1, 8, 512, 64), (1, 2, 512, 64), (1, 2, 512, 64), (8,), (1, 8, 512, 64))
     *leaves, grad = (torch.randn(shape, device="cuda").bfloat16() for shape in shapes)
     ours = [leaf.requires_grad_() for leaf in leaves]
-    exchange = RingKV(None, VisibleScores(((TokenSpan(0, 512),),), 0, 512, window, None), 0)
+    exchange = whole_keys(512, AttentionMask(window), 0)
     out = attend_to_all(*ours[:3], exchange, attend, ours[3])
     exact = [leaf.detach().double().cpu().requires_grad_() for leaf in leaves]
     expected = attention_with_sinks(*exact, window or 512)

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from megascale.config.model import ModelConfig
+from megascale.core.rank import Rank
 from megascale.layout.parameters import all_params, layer_params
 from megascale.model.lightning_attention import LightningAttention
 from megascale.parallel.segments import finish
 from tests.marks import only_quick
 from tests.model.test_latent_attention import gradients
+from tests.optim.test_lamb import resume
 from tests.oracles.ours import Arrays, join
-from tests.runs import GPT, LLAMA, MLA, config_of, curve_of, given, micro_batch, settings
+from tests.runs import GPT, LLAMA, MLA, build_run, config_of, curve_of, given, micro_batch, settings
 from tests.thread_world import run_threads
+from tests.worlds import run_world
 
 HYBRID = LLAMA | {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "attention_pattern": "LLS", "seq_length": 24}
 EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 24, "router_score": "sigmoid"}
@@ -123,6 +126,25 @@ def test_sharded_runs_are_that_of_one_process(zero: int, tmp_path: Path) -> None
     (alone,), *ranks = (run_threads(config, lambda run: curve_of(run, 3)) for config in configs)
     for curve in ranks[0]:
         assert sum(curve, ()) == pytest.approx(sum(alone, ()), rel=1e-10)
+
+
+def resharded(rank: Rank, first: Any, *others: Any) -> list[list[tuple[float, float]]]:
+    """Save after two steps of a run: the curve of two more, there and from the checkpoint in each of the others."""
+    run = build_run(rank, first)
+    curve_of(run, 2)
+    run.checkpoints.save(run.progress)
+    return [curve_of(run, 2), *(curve_of(resume(build_run(rank, other)), 2) for other in others)]
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """The decays follow the heads and layers of a rank, and no state is left from a step before."""
+    model, keys = MODELS["documents"]
+    keys = keys | {"checkpoint__every": 10, "batch__global": 4}
+    layouts = LAYOUTS["tp2"], LAYOUTS["pp2"], SHARED["ring 2"]
+    configs = [config_of(settings(model, tmp_path, **keys, **layout), tmp_path) for layout in layouts]
+    for expected, *curves in run_world(2, resharded, *configs):
+        for curve in curves:
+            assert sum(curve, ()) == pytest.approx(sum(expected, ()), rel=1e-10)
 
 
 @pytest.mark.parametrize("index", [0, 3])

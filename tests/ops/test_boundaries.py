@@ -23,7 +23,7 @@ from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, CoreAttention, causal_attention, torch_attend
 from megascale.ops.flash import flash
-from megascale.ops.flex import BLOCK, document_block_mask, flex
+from megascale.ops.flex import BLOCK, block_mask, flex
 from megascale.ops.select import unsupported_reason
 from megascale.ops.te_attention import te_attend
 from tests.ops.settings import GPU, setting
@@ -46,7 +46,7 @@ def alone(given: list[Tensor], boundaries: Boundaries, window: int | None, **opt
     rows = []
     for row, lengths in enumerate(boundaries.lengths):
         parts = zip(*(t[row : row + 1].split(list(lengths), 2) for t in given), strict=True)
-        rows.append(torch.cat([causal_attention(*part, window, None, 0.0, **options) for part in parts], 2))
+        rows.append(torch.cat([causal_attention(*part, window, **options) for part in parts], 2))
     return torch.cat(rows)
 
 
@@ -146,7 +146,7 @@ def varlen_3(
 
 def _one(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None, softcap: float | None) -> Tensor:
     rows = [t.transpose(0, 1)[None] for t in (q, k, v)]
-    return causal_attention(*rows, window, None, 0.0, scale, softcap)[0].transpose(0, 1)
+    return causal_attention(*rows, window, scale, softcap)[0].transpose(0, 1)
 
 
 def thd(
@@ -191,7 +191,7 @@ def test_flex_skips_the_blocks_between_documents(data: st.DataObject, window: in
     """Blocks are classified as create_block_mask does, which evaluates every score."""
     s = 4 * BLOCK
     inner = data.draw(st.sets(st.one_of(st.integers(1, s - 1), st.sampled_from([BLOCK, 2 * BLOCK])), max_size=8))
-    blocks = document_block_mask(Boundaries(((0, *sorted(inner)), (0,)), s, CPU), window)
+    blocks = block_mask(window, range(1), s, CPU, Boundaries(((0, *sorted(inner)), (0,)), s, CPU))
     expected = create_block_mask(blocks.mask_mod, 2, None, s, s, device="cpu", BLOCK_SIZE=BLOCK)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(blocks, name), getattr(expected, name)), name
@@ -201,8 +201,8 @@ def test_flex_skips_the_blocks_between_documents(data: st.DataObject, window: in
 
 def test_flex_builds_one_mask_for_all_layers() -> None:
     boundaries = Boundaries(ROWS, S, CPU)
-    assert document_block_mask(boundaries, 4) is document_block_mask(boundaries, 4)
-    assert document_block_mask(boundaries, 4) is not document_block_mask(boundaries, S)
+    found = [block_mask(window, range(1), S, CPU, boundaries) for window in (4, 4, S)]
+    assert found[0] is found[1] and found[0] is not found[2]
 
 
 def test_other_documents_need_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megascale.layout.windows import QUERY_BLOCK
-from megascale.ops.core_attention import causal_attention, sliding_attention
+from megascale.ops.core_attention import AttentionMask, causal_attention, sliding_attention, torch_attend
 from megascale.ops.softcapped_attention import softcapped_attention
 
 B, S, D = 2, 7, 8
@@ -77,7 +77,7 @@ def test_fp64_equals_the_formula(
 ) -> None:
     given = qkv(heads, kv_heads)
     keep = mask(heads, dropout) if dropout else None
-    ours = with_gradients(causal_attention(*given, window, keep, dropout, scale, softcap), given)
+    ours = with_gradients(torch_attend(scale, softcap)(*given, AttentionMask(window, None, keep, dropout)), given)
     assert_close(ours, with_gradients(formula(*given, window, keep, dropout, scale, softcap), given))
 
 
@@ -94,8 +94,8 @@ def test_scores_with_a_soft_cap_are_not_rounded_to_bf16() -> None:
     """Scores near a cap of 50 would be off by 0.1, and weights by 10%."""
     given = [(4 * t.detach()).bfloat16().requires_grad_() for t in qkv(4, 2)]
     exact = [t.detach().double().requires_grad_() for t in given]
-    ours = with_gradients(causal_attention(*given, None, None, 0.0, 1.0, 50.0), given)
-    expected = with_gradients(causal_attention(*exact, None, None, 0.0, 1.0, 50.0), exact)
+    ours = with_gradients(causal_attention(*given, None, 1.0, 50.0), given)
+    expected = with_gradients(causal_attention(*exact, None, 1.0, 50.0), exact)
     for actual, wanted in zip(ours, expected, strict=True):
         assert actual.dtype == torch.bfloat16
         assert (actual.double() - wanted).abs().max() < 2.0**-6 * wanted.abs().max()
@@ -120,7 +120,7 @@ def test_the_default_block_size(s: int, window: int) -> None:
     """Inputs have the strides of the model: heads adjacent in one tensor."""
     leaves = qkv(2, 1, s=s, b=1)
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in leaves]
-    ours = with_gradients(causal_attention(*strided, window, None, 0.0), leaves)
+    ours = with_gradients(causal_attention(*strided, window), leaves)
     q, k, v = leaves
     distance = torch.arange(s)[:, None] - torch.arange(s)
     hidden = (distance < 0) | (distance >= window)
@@ -133,8 +133,8 @@ def test_the_default_block_size(s: int, window: int) -> None:
 def test_a_mask_without_drops_equals_no_dropout(heads: int, kv_heads: int, window: int | None) -> None:
     given = qkv(heads, kv_heads)
     ones = torch.ones(B, heads, S, S, dtype=torch.bool)
-    with_mask = with_gradients(causal_attention(*given, window, ones, 0.0), given)
-    assert_close(with_mask, with_gradients(causal_attention(*given, window, None, 0.0), given))
+    with_mask = with_gradients(torch_attend()(*given, AttentionMask(window, None, ones)), given)
+    assert_close(with_mask, with_gradients(causal_attention(*given, window), given))
 
 
 @pytest.mark.parametrize("window", [None, 2, 6])
@@ -142,7 +142,7 @@ def test_a_mask_without_drops_equals_no_dropout(heads: int, kv_heads: int, windo
 def test_bf16_equals_the_formula_up_to_rounding(window: int | None, dropout: float) -> None:
     given = qkv(6, 2, torch.bfloat16)
     keep = mask(6, dropout) if dropout else None
-    ours = with_gradients(causal_attention(*given, window, keep, dropout), given)
+    ours = with_gradients(torch_attend()(*given, AttentionMask(window, None, keep, dropout)), given)
     exact = [t.detach().double().requires_grad_() for t in given]
     expected = with_gradients(formula(*exact, window, keep, dropout), exact)
     for actual, wanted in zip(ours, expected, strict=True):
@@ -178,7 +178,7 @@ def sizes(s: int, window: int, keep: Tensor | None = None, kernel: SDPBackend = 
     """Record the sizes of a forward and a backward."""
     leaves = qkv(2, 1, torch.float32, s=s, b=1)
     with sdpa_kernel(kernel), Sizes() as mode:
-        torch.autograd.grad(causal_attention(*leaves, window, keep, 0.0).sum(), leaves)
+        torch.autograd.grad(torch_attend()(*leaves, AttentionMask(window, None, keep)).sum(), leaves)
     return mode
 
 
@@ -200,7 +200,7 @@ def test_masked_blocks_are_not_computed() -> None:
     counted = []
     for span in (window, None):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            torch.autograd.grad(causal_attention(*leaves, span, None, 0.0).sum(), leaves)
+            torch.autograd.grad(causal_attention(*leaves, span).sum(), leaves)
         counted.append(counter.get_total_flops())
     per_pair = 3 * 4 * heads * D  # FLOPs per query and key, forward and backward
     # the first block has no keys to its left

@@ -16,7 +16,7 @@ from megascale.config.sparse_pattern import SparsePattern
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, causal_attention, torch_attend
-from megascale.ops.flex import BLOCK, block_mask, flex, sparse_block_mask
+from megascale.ops.flex import BLOCK, block_mask, flex
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def qkv(s: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
 @given(s=st.integers(1, 4 * BLOCK + 9), window=st.integers(1, 3 * BLOCK + 9))
 def test_block_classes_match_the_mask(s: int, window: int) -> None:
     """Every block with a visible element is listed, and full blocks have no masked element."""
-    blocks = block_mask(s, window, CPU)
+    blocks = block_mask(window, range(1), s, CPU, None)
     distance = torch.arange(s)[:, None] - torch.arange(s)
     visible = (distance >= 0) & (distance < window)
     count = -(-s // BLOCK)
@@ -51,7 +51,7 @@ def test_block_classes_match_the_mask(s: int, window: int) -> None:
 @pytest.mark.parametrize("window", [1, 100, BLOCK, BLOCK + 1, 3 * BLOCK])
 def test_block_masks_equal_those_of_create_block_mask(window: int) -> None:
     s = 4 * BLOCK
-    actual = block_mask(s, window, CPU)
+    actual = block_mask(window, range(1), s, CPU, None)
     expected = create_block_mask(actual.mask_mod, None, None, s, s, device="cpu", BLOCK_SIZE=BLOCK)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
@@ -65,7 +65,7 @@ def test_block_masks_equal_those_of_create_block_mask(window: int) -> None:
 def test_attention_equals_torchs(heads: int, kv_heads: int, window: int | None) -> None:
     given = qkv(3 * BLOCK + 5, heads, kv_heads, torch.float64)
     for scale, softcap in ((None, None), (0.1, None), (0.4, 1.5)):
-        expected = causal_attention(*given, window, None, 0.0, scale, softcap)
+        expected = causal_attention(*given, window, scale, softcap)
         ours = flex(flex_attention, scale, softcap)(*given, AttentionMask(window))
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
@@ -84,7 +84,7 @@ def test_compiled_sparse_attention_equals_torchs() -> None:
     attend = flex(compiled.compile_function(flex_attention))
     with torch.no_grad():
         for bounds in (None, boundaries):
-            mask = AttentionMask(SparsePattern(1, 4, 32), bounds, first_head=8)
+            mask = AttentionMask(SparsePattern(1, 4, 32), bounds, heads=range(8, 16))
             torch.testing.assert_close(attend(*given, mask), torch_attend()(*given, mask))
 
 
@@ -109,7 +109,7 @@ def test_sparse_block_classes_match_the_mask(pattern: SparsePattern, packed: boo
     """Every block with a visible element is listed for its head, and full blocks have no masked element."""
     s, heads = 3 * BLOCK + 9, range(3, 7)
     boundaries = Boundaries(STARTS, s, CPU) if packed else None
-    blocks = sparse_block_mask(pattern, heads, s, CPU, boundaries)
+    blocks = block_mask(pattern, heads, s, CPU, boundaries)
     places = torch.arange(s)
     skipped = full = 0
     for row, head in itertools.product(range(2 if packed else 1), range(len(heads))):
@@ -142,7 +142,7 @@ def test_sparse_attention_equals_torchs(heads: int, kv_heads: int, packed: bool)
     given = qkv(2 * BLOCK + 50, heads, kv_heads, torch.float64)
     boundaries = Boundaries(tuple(row[:4] for row in STARTS), 2 * BLOCK + 50, CPU) if packed else None
     for pattern in SPARSE[:2]:
-        mask = AttentionMask(pattern, boundaries, first_head=3)
+        mask = AttentionMask(pattern, boundaries, heads=range(3, 3 + heads))
         torch.testing.assert_close(
             flex(flex_attention)(*given, mask), torch_attend()(*given, mask), rtol=1e-12, atol=1e-12
         )

@@ -12,7 +12,7 @@ from megascale.config.sparse_pattern import SparsePattern
 from megascale.layout.sequence_shard import Spans, TokenSpan, shard_sequence
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, torch_attend
-from megascale.ops.head_blocks import attend_within, visible_within
+from megascale.ops.head_blocks import attend_within
 from megascale.ops.partial_attention import PartialAttention
 from tests.layout.sparse_masks import mask_of
 from tests.ops.test_partial_attention import ATTENTION, CPU, kernels_of_a_gpu, tensors
@@ -50,7 +50,7 @@ def test_attention_equals_that_with_a_mask(
 ) -> None:
     given = tensors(heads, kv_heads, LENGTH)
     boundaries = Boundaries(STARTS, LENGTH, CPU) if packed else None
-    mask = AttentionMask(pattern, boundaries, first_head=first)
+    mask = AttentionMask(pattern, boundaries, heads=range(first, first + heads))
     ours = with_gradients(given, lambda q, k, v: torch_attend(0.3)(q, k, v, mask))
     for found, expected in zip(ours, masked(given, masks(pattern, first, heads, packed), 0.3), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
@@ -75,17 +75,18 @@ def test_every_kernel_computes_the_blocks(name: str) -> None:
 def _attend(
     given: list[Tensor], spans: Spans, pattern: SparsePattern, heads: range, partial: PartialAttention
 ) -> list[Tensor]:
-    boundaries = Boundaries(STARTS, LENGTH, CPU)
-    visible = visible_within(spans, (TokenSpan(0, LENGTH),), pattern, heads, boundaries, LENGTH)
+    mask = AttentionMask(pattern, Boundaries(STARTS, LENGTH, CPU), heads=heads)
+    visible = mask.blocks(spans, (TokenSpan(0, LENGTH),), LENGTH)
     return with_gradients(given, lambda q, k, v: attend_within(q, k, v, visible, partial))
 
 
 def test_blocks_are_found_once_for_all_layers() -> None:
     whole, boundaries = (TokenSpan(0, LENGTH),), Boundaries(STARTS, LENGTH, CPU)
     for bounds in (None, boundaries):
-        first, again = (visible_within(whole, whole, PATTERNS[0], range(4), bounds, LENGTH) for _ in range(2))
+        mask = AttentionMask(PATTERNS[0], bounds, heads=range(4))
+        first, again = (each.blocks(whole, whole, LENGTH) for each in (mask, mask._replace(dropout=0.1)))
         assert first is again
-    assert visible_within(whole, whole, PATTERNS[0], range(1, 5), None, LENGTH) is not first
+        assert mask._replace(heads=range(1, 5)).blocks(whole, whole, LENGTH) is not first
 
 
 def test_a_pattern_is_no_window() -> None:

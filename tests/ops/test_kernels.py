@@ -134,7 +134,7 @@ def test_attention_equals_torchs(
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(7, 2, 8, 8, generator=generator, dtype=torch.float64)  # [s, b, heads of q, k and v, d]
     given = heads.permute(1, 2, 0, 3).split([4, 2, 2], 1)
-    expected = causal_attention(*given, window, None, 0.0, scale)
+    expected = causal_attention(*given, window, scale)
     torch.testing.assert_close(function(scale)(*given, AttentionMask(window)), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -143,7 +143,7 @@ def test_flash_attention_caps_scores(function: Callable[..., Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(2, heads, 7, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
     ours = flash(function, 0.8, 1.5)(*given, AttentionMask(3))
-    torch.testing.assert_close(ours, causal_attention(*given, 3, None, 0.0, 0.8, 1.5), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, causal_attention(*given, 3, 0.8, 1.5), rtol=1e-12, atol=1e-12)
 
 
 def setting(

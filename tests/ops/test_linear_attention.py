@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.layout.sequence_shard import TokenSpan
+from megascale.ops import linear_attention
 from megascale.ops.linear_attention import Decays, attend, attend_backward, decay_rates, state_after, state_gradient
 
 S, B, HEADS, D = 23, 2, 3, 4
@@ -42,7 +43,10 @@ def recurrence(qkv: Tensor, state: Tensor, starts: tuple[tuple[int, ...], ...] |
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["rows", "documents"])
 @pytest.mark.parametrize("block", [4, 7, 64])
 @pytest.mark.parametrize("after_others", [False, True])
-def test_blocks_are_the_recurrence(starts: tuple[tuple[int, ...], ...] | None, block: int, after_others: bool) -> None:
+def test_blocks_are_the_recurrence(
+    starts: tuple[tuple[int, ...], ...] | None, block: int, after_others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_attention, "BLOCK", block)
     qkv, grad, grad_state = drawn(S, B, 3, HEADS, D), drawn(S, B, HEADS, D, seed=1), drawn(B, HEADS, D, D, seed=2)
     state = drawn(B, HEADS, D, D, seed=3) if after_others else torch.zeros(B, HEADS, D, D, dtype=torch.float64)
     leaves = qkv.requires_grad_(), state.requires_grad_()
@@ -58,8 +62,8 @@ def test_blocks_are_the_recurrence(starts: tuple[tuple[int, ...], ...] | None, b
     decays, out, grad_qkv = Decays(rates(), numbers), torch.empty_like(grad), torch.empty_like(qkv)
     before = state.detach() if after_others else None
     with torch.no_grad():
-        after = attend(qkv, out, span, decays, before, block)
-        grad_before = attend_backward(qkv, grad, grad_qkv, span, decays, before, grad_state, block)
+        after = attend(span, qkv, out, decays, before)
+        grad_before = attend_backward(span, qkv, grad, grad_qkv, decays, before, grad_state)
     for ours, theirs in zip((out, after, grad_qkv), (*expected, expected_grads[0]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     if after_others:
@@ -67,22 +71,24 @@ def test_blocks_are_the_recurrence(starts: tuple[tuple[int, ...], ...] | None, b
 
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["rows", "documents"])
-def test_spans_in_turn_are_a_sequence(starts: tuple[tuple[int, ...], ...] | None) -> None:
+def test_spans_in_turn_are_a_sequence(
+    starts: tuple[tuple[int, ...], ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The states of spans alone, advanced in order, are those of the sequence; gradients in the reverse order."""
     qkv, grad = drawn(S, B, 3, HEADS, D), drawn(S, B, HEADS, D, seed=1)
     decays = Decays(rates(), None if starts is None else documents(starts))
+    whole = state_after(qkv, TokenSpan(0, S), decays)
+    rest = state_gradient(qkv[9:], grad[9:], TokenSpan(9, S), decays)
+    monkeypatch.setattr(linear_attention, "BLOCK", 4)
     spans = [TokenSpan(0, 9), TokenSpan(9, 10), TokenSpan(10, S)]
     state: Tensor | None = None
     for span in spans:
-        state = decays.advance(state, span, state_after(qkv[slice(*span)], span, decays, 4))
-    torch.testing.assert_close(state, state_after(qkv, TokenSpan(0, S), decays), rtol=1e-12, atol=1e-13)
+        state = decays.advance(state, span, state_after(qkv[slice(*span)], span, decays))
+    torch.testing.assert_close(state, whole, rtol=1e-12, atol=1e-13)
     gradient: Tensor | None = None
     for span in spans[:0:-1]:
-        gradient = decays.advance(
-            gradient, span, state_gradient(qkv[slice(*span)], grad[slice(*span)], span, decays, 4)
-        )
-    rest = TokenSpan(9, S)
-    torch.testing.assert_close(gradient, state_gradient(qkv[9:], grad[9:], rest, decays), rtol=1e-12, atol=1e-13)
+        gradient = decays.advance(gradient, span, state_gradient(qkv[slice(*span)], grad[slice(*span)], span, decays))
+    torch.testing.assert_close(gradient, rest, rtol=1e-12, atol=1e-13)
 
 
 def test_rates_of_a_rank_are_those_of_its_heads() -> None:

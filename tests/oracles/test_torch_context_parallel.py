@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from megascale.ops.core_attention import AttentionMask
 from tests.worlds import run_world
 
 TOKENS = 12  # of a rank
@@ -35,7 +36,7 @@ def both(rank: Rank) -> list[float]:
 
     group = open_group("cp.keys", range(world), rank.rank, Recorder(), messages=True)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    ring = RingKV(group, VisibleScores(shard.parts, rank.rank, shard.length, None, None), 0)
+    ring = RingKV(group, VisibleScores(shard, AttentionMask()), 0)
     out = attend_to_all(leaves[0], leaves[1], leaves[2], ring, TorchPartialAttention())
     ours = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.layout.sequence_shard import TokenSpan
+from megascale.ops.core_attention import AttentionMask
 from megascale.ops.partial_attention import TorchPartialAttention
-from megascale.parallel.kv_exchange import RingKV, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import attend_to_all, whole_keys
 from tests.runs import LLAMA, config_of, curve_of, settings
 from tests.thread_world import run_threads
 
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_a_column_of_scores() -> None:
     shapes = ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), (4,), (2, 4, 9, 8))
     *leaves, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    exchange = RingKV(None, VisibleScores(((TokenSpan(0, 9),),), 0, 9, 4, None), 0)
+    exchange = whole_keys(9, AttentionMask(4), 0)
     ours = attend_to_all(*leaves[:3], exchange, TorchPartialAttention(), leaves[3])
     found = torch.autograd.grad(ours, leaves, grad)
     theirs = attention_with_sinks(*leaves, window=4)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.layout.sequence_shard import TokenSpan
+from megascale.layout.sequence_shard import SequenceShard, TokenSpan
+from megascale.ops.core_attention import AttentionMask
 from megascale.parallel import kv_exchange
 from megascale.parallel.kv_exchange import RingKV, VisibleScores
 
@@ -39,6 +40,6 @@ def test_keys_travel_during_attention_or_before_it(
 
     monkeypatch.setattr(kv_exchange, "send_on", send_on)
     group: Any = object()
-    ring = RingKV(group, VisibleScores(PARTS, 0, 8, None, None), layer=0, overlap=overlap)
+    ring = RingKV(group, VisibleScores(SequenceShard(8, PARTS, 0), AttentionMask()), layer=0, overlap=overlap)
     ring.forward(torch.zeros(2, 1, 1, 4, 2), lambda block, blocks: moments.append("attend"))
     assert moments == expected

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megascale.layout.sequence_shard import sequence_chunk
 from megascale.ops.boundaries import Boundaries
+from megascale.ops.core_attention import AttentionMask
 from megascale.ops.partial_attention import TorchPartialAttention
 from megascale.parallel.kv_exchange import VisibleScores, attend_to_all
 from megascale.parallel.kv_store import KVStore, StoredKV
@@ -42,7 +43,7 @@ def test_chunks_attend_as_whole_sequences(window: int | None, packed: bool) -> N
     ]
     for index, own in enumerate(parts):
         shard = sequence_chunk(LENGTH, CHUNK, index)
-        visible = VisibleScores(shard.parts, index, LENGTH, window, boundaries)
+        visible = VisibleScores(shard, AttentionMask(window, boundaries))
         outs.append(attend_to_all(*own, StoredKV(store, visible, 0), TorchPartialAttention()))
     torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=1e-12, atol=1e-12)
     for out, grad in reversed(list(zip(outs, upstream.split(CHUNK, 2), strict=True))):
@@ -59,7 +60,7 @@ def test_backwards_that_ascend_miss_gradients_of_later_chunks() -> None:
     for index in range(2):
         own = [torch.randn(1, n, CHUNK, D, dtype=torch.float64, requires_grad=True) for n in (HEADS, KEYS, KEYS)]
         shard = sequence_chunk(2 * CHUNK, CHUNK, index)
-        visible = VisibleScores(shard.parts, index, 2 * CHUNK, None, None)
+        visible = VisibleScores(shard, AttentionMask())
         parts.append(attend_to_all(*own, StoredKV(store, visible, 0), TorchPartialAttention()))
     parts[0].sum().backward()
     with pytest.raises(KeyError):

@@ -57,7 +57,7 @@ def measure(length: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     rows, flops = [["tokens", *PATTERNS, "softmax / linear"]], [["tokens", *PATTERNS]]

@@ -102,7 +102,8 @@ def differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
         if key not in ignored and getattr(there, key) != getattr(here, key)
     }
     found |= {key: getattr(there, key) for key in BY_EFFECT if getattr(there, key) != getattr(here, key)}
-    return found | ({"window": there.window} if there.windows != here.windows else {})
+    other_windows = there.windows != here.windows and there.sparse_attention == here.sparse_attention
+    return found | ({"window": there.window} if other_windows else {})
 
 
 def make_config(model: ModelConfig, source: ConfigKeys) -> ConfigKeys:

@@ -374,16 +374,6 @@ def test_what_megatron_lm_cannot_compute_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "theirs").exists()
 
 
-def test_sparse_attention_is_refused_in_both_directions(tmp_path: Path) -> None:
-    sparse = LLAMA | {"sparse_attention": {"local_blocks": 1, "stride": 2, "block": 2}}
-    write_checkpoint(tmp_path / "ours", sparse)
-    with pytest.raises(CheckpointError, match=r"do not express this model, but one with sparse_attention = None"):
-        to_megatron(Location(str(tmp_path / "ours")), tmp_path / "theirs")
-    config = config_of(settings(sparse, tmp_path), tmp_path)
-    with pytest.raises(CheckpointError, match=r"of another model: sparse_attention None there, \{'local_blocks': 1"):
-        from_megatron(theirs(tmp_path, LLAMA), tmp_path / "again", config)
-
-
 def test_a_weight_that_megatron_lm_does_not_normalize_is_refused(tmp_path: Path) -> None:
     one = MODELS["mixture"] | {"router_score": "sigmoid", "experts_per_token": 1}
     write_checkpoint(tmp_path / "ours", one)

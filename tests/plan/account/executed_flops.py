@@ -97,9 +97,7 @@ def _computed_scores(config: RunConfig, core: AttentionSpec, cp_rank: int) -> It
         visible = (seen for spans in keys for seen in visible_blocks(queries, spans, core.window, heads, within, s))
         yield (
             sum(
-                (tile.queries.stop - tile.queries.start)
-                * (tile.keys.stop - tile.keys.start)
-                * len(heads[seen.heads or slice(None)])
+                (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) * len(heads[seen.heads])
                 for seen in visible
                 for block in seen.blocks
                 for tile in tiles(block)
