@@ -110,7 +110,7 @@ class AuxiliaryObjectives:
             with torch.set_grad_enabled(torch.is_grad_enabled() and own.weight > 0):
                 loss = own.objective.loss(whole, targets.rows, targets.chosen).to(wide)
             if targets.count:
-                batch.measured_losses[name] = loss.detach()
+                batch.measured_losses[name] = loss.detach(), targets.count
             if loss.requires_grad:
                 assert targets.constant is not None, "a step counts the terms of each objective"
                 terms[f"weighted {name}"] = loss * targets.constant.to(wide)
@@ -123,18 +123,16 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, cp: Group, shard: SequenceShard | None) -> Tensor:
         full, _ = tp.gather(x, LABEL)
-        ctx.tp_rows = slice(tp.index * len(x), (tp.index + 1) * len(x)) if tp.activations_sharded else slice(None)
-        ctx.own = None
+        first = tp.index * len(x) if tp.activations_sharded else 0
+        ctx.own = slice(first, first + len(x))
         if shard is None:
             return full.view_as(full)
         parts = full.new_empty(cp.size * len(full), *full.shape[1:])
         all_gather(cp, parts, full.contiguous(), label=LABEL)
-        places = [np.concatenate([np.arange(*span) for span in spans]) for spans in shard.parts]
-        order = torch.from_numpy(np.concatenate(places)).to(x.device)
-        ctx.own = order[cp.index * len(full) : (cp.index + 1) * len(full)]
+        order = torch.cat([torch.arange(*span) for part in shard.parts for span in part]).to(x.device)
+        ctx.own = order[cp.index * len(full) :][ctx.own]
         return torch.empty_like(parts).index_copy_(0, order, parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        own = grads[0] if ctx.own is None else grads[0].index_select(0, ctx.own)
-        return own[ctx.tp_rows].contiguous(), None, None, None
+        return grads[0][ctx.own].contiguous(), None, None, None

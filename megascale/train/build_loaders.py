@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from megascale.config.batch_rampup import teacher_samples
 from megascale.config.run import RunConfig
-from megascale.config.train import MOCK_TEACHER
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples
 from megascale.data.mix.loader import Distilling, Loader
@@ -22,6 +23,9 @@ from megascale.train.run_splits import mixture_spec
 if TYPE_CHECKING:
     from megascale.comm.mesh import Mesh
     from megascale.config.dataset_files import SplitName
+    from megascale.config.model import ModelConfig
+    from megascale.config.sites import SitesConfig
+    from megascale.config.train import BatchConfig, TrainConfig
     from megascale.data.mix.hybrid_batches import HybridPool
     from megascale.data.mix.mixture_spec import MixtureSpec
     from megascale.data.mix.samples import SampleSource
@@ -51,9 +55,9 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
     readers = token_ranks(config.model, config.parallel)
     sources = _open_sources(specs, mesh, orders, readers)
     sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh, device)
-    teacher = _open_teacher(config, mesh) if config.train.distills else None
-    objectives = load_objectives(config.train) if mesh.has_last_stage else {}
-    train, *valid = (
+    last, train = mesh.has_last_stage, config.train
+    teacher = _open_teacher(config.model, config.batch, train, sites) if train.distills and last else None
+    training, *valid = (
         Loader(
             sources.get(split),
             order.shape,
@@ -66,28 +70,22 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
             chunks=sequence_chunks(config.model.seq_length, config.data.sequence_chunk_tokens),
             pool=pool,
             sizes=order.sizes,
-            depths=config.model.mtp_layers if split == "train" and mesh.has_last_stage else 0,
-            teacher=teacher if split == "train" and mesh.has_last_stage else None,
-            objectives=objectives,
+            depths=config.model.mtp_layers if split == "train" and last else 0,
+            teacher=teacher if split == "train" else None,
+            objectives=load_objectives(train) if last else {},
         )
         for split, order in orders.items()
     )
-    return train, valid[0] if valid else None, valid_batches
+    return training, valid[0] if valid else None, valid_batches
 
 
-def _open_teacher(config: RunConfig, mesh: Mesh) -> Distilling:
-    """Open the soft labels of the run, of whose data rank 0 makes sure. Raises: DataError on rank 0"""
-    from megascale.config.batch_rampup import teacher_samples
-    from megascale.data.mix.teacher import MockTeacher, SoftLabelSource, Teacher
-    from megascale.data.read.identity import run_identities
+def _open_teacher(model: ModelConfig, batch: BatchConfig, train: TrainConfig, sites: SitesConfig) -> Distilling:
+    """Open the soft labels of the run."""
+    from megascale.data.mix.teacher import mock_labels, open_labels
 
-    train, model = config.train, config.model
-    source: SoftLabelSource = MockTeacher(train.seed, model.vocab_size, train.distill_top_k)
-    if train.distill_teacher not in (None, MOCK_TEACHER):
-        source = Teacher(str(train.distill_teacher), train.distill_top_k)
-        if mesh.rank == 0:
-            source.check(run_identities(config.data.model_copy(update={"valid": None})))
-    samples = teacher_samples(config.batch, train, config.sites.count)
+    random = partial(mock_labels, train.seed, model.vocab_size, train.distill_top_k)
+    source = random if train.teacher_file is None else open_labels(train.teacher_file, train.distill_top_k)
+    samples = teacher_samples(batch, train, sites.count)
     return Distilling(source, samples, train.distill_alpha, train.distill_temperature)
 
 
