@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,15 +23,13 @@ from torch import Tensor
 from megascale.catalog.objectives import OBJECTIVES
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group
+from megascale.comm.mesh import Mesh
 from megascale.config.train import TrainConfig
 from megascale.core.seeds import seed_of
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.record.label import FORWARD, Label
-
-if TYPE_CHECKING:
-    from megascale.comm.mesh import Mesh
 
 CP_AXES = ("cp",)  # along which ranks share the sequences of an objective
 LABEL = Label("objectives", direction=FORWARD)  # event label of the all-gathers

@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megascale.config.batch_rampup import BatchSizes
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
 from megascale.data.mix.samples import DocumentStarts, Sample, SampleSource, depth_labels
-from megascale.data.mix.teacher import LabelRows, SoftLabelSource
 from megascale.device import copy_to_device
-from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.distillation import SoftLabels
-from megascale.parallel.auxiliary_objectives import Auxiliary
 from megascale.parallel.microbatch import DepthTargets, MicroBatch, ObjectiveTargets, StepBatch
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:
+    from megascale.config.batch_rampup import BatchSizes
     from megascale.data.mix.data_policy import MixtureWeights
     from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.data.mix.teacher import LabelRows, SoftLabelSource
     from megascale.layout.document_shards import RowSharding
+    from megascale.layout.sequence_shard import SequenceShard
+    from megascale.parallel.auxiliary_objectives import Auxiliary
 
 
 @dataclass(frozen=True)
@@ -149,16 +149,14 @@ class Loader:
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         masked = any(sample.mask is not None for sample in samples)
         total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
-        further = [[depth_labels(sample, depth + 1) for sample in samples] for depth in range(self.depths)]
         soft = self.teacher.labels(indices, samples) if self.teacher else []
         for shard in self._shards(boundaries):
             own = slice(None) if shard is None else np.concatenate([np.arange(*span) for span in shard.spans])
-            tokens, labels = (
-                self._to_device(rows, own) for rows in ([s.tokens for s in samples], [s.labels for s in samples])
-            )
+            tokens = self._to_device([sample.tokens for sample in samples], own)
+            labels = self._to_device([sample.labels for sample in samples], own)
             counts = sum(mask[own].sum().item() for mask in masks), total
             mask = self._to_device(masks, own) if masked else None
-            depths = tuple(self._depth_targets(pairs, own) for pairs in further)
+            depths = tuple(self._depth_targets(samples, depth, own) for depth in range(1, self.depths + 1))
             teacher = None
             if self.teacher is not None and soft:
                 on_device = (self._to_device(rows, own) for rows in zip(*soft, strict=True))
@@ -180,9 +178,9 @@ class Loader:
         counted = len(rows) if shard is None or shard.index == 0 else 0
         return ObjectiveTargets(found[:, 0], found[:, 1:], counted)
 
-    def _depth_targets(self, pairs: list[tuple[np.ndarray, np.ndarray]], own: slice | np.ndarray) -> DepthTargets:
-        """Return the targets of a depth of multi-token prediction, from the labels and weights of samples."""
-        labels, weights = zip(*pairs, strict=True)
+    def _depth_targets(self, samples: list[Sample], depth: int, own: slice | np.ndarray) -> DepthTargets:
+        """Return the targets of a depth of multi-token prediction, from 1."""
+        labels, weights = zip(*(depth_labels(sample, depth) for sample in samples), strict=True)
         count = sum(row[own].sum().item() for row in weights)
         return DepthTargets(self._to_device(labels, own), self._to_device(weights, own), count)
 
