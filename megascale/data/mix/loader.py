@@ -159,8 +159,8 @@ class Loader:
             depths = tuple(self._depth_targets(samples, depth, own) for depth in range(1, self.depths + 1))
             teacher = None
             if self.teacher is not None and soft:
-                on_device = (self._to_device(rows, own) for rows in zip(*soft, strict=True))
-                teacher = SoftLabels(*on_device, self.teacher.alpha, self.teacher.temperature)
+                ids, log_probs = (self._to_device(rows, own) for rows in zip(*soft, strict=True))
+                teacher = SoftLabels(ids, log_probs, self.teacher.alpha, self.teacher.temperature)
             terms = {name: self._terms(each, indices, samples, shard) for name, each in self.objectives.items()}
             yield MicroBatch(
                 tokens, labels, mask, dropout, boundaries, shard, keys, *counts, depths=depths, teacher=teacher,
