@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from megascale.core.errors import DataError
+from megascale.core.seeds import seed_of
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
 from megascale.data.mix.samples import DocumentStarts, Sample, SampleSource, depth_labels
 from megascale.device import copy_to_device
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.distillation import SoftLabels
+from megascale.parallel.auxiliary_objectives import Objective, SampleView
 from megascale.parallel.microbatch import DepthTargets, MicroBatch, ObjectiveTargets, StepBatch
 from megascale.parallel.rng import Dropout
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from megascale.data.mix.teacher import LabelRows, SoftLabelSource
     from megascale.layout.document_shards import RowSharding
     from megascale.layout.sequence_shard import SequenceShard
-    from megascale.parallel.auxiliary_objectives import Auxiliary
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Loader:
     sizes: BatchSizes | None = None
     depths: int = 0
     teacher: Distilling | None = None
-    objectives: Mapping[str, Auxiliary] = field(default_factory=dict)
+    objectives: Mapping[str, Objective] = field(default_factory=dict)
     fault_hook: Callable[[], None] | None = None
     _prefetched: tuple[int, StepBatch] | None = field(default=None, init=False)
 
@@ -161,18 +162,19 @@ class Loader:
             if self.teacher is not None and soft:
                 ids, log_probs = (self._to_device(rows, own) for rows in zip(*soft, strict=True))
                 teacher = SoftLabels(ids, log_probs, self.teacher.alpha, self.teacher.temperature)
-            terms = {name: self._terms(each, indices, samples, shard) for name, each in self.objectives.items()}
+            terms = {name: self._terms(name, indices, samples, shard) for name in self.objectives}
             yield MicroBatch(
                 tokens, labels, mask, dropout, boundaries, shard, keys, *counts, depths=depths, teacher=teacher,
                 objectives=terms,
             )  # fmt: skip
 
     def _terms(
-        self, objective: Auxiliary, indices: list[int], samples: list[Sample], shard: SequenceShard | None
+        self, name: str, indices: list[int], samples: list[Sample], shard: SequenceShard | None
     ) -> ObjectiveTargets:
         """Return the terms of an objective in samples, which the first of the ranks that share sequences counts."""
-        numbered = zip(indices, samples, strict=True)
-        chosen = [objective.choose(number, sample.tokens, spans_of(sample)) for number, sample in numbered]
+        draws = [seed_of(self.seed, "objective", name, number) / 2**63 for number in indices]
+        seen = zip(indices, (sample.tokens for sample in samples), map(spans_of, samples), draws, strict=True)
+        chosen = [self.objectives[name].choose(SampleView(*each)) for each in seen]
         rows = np.repeat(np.arange(len(chosen)), [*map(len, chosen)])
         found = copy_to_device(np.column_stack((rows, np.concatenate(chosen))).astype(np.int64), self.device)
         counted = len(rows) if shard is None or shard.index == 0 else 0
