@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from megascale.cli.arguments import add_config_arguments, add_json, local_path, positive_int
+from megascale.cli.arguments import add_config_arguments, add_json, local_path
 from megascale.cli.run_location import run_location
 from megascale.config.loading import load_config
 from megascale.core.errors import DataError, Exit
@@ -20,27 +20,19 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     checkpoint = "the teacher: folder or URL of a checkpoint, or of a run (its newest checkpoint)"
     sub.add_argument("--checkpoint", metavar="CHECKPOINT", required=True, help=checkpoint)
     sub.add_argument("--output", metavar="FILE", type=local_path, required=True, help="file of the soft labels")
-    tokens = "likeliest tokens for each label (default: train.distill_top_k)"
-    sub.add_argument("--top-k", metavar="K", type=positive_int, help=tokens)
-    samples = "first samples of the run (default: those of the steps up to train.distill_until_step)"
-    sub.add_argument("--samples", metavar="N", type=positive_int, help=samples)
     add_json(sub)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the verb and return its exit status."""
     config = load_config(options.config, [*options.overrides, "train.distill_teacher=mock"])  # no file to read yet
-    top_k = options.top_k or config.train.distill_top_k
-    if top_k > config.model.vocab_size:
-        what = f"--top-k {top_k} is more than the vocabulary of {config.model.vocab_size}"
-        raise DataError(what, hint=f"at most {config.model.vocab_size}")
     location, path = run_location(options.checkpoint), Path(options.output)
     from megascale.checkpoint.folders import find_checkpoint
     from megascale.convert.huggingface import PretrainedWeights
     from megascale.train.teacher_labels import write_teacher
 
     try:
-        header = write_teacher(config, find_checkpoint(location), path, top_k, options.samples, PretrainedWeights)
+        header = write_teacher(config, find_checkpoint(location), path, PretrainedWeights)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}", hint="see the file system") from None
     if options.json:

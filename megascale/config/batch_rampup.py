@@ -66,8 +66,7 @@ def samples_of_run(batch: BatchConfig, train: TrainConfig) -> int:
 
 def teacher_samples(batch: BatchConfig, train: TrainConfig, sites: int = 1) -> int:
     """The first samples of a run, at all of its sites, that have soft labels of a teacher."""
-    steps = min(train.distill_until_step or train.steps, train.steps)
-    return batch_sizes(batch, sites).before_step(steps + 1) if train.distills else 0
+    return batch_sizes(batch, sites).before_step((train.distill_until_step or train.steps) + 1)
 
 
 def full_batch_steps(batch: BatchConfig, train: TrainConfig) -> int:

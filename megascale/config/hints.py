@@ -100,9 +100,9 @@ def value_hint(key: str, field: FieldInfo, value: Any) -> str:
 def _table_choice(choice: TableChoice, value: Any) -> str:
     """Return the table of the type that a value names, or of all types, with the keys that it needs."""
     named = value.get("type") if isinstance(value, dict) else value
-    cards = {name: card for name, card in choice.registry.cards.items() if name == named} or choice.registry.cards
-    kinds = (", ".join([f'type = "{name}"', *(f"{key} = ..." for key in card.facts["required"])])
-             for name, card in cards.items())  # fmt: skip
+    names = [name for name in choice.registry.names() if name == named] or choice.registry.names()
+    kinds = (", ".join([f'type = "{name}"', *(f"{key} = ..." for key in choice.required(name))])
+             for name in names)  # fmt: skip
     return " or ".join(f"{{{kind}}}" for kind in kinds)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.catalog import objectives as catalog
+from megascale.catalog.objectives import OBJECTIVES
 from megascale.config.batch_rampup import teacher_samples
 from megascale.config.data import DataConfig
 from megascale.config.exclusions import REMOVE, Exclusions, only, unsupported
@@ -12,7 +12,7 @@ from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.sites import SitesConfig
 from megascale.config.teacher_file import read_header
-from megascale.config.train import MOCK_TEACHER, BatchConfig, TrainConfig
+from megascale.config.train import BatchConfig, TrainConfig
 from megascale.core.errors import DataError
 
 TEACHER_KEYS = ("distill_alpha", "distill_temperature", "distill_top_k", "distill_until_step")
@@ -29,7 +29,7 @@ TEACHER = unsupported(
     ("data.blend_policy", only(None), "the order of samples is known only as the run goes on", "no policy"),
 )  # fmt: skip
 
-OBJECTIVES = unsupported(
+WHOLE_SAMPLES = unsupported(
     "train.objectives",
     ("data.sequence_chunk_tokens", only(None), "objectives see whole sequences", REMOVE),
     ("parallel.hybrid_dp", only(False), "objectives see whole samples", "false"),
@@ -37,28 +37,40 @@ OBJECTIVES = unsupported(
 )  # fmt: skip
 
 
-def objectives(train: TrainConfig, data: DataConfig) -> Iterator[Finding]:
-    """Check that an objective has one table, because metrics name the loss by its type, and one of documents a mask."""
-    types = [table["type"] for table in train.objectives]
-    if twice := next((name for name in types if types.count(name) > 1), None):
-        yield Finding("train.objectives", f"has {twice} twice", "one table for each type")
-    of_documents = [name for name in types if catalog.OBJECTIVES[name].facts["documents"]]
-    if of_documents and data.attention_mask != "document":
-        message = f"{of_documents[0]} compares documents, and a sample without their mask is one"
-        yield Finding("train.objectives", message, 'data.attention_mask = "document"')
+def objectives(model: ModelConfig, train: TrainConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that an objective has one table, because metrics name the loss by its type, that its tokens are of the
+    vocabulary, and that one of documents has a mask.
+    """
+    key, names = "train.objectives", [table["type"] for table in train.objectives]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        yield Finding(key, f"has {twice} twice", "one table for each type")
+    for name, table in zip(names, train.objectives, strict=True):
+        facts = OBJECTIVES[name].facts
+        for option in facts["tokens"]:
+            if table.get(option, 0) >= model.vocab_size:
+                message = f"{option} = {table[option]} of {name} is no token of a vocabulary of {model.vocab_size}"
+                yield Finding(key, message, f"an id below model.vocab_size = {model.vocab_size}")
+        if facts["documents"] and data.attention_mask != "document":
+            message = f"{name} compares documents, and a sample without their mask is one"
+            yield Finding(key, message, 'data.attention_mask = "document"')
 
 
 def distillation(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
     """Check that a teacher lists tokens of the vocabulary, each once, up to a step of the run."""
-    if train.distill_teacher and train.distill_top_k > model.vocab_size:
+    if not train.distill_teacher:
+        return
+    if train.distill_top_k > model.vocab_size:
         message = f"{train.distill_top_k} tokens of a vocabulary of {model.vocab_size}"
         yield Finding("train.distill_top_k", message, f"at most {model.vocab_size}")
+    if train.distill_until_step > train.steps:
+        message = f"the run ends before step {train.distill_until_step}, with train.steps = {train.steps}"
+        yield Finding("train.distill_until_step", message, f"at most {train.steps}, or 0 for all steps")
 
 
 def teacher_file(model: ModelConfig, batch: BatchConfig, train: TrainConfig, sites: SitesConfig) -> Iterator[Finding]:
     """Check that the file of soft labels is whole, and of this vocabulary, order and length of samples."""
-    key, path = "train.distill_teacher", train.distill_teacher
-    if path in (None, MOCK_TEACHER):
+    key, path = "train.distill_teacher", train.teacher_file
+    if path is None:
         return
     try:
         header = read_header(path)

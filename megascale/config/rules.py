@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.balance_group, parallel_rules.token_blocks,
     exclusions.NO_MTP, exclusions.MTP, model_rules.multi_token_prediction,
     exclusions.NO_EXITS, exclusions.EXITS, model_rules.early_exits,
-    loss_rules.NO_TEACHER, loss_rules.TEACHER, loss_rules.OBJECTIVES, loss_rules.objectives, loss_rules.distillation,
+    loss_rules.NO_TEACHER, loss_rules.TEACHER, loss_rules.WHOLE_SAMPLES, loss_rules.objectives, loss_rules.distillation,
     parallel_rules.tensor_parallel, parallel_rules.domino,
     parallel_rules.pipeline,
     backend_rules.fp8_shapes, backend_rules.fp8_scale, backend_rules.fp8_schedule,

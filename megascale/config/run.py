@@ -21,15 +21,7 @@ from megascale.config.moe import MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.section import FilePath, Section, absolute_or_url
 from megascale.config.sites import SitesConfig
-from megascale.config.train import (
-    HF_PREFIX,
-    MOCK_TEACHER,
-    BatchConfig,
-    CheckpointConfig,
-    ObserveConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # valid names of runs, which are folder names
 
@@ -178,9 +170,9 @@ class RunConfig(RunKeys):
         if resume not in ("auto", "never"):
             prefix = HF_PREFIX if resume.startswith(HF_PREFIX) else ""
             resume = prefix + absolute_or_url(resume.removeprefix(prefix))
-        train, teacher = self.train, self.train.distill_teacher
-        if teacher not in (None, MOCK_TEACHER):
-            train = train.model_copy(update={"distill_teacher": absolute_or_url(teacher)})
+        train = self.train
+        if train.teacher_file is not None:
+            train = train.model_copy(update={"distill_teacher": absolute_or_url(train.teacher_file)})
         paths = {"resume": resume, "dir": self.checkpoint.dir and absolute_or_url(self.checkpoint.dir)}
         store_dir = self.observe.store_dir and absolute_or_url(self.observe.store_dir)
         return self.model_copy(

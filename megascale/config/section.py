@@ -118,7 +118,14 @@ def choice(registry: Registry, *also: str) -> Any:
 class TableChoice(Choice):
     """A validator: `type` of a table names a card of `registry`, whose facts `required` and `optional` map the other
     keys to types. Numbers are positive and within fp32's range; whole numbers become floats where floats are meant.
+    `weighted`: a table has a `weight` too, 0 or more.
     """
+
+    weighted: bool = False
+
+    def required(self, name: str) -> dict[str, type]:
+        """Return the keys that a table of a type needs, with the types of their values."""
+        return ({WEIGHT: float} if self.weighted else {}) | self.registry[name].facts["required"]
 
     def __call__(self, table: Any, info: ValidationInfo) -> Any:
         name = table.get("type")
@@ -127,14 +134,15 @@ class TableChoice(Choice):
                 return table
             message = f"type should be one of {', '.join(self.registry.names())}"
             raise PydanticCustomError("table", "{message}", {"message": message})
-        facts, values = self.registry[name].facts, dict(table)
-        kinds = facts["required"] | facts["optional"]
-        mistakes = [f"{name} needs {key}" for key in facts["required"] if key not in table]
+        required, values = self.required(name), dict(table)
+        kinds = required | self.registry[name].facts["optional"]
+        mistakes = [f"{name} needs {key}" for key in required if key not in table]
         for key, value in table.items():
             if key in kinds:
                 values[key] = number = float(value) if kinds[key] is float and type(value) is int else value
-                if type(number) is not kinds[key] or not (kinds[key] is bool or 2**-126 <= number < 2**128):
-                    mistakes.append(f"{key} should be {_POSITIVE[kinds[key]]}")
+                is_fit = kinds[key] is bool or 2**-126 <= number < 2**128 or (number == 0 and key == WEIGHT)
+                if type(number) is not kinds[key] or not is_fit:
+                    mistakes.append(f"{key} should be {_VALUES.get(key) or _VALUES[kinds[key]]}")
             elif key != "type":
                 mistakes.append(f"{name} has no {key}")
         if mistakes:
@@ -142,7 +150,14 @@ class TableChoice(Choice):
         return values
 
 
-_POSITIVE = {float: "a number above 0", int: "a whole number above 0", bool: "true or false"}
+WEIGHT = "weight"
+
+_VALUES = {
+    float: "a number above 0",
+    int: "a whole number above 0",
+    bool: "true or false",
+    WEIGHT: "a number, 0 or more",
+}
 
 
 def _whole(value: Any) -> Any:

@@ -8,10 +8,20 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from megascale.catalog.decays import DECAYS
+from megascale.catalog.objectives import OBJECTIVES
 from megascale.catalog.optimizers import ALL_KINDS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
-from megascale.config.objective_tables import ObjectiveTable
-from megascale.config.section import AUTO, AUTO_AS_NONE, Count, FilePath, Float32, NonNegativeInt, Section, choice
+from megascale.config.section import (
+    AUTO,
+    AUTO_AS_NONE,
+    Count,
+    FilePath,
+    Float32,
+    NonNegativeInt,
+    Section,
+    TableChoice,
+    choice,
+)
 from megascale.core.registry import closest_name
 
 HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugging Face weights
@@ -105,7 +115,7 @@ class TrainConfig(Section):
     distill_until_step: NonNegativeInt = Field(
         0, description="last step with the teacher; the steps after it train on the next token alone; 0: all steps"
     )
-    objectives: list[ObjectiveTable] = Field(
+    objectives: list[Annotated[dict[str, Any], AfterValidator(TableChoice(OBJECTIVES, weighted=True))]] = Field(
         [],
         description="[auxiliary objectives](extending/objective.md) over the last hidden states: tables "
         "`[[train.objectives]]` with `type`, `weight` (relative to the loss of the next token) and the type's options",
@@ -166,6 +176,11 @@ class TrainConfig(Section):
     def distills(self) -> bool:
         """True if a teacher has a part in the loss."""
         return self.distill_teacher is not None and self.distill_alpha > 0
+
+    @property
+    def teacher_file(self) -> str | None:
+        """The file of a teacher's soft labels; None without a teacher, and for random ones."""
+        return None if self.distill_teacher == MOCK_TEACHER else self.distill_teacher
 
     @property
     def quantizes(self) -> bool:

@@ -20,7 +20,7 @@ from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
 from megascale.parallel.domino import in_halves
-from megascale.parallel.linear_cross_entropy import distilled_cross_entropy, linear_cross_entropy
+from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
 from megascale.parallel.segments import Steps, beside, finish
@@ -60,12 +60,15 @@ class Head(nn.Module):
         if self._after:
             counted = torch.ones_like(labels) if weights is None else weights
             x_sbh, weights = self.norm(x_sbh), counted.double() * batch.exits[self._after]
-        options = self._vocabulary, self._tp, self._cross_entropy.in_box(batch.logit_radius)
-        if batch.teacher is None or depth or self._after:
-            return linear_cross_entropy(x_sbh, self.weight, labels, weights, *options)
-        loss, divergence = distilled_cross_entropy(x_sbh, self.weight, labels, weights, batch.teacher, *options)
-        batch.measured_losses[DISTILLATION] = divergence
-        return loss
+        cross_entropy = self._cross_entropy.in_box(batch.logit_radius)
+        soft = None if depth or self._after else batch.teacher
+        losses = linear_cross_entropy(
+            x_sbh, self.weight, labels, weights, self._vocabulary, self._tp, cross_entropy, soft
+        )
+        if soft is None:
+            return losses
+        batch.measured_losses[DISTILLATION] = losses[1].detach(), batch.loss_tokens
+        return losses[0]
 
 
 class Stage(nn.Module):

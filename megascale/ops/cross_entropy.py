@@ -114,7 +114,7 @@ class CrossEntropy:
         own = self.local_statistics(logits, targets)
         peak = own.peak.clone()
         reduce(peak, "max", label="logits max")
-        sums = torch.stack([own.total * (own.peak - peak).exp_(), own.at_label - peak * targets.is_local])
+        sums = torch.stack([own.total * (own.peak - peak).exp_(), own.at_label - peak * self.local_share(targets)])
         reduce(sums, "sum", label="softmax sums")
         total, at_label = sums.unbind()
         every = Statistics(peak, total, at_label + peak)
@@ -132,6 +132,10 @@ class CrossEntropy:
         logits[:, targets.valid :] = -math.inf
         found = self.statistics(logits, targets.local_columns, wide, cap)
         return Statistics(*found[:2], found[2].masked_fill(~targets.is_local, 0))
+
+    def local_share(self, targets: Targets) -> Tensor:
+        """Return the share of the label that this rank has [t]: 1 or 0."""
+        return targets.is_local
 
     def softmax_scale(self, targets: Targets, local_peak: Tensor, every: Statistics) -> Tensor:
         """Return the factor [t] that makes e^(logit - local_peak) the gradient of the loss, but for the label's."""

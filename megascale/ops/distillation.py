@@ -11,13 +11,12 @@ the teacher, the KL is that of the two models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megascale.ops.cross_entropy import CrossEntropy, Reduce, Targets, soft_cap, soft_cap_derivative
+from megascale.ops.cross_entropy import CrossEntropy, Reduce, Statistics, Targets, soft_cap, soft_cap_derivative
 
 
 @dataclass(frozen=True)
@@ -32,26 +31,43 @@ class SoftLabels:
     temperature: float
 
 
-@dataclass(frozen=True)
-class SoftTargets(Targets):
-    """Targets with a teacher's tokens: their columns on this rank [t, k], i64, and shares q [t, k], of all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class SoftCrossEntropy(CrossEntropy):
+    """-sum_i q_i log p_i: the label's place is taken by tokens with their columns on this rank [t, k], i64, and shares
+    q [t, k], 0 of tokens on another rank, whose columns are any.
+    """
 
-    soft_columns: Tensor
+    columns: Tensor
     shares: Tensor
 
-    @cached_property
-    def is_soft_local(self) -> Tensor:
-        """Mark the teacher's tokens in this rank's shard, bool [t, k]."""
-        return (self.soft_columns >= 0) & (self.soft_columns < self.valid)
+    def local_statistics(self, logits: Tensor, targets: Targets) -> Statistics:
+        expected = (self.shares * self._at_columns(logits)).sum(1)  # `statistics` may overwrite the logits
+        return super().local_statistics(logits, targets)._replace(at_label=expected)
+
+    def local_share(self, targets: Targets) -> Tensor:
+        return self.shares.sum(1)
+
+    def write_gradient(self, logits: Tensor, targets: Targets, local_peak: Tensor, scale: Tensor) -> None:
+        minus = self.shares * targets.weights.unsqueeze(1)
+        if self.cap is not None:
+            minus = minus * soft_cap_derivative(self._at_columns(logits), self.cap)
+        self.gradient(logits, targets.local_columns, local_peak, scale, torch.zeros_like(scale), self.cap)
+        logits.scatter_add_(1, self.columns, -minus.to(logits.dtype))
+
+    def _at_columns(self, logits: Tensor) -> Tensor:
+        return soft_cap(logits.gather(1, self.columns).to(self.shares.dtype), self.cap)
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """The loss of logits [t, n] with a teacher, by the kernels of the cross-entropy: one pass over them for the label,
-    and one over a copy of them for the teacher.
+    """The loss of logits [t, n] with a teacher: one pass of the cross-entropy over them for the label, and one over a
+    copy of them for the teacher's tokens, whose `columns` on this rank, or outside of it, and log-probabilities are
+    [t, k].
     """
 
     cross_entropy: CrossEntropy
+    columns: Tensor
+    log_probs: Tensor
     alpha: float
     temperature: float
 
@@ -59,39 +75,16 @@ class Distillation:
         self, logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weighted sums [2] of the cross-entropy and of the KL, and the gradient, as `CrossEntropy` does."""
-        assert isinstance(targets, SoftTargets), "a distillation has a teacher's tokens"
-        copy = logits / self.temperature
-        kl = self._divergence(copy, targets, reduce, gradient)
-        loss, grad = self.cross_entropy(logits, targets, reduce, gradient)
+        own, copy = self.cross_entropy, logits / self.temperature
+        q = torch.softmax(self.log_probs.to(targets.weights.dtype) / self.temperature, -1)
+        remote = (self.columns < 0) | (self.columns >= targets.valid)
+        soft = SoftCrossEntropy(
+            own.statistics, own.gradient, own.cap and own.cap / self.temperature,
+            columns=self.columns.masked_fill(remote, 0), shares=q.masked_fill(remote, 0),
+        )  # fmt: skip
+        entropy, _ = soft(copy, targets, reduce, gradient)
+        kl = entropy + (torch.xlogy(q, q).sum(1) * targets.weights).sum()
+        loss, grad = own(logits, targets, reduce, gradient)
         if grad is not None:
-            grad.mul_(1 - self.alpha).add_(copy)
+            grad.mul_(1 - self.alpha).add_(copy, alpha=self.alpha * self.temperature)
         return torch.stack([loss, kl]), grad
-
-    def _divergence(self, logits: Tensor, targets: SoftTargets, reduce: Reduce, gradient: bool) -> Tensor:
-        """Return the weighted sum of the KL; write its part of the gradient over the logits, which are z / T."""
-        cap, local = self.cross_entropy.cap, targets.is_soft_local
-        kernels = replace(self.cross_entropy, cap=cap and cap / self.temperature, z_loss=0.0)
-        columns, q = targets.soft_columns.masked_fill(~local, 0), targets.shares
-        at_columns = soft_cap(logits.gather(1, columns).to(q.dtype), kernels.cap)  # `statistics` may overwrite them
-        own = kernels.local_statistics(logits, targets)
-        peak = own.peak.clone()
-        reduce(peak, "max", label="teacher max")
-        here = q.masked_fill(~local, 0)
-        sums = torch.stack([own.total * (own.peak - peak).exp(), (here * (at_columns - peak.unsqueeze(1))).sum(1)])
-        reduce(sums, "sum", label="teacher sums")
-        total, expected = sums.unbind()
-        loss = ((torch.xlogy(q, q).sum(1) + total.log() - expected) * targets.weights).sum()
-        if gradient:
-            weights = targets.weights * (self.alpha * self.temperature)
-            scale, zeros = weights / total * (own.peak - peak).exp(), torch.zeros_like(weights)
-            kernels.gradient(logits, targets.local_columns, own.peak, scale, zeros, kernels.cap)
-            minus = here * weights.unsqueeze(1)
-            if kernels.cap is not None:
-                minus = minus * soft_cap_derivative(at_columns, kernels.cap)
-            logits.scatter_add_(1, columns, -minus.to(logits.dtype))
-        return loss
-
-
-def shares_of(log_probs: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Return the shares q [t, k] of a teacher's tokens at a temperature."""
-    return torch.softmax(log_probs.to(dtype) / temperature, -1)

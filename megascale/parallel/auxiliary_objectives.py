@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,15 +23,12 @@ from torch import Tensor
 from megascale.catalog.objectives import OBJECTIVES
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group
+from megascale.comm.mesh import Mesh
 from megascale.config.train import TrainConfig
-from megascale.core.seeds import seed_of
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.record.label import FORWARD, Label
-
-if TYPE_CHECKING:
-    from megascale.comm.mesh import Mesh
 
 CP_AXES = ("cp",)  # along which ranks share the sequences of an objective
 LABEL = Label("objectives", direction=FORWARD)  # event label of the all-gathers
@@ -60,28 +57,14 @@ class Objective(Protocol):
         """Return the sum of the terms, whose samples are `rows` [n] of the micro-batch, and choices `chosen` [n, k]."""
 
 
-@dataclass(frozen=True)
-class Auxiliary:
-    """An objective of a run, its name and weight. `seed`: the run's."""
-
-    name: str
-    weight: float
-    objective: Objective
-    seed: int
-
-    def choose(self, sample: int, tokens: np.ndarray, documents: list[tuple[int, int]]) -> np.ndarray:
-        """Return what the terms of a sample are of."""
-        drawn = seed_of(self.seed, "objective", self.name, sample) / 2**63
-        return self.objective.choose(SampleView(sample, tokens, documents, drawn))
-
-
-def load_objectives(train: TrainConfig) -> dict[str, Auxiliary]:
+def load_objectives(train: TrainConfig) -> dict[str, Objective]:
     """Load the objectives of a run, by name."""
-    return {str(table["type"]): _load(train.seed, **table) for table in train.objectives}
+    return {str(table["type"]): _load(**table) for table in train.objectives}
 
 
-def _load(seed: int, type: str, weight: float, **options: Any) -> Auxiliary:
-    return Auxiliary(type, weight, OBJECTIVES[type].load()(**options), seed)
+def _load(type: str, weight: float, **options: Any) -> Objective:
+    objective: Objective = OBJECTIVES[type].load()(**options)
+    return objective
 
 
 def open_objectives(train: TrainConfig, tp: TensorParallel, mesh: Mesh) -> AuxiliaryObjectives | None:
@@ -93,7 +76,7 @@ def open_objectives(train: TrainConfig, tp: TensorParallel, mesh: Mesh) -> Auxil
 class AuxiliaryObjectives:
     """The objectives of the last stage. `cp`: the ranks that share sequences."""
 
-    objectives: Mapping[str, Auxiliary]
+    objectives: Mapping[str, Objective]
     tp: TensorParallel
     cp: Group
 
@@ -104,15 +87,13 @@ class AuxiliaryObjectives:
         terms, wide = dict[str, Tensor](), torch.promote_types(x_sbh.dtype, torch.float32)
         whole = _Whole.apply(x_sbh, self.tp, self.cp, batch.shard)
         for name, targets in batch.objectives.items():
-            own = self.objectives[name]
             if not len(targets.rows):
                 continue
-            with torch.set_grad_enabled(torch.is_grad_enabled() and own.weight > 0):
-                loss = own.objective.loss(whole, targets.rows, targets.chosen).to(wide)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and targets.constant is not None):
+                loss = self.objectives[name].loss(whole, targets.rows, targets.chosen).to(wide)
             if targets.count:
-                batch.measured_losses[name] = loss.detach()
-            if loss.requires_grad:
-                assert targets.constant is not None, "a step counts the terms of each objective"
+                batch.measured_losses[name] = loss.detach(), targets.count
+            if loss.requires_grad and targets.constant is not None:
                 terms[f"weighted {name}"] = loss * targets.constant.to(wide)
         return terms
 
@@ -123,18 +104,16 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, cp: Group, shard: SequenceShard | None) -> Tensor:
         full, _ = tp.gather(x, LABEL)
-        ctx.tp_rows = slice(tp.index * len(x), (tp.index + 1) * len(x)) if tp.activations_sharded else slice(None)
-        ctx.own = None
+        first = tp.index * len(x) if tp.activations_sharded else 0
+        ctx.own = slice(first, first + len(x))
         if shard is None:
             return full.view_as(full)
         parts = full.new_empty(cp.size * len(full), *full.shape[1:])
         all_gather(cp, parts, full.contiguous(), label=LABEL)
-        places = [np.concatenate([np.arange(*span) for span in spans]) for spans in shard.parts]
-        order = torch.from_numpy(np.concatenate(places)).to(x.device)
-        ctx.own = order[cp.index * len(full) : (cp.index + 1) * len(full)]
+        order = torch.cat([torch.arange(*span) for part in shard.parts for span in part]).to(x.device)
+        ctx.own = order[cp.index * len(full) :][ctx.own]
         return torch.empty_like(parts).index_copy_(0, order, parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        own = grads[0] if ctx.own is None else grads[0].index_select(0, ctx.own)
-        return own[ctx.tp_rows].contiguous(), None, None, None
+        return grads[0][ctx.own].contiguous(), None, None, None

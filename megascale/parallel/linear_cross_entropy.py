@@ -10,7 +10,7 @@ Backward returns the saved gradients. The gradient of the loss must therefore be
 A chunk has the collectives of a column-parallel layer. With sequence parallelism a chunk is the same rows of every
 rank's shard: the all-gather of X overlaps with the logits' GEMM, and the reduce-scatter of dX with wgrad.
 
-`distilled_cross_entropy` adds a teacher's part to the gradient (`ops.distillation`).
+A teacher adds a part to the gradient (`ops.distillation`).
 """
 
 from __future__ import annotations
@@ -43,51 +43,38 @@ def linear_cross_entropy(
     vocabulary: VocabularyRange,
     tp: TensorParallel,
     cross_entropy: CrossEntropy,
+    soft: SoftLabels | None = None,
 ) -> Tensor:
     """Sum -log softmax(x W^T)[label] over the tokens whose mask is 1; a scalar in fp32 or wider.
 
     x [s, b, h], or [s / tp, b, h] with sequence parallelism; weight [rows, h] of this rank; labels [s, b], global ids.
-    If gradients are enabled, backward must follow, with an output gradient of 1.
+    If gradients are enabled, backward must follow, with an output gradient of 1. With `soft` labels the result is [2]:
+    this sum, whose gradient is that of the loss with a teacher, and the sum of the KL, which is no term of the loss.
     """
-    options = _LossOptions(vocabulary, tp, cross_entropy, torch.is_grad_enabled())
+    options = _LossOptions(vocabulary, tp, cross_entropy, torch.is_grad_enabled(), soft)
     return _LinearCrossEntropy.apply(x_sbh, weight, labels_sb, mask_sb, options)
-
-
-def distilled_cross_entropy(
-    x_sbh: Tensor,
-    weight: Tensor,
-    labels_sb: Tensor,
-    mask_sb: Tensor | None,
-    soft: SoftLabels,
-    vocabulary: VocabularyRange,
-    tp: TensorParallel,
-    cross_entropy: CrossEntropy,
-) -> tuple[Tensor, Tensor]:
-    """Return `linear_cross_entropy`, whose gradient is that of the loss with a teacher, and the sum of the KL to the
-    teacher, which has no gradient.
-    """
-    loss = Distillation(cross_entropy, soft.alpha, soft.temperature)
-    options = _LossOptions(vocabulary, tp, loss, torch.is_grad_enabled(), soft)
-    losses = _LinearCrossEntropy.apply(x_sbh, weight, labels_sb, mask_sb, options)
-    return losses[0], losses[1].detach()
 
 
 @dataclass(frozen=True)
 class _LossOptions:
     vocabulary: VocabularyRange
     tp: TensorParallel
-    cross_entropy: CrossEntropy | Distillation
+    cross_entropy: CrossEntropy
     compute_grad: bool
     soft: SoftLabels | None = None
 
     def targets(self, labels: Tensor, mask: Tensor | None, rows: slice, wide: torch.dtype) -> Targets:
         """Return the targets of the tokens in `rows` of every rank's shard."""
         own = None if mask is None else self._tokens(mask, rows)
-        targets = self.vocabulary.targets(self._tokens(labels, rows), own, wide)
-        if self.soft is None:
-            return targets
-        ids, log_probs = (self._tokens(values, rows) for values in (self.soft.ids, self.soft.log_probs))
-        return self.vocabulary.soft_targets(targets, ids, log_probs, self.soft.temperature)
+        return self.vocabulary.targets(self._tokens(labels, rows), own, wide)
+
+    def function(self, rows: slice) -> CrossEntropy | Distillation:
+        """Return the function of the logits of these tokens that is the loss."""
+        if (soft := self.soft) is None:
+            return self.cross_entropy
+        columns = self._tokens(soft.ids, rows).long() - self.vocabulary.start
+        taught = columns, self._tokens(soft.log_probs, rows), soft.alpha, soft.temperature
+        return Distillation(self.cross_entropy, *taught)
 
     def loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None
@@ -100,7 +87,8 @@ class _LossOptions:
         grad_weight: Tensor | None = None
         chunks = loss_chunks(x.shape[0], labels.numel(), weight.shape[0])
         for rows, label in labelled_pieces(x.shape[0], chunks, LABEL):
-            loss, grad_x, wgrad = self.chunk_loss(x[rows], weight, self.targets(labels, mask, rows, total.dtype), label)
+            targets = self.targets(labels, mask, rows, total.dtype)
+            loss, grad_x, wgrad = self.chunk_loss(x[rows], weight, self.function(rows), targets, label)
             total = total + loss
             if grad_x is not None:
                 grads.append(grad_x)
@@ -109,13 +97,13 @@ class _LossOptions:
         return total, torch.cat(grads) if len(grads) > 1 else next(iter(grads), None), grad_weight
 
     def chunk_loss(
-        self, x: Tensor, weight: Tensor, targets: Targets, label: Label
+        self, x: Tensor, weight: Tensor, function: CrossEntropy | Distillation, targets: Targets, label: Label
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the loss of a chunk of x, the gradient of the chunk, and the weight's gradient, as `loss` does."""
         full, (logits,) = all_gather_matmul(x, [WeightOperand(weight)], self.tp, label, x.dtype)
         assert isinstance(full, Tensor), "the head is not FP8"
         reduce = partial(all_reduce, self.tp.group)
-        loss, grad = self.cross_entropy(logits.flatten(0, 1), targets, reduce, self.compute_grad)
+        loss, grad = function(logits.flatten(0, 1), targets, reduce, self.compute_grad)
         if grad is None:
             return loss, None, None
         grad_x = (grad @ weight).view(full.shape)
@@ -143,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         torch._assert_async(
-            grads[0].view(-1)[0] == 1,  # with a teacher, the KL beside it is no term of the loss
+            grads[0].view(-1)[0] == 1,
             "the gradient of the loss is not 1; divide gradients by the token count after backward",
         )
         return *ctx.saved_tensors, None, None, None

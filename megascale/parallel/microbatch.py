@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from megascale.layout.loss import DISTILLATION
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.distillation import SoftLabels
@@ -61,7 +60,7 @@ class MicroBatch:
     tokens have chosen. `depths`: of multi-token prediction, on the last stage in training. `exits`: by the number of
     layers before them the weights of early exits' losses, in training. `logit_radius`: of the box around the logits at
     whose worst point an evaluation takes the loss (`ops.cross_entropy`). `further_losses`: of this rank's stages, as in
-    `StageOutput.further`.
+    `StageOutput.further`; `measured_losses`: sums and counts of those with a count of their own, by name.
     """
 
     tokens: Tensor | None
@@ -81,18 +80,12 @@ class MicroBatch:
     further_losses: dict[str, Tensor] = field(default_factory=dict)
     teacher: SoftLabels | None = None
     objectives: dict[str, ObjectiveTargets] = field(default_factory=dict)
-    measured_losses: dict[str, Tensor] = field(default_factory=dict)
+    measured_losses: dict[str, tuple[Tensor, float]] = field(default_factory=dict)
 
     @property
     def counted_terms(self) -> list[DepthTargets | ObjectiveTargets]:
         """The terms of the loss whose mean is over a count of their own: of depths, then of objectives."""
         return [*self.depths, *self.objectives.values()]
-
-    @property
-    def measured_counts(self) -> dict[str, float]:
-        """The counts of `measured_losses`."""
-        counts = {name: targets.count for name, targets in self.objectives.items()}
-        return counts if self.teacher is None else {DISTILLATION: self.loss_tokens} | counts
 
     @cached_property
     def halves(self) -> tuple[MicroBatch, ...]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from megascale.config.model import ModelConfig
 from megascale.layout.tensors import padded_vocab
 from megascale.ops.cross_entropy import Targets
-from megascale.ops.distillation import SoftTargets, shares_of
 from megascale.ops.embedding_rows import lookup
 from megascale.parallel.grad_accumulation import accumulate_embedding_grad
 from megascale.parallel.tp_overlap import TensorParallel
@@ -45,11 +44,6 @@ class VocabularyRange:
         """Return the targets of tokens from their labels [t], global ids, and their mask; `wide`: dtype of the loss."""
         weights = torch.ones_like(labels, dtype=wide) if mask is None else mask.to(wide)
         return Targets(labels - self.start, weights, self.valid)
-
-    def soft_targets(self, targets: Targets, ids: Tensor, log_probs: Tensor, temperature: float) -> SoftTargets:
-        """Return targets with a teacher's tokens, global ids [t, k], and their log-probabilities [t, k]."""
-        shares = shares_of(log_probs, temperature, targets.weights.dtype)
-        return SoftTargets(targets.columns, targets.weights, self.valid, ids.long() - self.start, shares)
 
 
 def vocab_parallel_embedding(ids_sb: Tensor, weight: Tensor, vocabulary: VocabularyRange, tp: TensorParallel) -> Tensor:

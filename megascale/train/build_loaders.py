@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megascale.config.run import RunConfig
-from megascale.config.train import MOCK_TEACHER
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples
 from megascale.data.mix.loader import Distilling, Loader
 from megascale.data.mix.mock_mixture import build_mixture
 from megascale.layout.chunks import token_ranks
+from megascale.layout.document_shards import row_sharding
 from megascale.layout.sequence_shard import sequence_chunks
 from megascale.parallel.auxiliary_objectives import load_objectives
 from megascale.train.run_splits import mixture_spec
@@ -22,10 +23,13 @@ from megascale.train.run_splits import mixture_spec
 if TYPE_CHECKING:
     from megascale.comm.mesh import Mesh
     from megascale.config.dataset_files import SplitName
+    from megascale.config.model import ModelConfig
+    from megascale.config.parallel import ParallelConfig
+    from megascale.config.sites import SitesConfig
+    from megascale.config.train import BatchConfig, TrainConfig
     from megascale.data.mix.hybrid_batches import HybridPool
     from megascale.data.mix.mixture_spec import MixtureSpec
     from megascale.data.mix.samples import SampleSource
-    from megascale.layout.document_shards import RowSharding
 
 
 def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[Loader, Loader | None, int]:
@@ -33,91 +37,76 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
 
     Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
     """
-    valid_shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    sites = config.sites
-    shape = replace(valid_shape, global_batch=sites.count * config.batch.total, site=sites.index, sites=sites.count)
-    sizes = config.step_samples if config.batch.rampup else None
+    model, batch, train, p, sites = config.model, config.batch, config.train, config.parallel, config.sites
+    valid_shape = BatchShape(batch.total, batch.micro, config.dp)
+    shape = replace(valid_shape, global_batch=sites.count * batch.total, site=sites.index, sites=sites.count)
+    sizes = config.step_samples if batch.rampup else None
     orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.samples, sizes=sizes)}
-    splits: tuple[SplitName, ...] = ("train", "valid") if config.train.eval_every else ("train",)
+    splits: tuple[SplitName, ...] = ("train", "valid") if train.eval_every else ("train",)
     specs = {split: mixture_spec(config, split) for split in splits}
     if mesh.rank == 0:  # the headers of all datasets, for all ranks, which open what they read when they read it
         for spec in specs.values():
             build_mixture(spec).check()
     valid_batches = 0
-    if config.train.eval_every:
-        valid_batches = _evaluation_batches(specs["valid"], config.train.eval_steps, config.batch.total, mesh)
+    if train.eval_every:
+        valid_batches = _evaluation_batches(specs["valid"], train.eval_steps, batch.total, mesh)
     if valid_batches:
-        orders["valid"] = StepOrder(valid_shape, valid_batches * config.batch.total, again=True)
-    readers = token_ranks(config.model, config.parallel)
-    sources = _open_sources(specs, mesh, orders, readers)
-    sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh, device)
-    teacher = _open_teacher(config, mesh) if config.train.distills else None
-    objectives = load_objectives(config.train) if mesh.has_last_stage else {}
-    train, *valid = (
+        orders["valid"] = StepOrder(valid_shape, valid_batches * batch.total, again=True)
+    readers, last = token_ranks(model, p), mesh.has_last_stage
+    sources, fp8 = _open_sources(specs, mesh, orders, readers), config.fp8.facts if train.quantizes else None
+    pool = _hybrid_pool(model, p, fp8, mesh, config.data.max_tokens_per_rank, device)
+    teacher = _open_teacher(model, batch, train, sites) if train.distills and last else None
+    training, *valid = (
         Loader(
             sources.get(split),
             order.shape,
             mesh.coord.dp,
-            dropout=config.model.dropout if split == "train" else 0.0,
-            seed=config.train.seed,
+            dropout=model.dropout if split == "train" else 0.0,
+            seed=train.seed,
             device=device,
             reads_tokens=mesh.coord.pp in readers,
-            sharding=sharding,
-            chunks=sequence_chunks(config.model.seq_length, config.data.sequence_chunk_tokens),
+            sharding=row_sharding(p, model, fp8, mesh.coord.cp),
+            chunks=sequence_chunks(model.seq_length, config.data.sequence_chunk_tokens),
             pool=pool,
             sizes=order.sizes,
-            depths=config.model.mtp_layers if split == "train" and mesh.has_last_stage else 0,
-            teacher=teacher if split == "train" and mesh.has_last_stage else None,
-            objectives=objectives,
+            depths=model.mtp_layers if split == "train" and last else 0,
+            teacher=teacher if split == "train" else None,
+            objectives=load_objectives(train) if last else {},
         )
         for split, order in orders.items()
     )
-    return train, valid[0] if valid else None, valid_batches
+    return training, valid[0] if valid else None, valid_batches
 
 
-def _open_teacher(config: RunConfig, mesh: Mesh) -> Distilling:
-    """Open the soft labels of the run, of whose data rank 0 makes sure. Raises: DataError on rank 0"""
+def _open_teacher(model: ModelConfig, batch: BatchConfig, train: TrainConfig, sites: SitesConfig) -> Distilling:
+    """Open the soft labels of the run."""
     from megascale.config.batch_rampup import teacher_samples
-    from megascale.data.mix.teacher import MockTeacher, SoftLabelSource, Teacher
-    from megascale.data.read.identity import run_identities
+    from megascale.data.mix.teacher import mock_labels, open_labels
 
-    train, model = config.train, config.model
-    source: SoftLabelSource = MockTeacher(train.seed, model.vocab_size, train.distill_top_k)
-    if train.distill_teacher not in (None, MOCK_TEACHER):
-        source = Teacher(str(train.distill_teacher), train.distill_top_k)
-        if mesh.rank == 0:
-            source.check(run_identities(config.data.model_copy(update={"valid": None})))
-    samples = teacher_samples(config.batch, train, config.sites.count)
+    random = partial(mock_labels, train.seed, model.vocab_size, train.distill_top_k)
+    source = random if train.teacher_file is None else open_labels(train.teacher_file, train.distill_top_k)
+    samples = teacher_samples(batch, train, sites.count)
     return Distilling(source, samples, train.distill_alpha, train.distill_temperature)
 
 
-def _row_sharding(config: RunConfig, mesh: Mesh) -> RowSharding | None:
-    """Return how this rank shares sequences; None for whole ones."""
-    if config.parallel.cp == 1 or config.parallel.hybrid_dp:
-        return None
-    from megascale.layout.document_shards import row_sharding
-
-    fp8 = config.fp8.facts if config.train.quantizes else None
-    return row_sharding(config.parallel, config.model, fp8, mesh.coord.cp)
-
-
-def _hybrid_pool(config: RunConfig, mesh: Mesh, device: torch.device) -> HybridPool | None:
-    """Return this rank of the pool of hybrid data parallelism; None in other modes. Rows have padding where operations
-    are compiled by default, and for FP8 GEMMs.
+def _hybrid_pool(
+    model: ModelConfig, parallel: ParallelConfig, fp8: Mapping[str, Any] | None, mesh: Mesh, most: int | None,
+    device: torch.device,
+) -> HybridPool | None:  # fmt: skip
+    """Return this rank of the pool of hybrid data parallelism, with at most `most` tokens; None in other modes. Rows
+    have padding where operations are compiled by default, and for FP8 GEMMs.
     """
-    if not config.parallel.hybrid_dp:
+    if not parallel.hybrid_dp:
         return None
     from megascale.data.mix.hybrid_batches import HybridPool
     from megascale.layout.hybrid.plan import ROW_ALIGNMENT, row_step
     from megascale.plan.account.flops import sequence_flops
 
-    assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
-    pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
-    reads = mesh.coord.pp in token_ranks(config.model, config.parallel)
-    quantizes = config.train.quantizes
-    alignment = config.fp8.facts["alignment"] if quantizes else ROW_ALIGNMENT
-    step = 1 if device.type == "cpu" and not quantizes else row_step(most, alignment)
-    return HybridPool(*pool, most, sequence_flops(config.model), config.parallel.pp, reads, step)
+    assert most is not None, "the rules of hybrid data parallelism demand it"
+    reads = mesh.coord.pp in token_ranks(model, parallel)
+    alignment = ROW_ALIGNMENT if fp8 is None else fp8["alignment"]
+    step = 1 if device.type == "cpu" and fp8 is None else row_step(most, alignment)
+    return HybridPool(mesh.dp.index, mesh.dp.size, most, sequence_flops(model), parallel.pp, reads, step)
 
 
 def _open_sources(

@@ -20,18 +20,11 @@ if TYPE_CHECKING:
     from megascale.train.run import Run, StepResult
 
 
-def evaluate(run: Run) -> EvaluationMetrics:
-    """Compute the mean loss per token over a fixed set of validation batches, without dropout."""
-    loss, tokens, objectives = validation_loss(run, run.valid_batches)
-    return EvaluationMetrics(run.progress.step, loss, tokens, objectives=objectives)
-
-
-def validation_loss(
-    run: Run, batches: int, logit_radius: float = 0.0
-) -> tuple[float, int, dict[str, dict[str, float]]]:
-    """Return the mean loss per token over the first validation batches, the tokens, and the means of objectives.
-    `logit_radius`: of the box around the logits at whose worst point the loss is taken.
+def evaluate(run: Run, batches: int | None = None, logit_radius: float = 0.0) -> EvaluationMetrics:
+    """Compute the mean loss per token and the means of objectives over the first validation batches, by default those
+    of the run, without dropout. `logit_radius`: of the box around the logits at whose worst point the loss is taken.
     """
+    batches = batches or run.valid_batches
     assert run.valid_loader is not None, "a run that evaluates has validation data"
     if run.fp8_state is not None:
         run.fp8_state.invalidate_weights()
@@ -51,7 +44,8 @@ def validation_loss(
     if not (count := sums["tokens"]):
         what = f"no label of the {batches} validation batches counts in the loss"
         raise NoLossTokensError(what, hint="other data.valid or data.split, or train.eval_every = 0")
-    return sums["loss"] / count, int(count), measured_metrics(run.config.train, sums)
+    objectives = measured_metrics(run.config.train, sums)
+    return EvaluationMetrics(run.progress.step, sums["loss"] / count, int(count), objectives=objectives)
 
 
 class Evaluations(Hook):

@@ -60,8 +60,8 @@ def measured_totals(train: TrainConfig, parts: Sequence[MicroBatch]) -> dict[str
     found = dict[str, Total]()
     for name in measured_losses(train):
         own = [part.measured_losses[name] for part in parts if name in part.measured_losses]
-        found[loss_of(name)] = torch.stack(own).sum() if own else 0.0
-        found[count_of(name)] = float(sum(part.measured_counts.get(name, 0) for part in parts))
+        found[loss_of(name)] = torch.stack([loss for loss, _ in own]).sum() if own else 0.0
+        found[count_of(name)] = float(sum(count for _, count in own))
     return found
 
 

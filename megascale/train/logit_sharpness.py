@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megascale.record.layout import Phase
 from megascale.record.metrics import SharpnessMetrics
-from megascale.train.evaluate import validation_loss
+from megascale.train.evaluate import evaluate
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.spike import SpikeMonitor
 
@@ -27,7 +27,7 @@ RISE_FACTOR, WINDOW = 2.0, 20  # an alert: a value this many times the median of
 
 def logit_sharpness(run: Run) -> float:
     """Return the sharpness, in percent. A collective of all ranks."""
-    loss, worst = (validation_loss(run, 1, radius)[0] for radius in (0.0, RADIUS))
+    loss, worst = (evaluate(run, 1, radius).valid_loss for radius in (0.0, RADIUS))
     return 100 * (worst - loss) / (1 + loss)
 
 

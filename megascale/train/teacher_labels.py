@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,12 @@ import torch
 from megascale.checkpoint.format import manifest
 from megascale.config.batch_rampup import teacher_samples
 from megascale.config.loading import check_rules
-from megascale.config.model import ModelConfig
-from megascale.config.moe import MoeConfig
-from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.config.teacher_file import TeacherHeader
-from megascale.config.train import CheckpointConfig, OptimizerConfig, TrainConfig
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.data.mix.teacher import LabelRows, write_labels
-from megascale.data.read.identity import run_identities
 from megascale.device import detect_device
 from megascale.layout.parameters import describe_parameters
 from megascale.ops.cross_entropy import soft_cap
@@ -34,26 +30,22 @@ from megascale.train.stop import StopRequest
 ALONE = Rank(0, 1, 0, "localhost")
 
 
-def write_teacher(
-    config: RunConfig, checkpoint: Location, path: Path, top_k: int, samples: int | None,
-    open_weights: OpenWeights,
-) -> TeacherHeader:  # fmt: skip
-    """Write the soft labels by a checkpoint's model for the first samples of a run: by default for those of its steps
-    with a teacher, or of all steps. `config`: of the run, resolved.
+def write_teacher(config: RunConfig, checkpoint: Location, path: Path, open_weights: OpenWeights) -> TeacherHeader:
+    """Write the soft labels by a checkpoint's model for the samples of a run's steps with a teacher. `config`: of the
+    run, resolved.
 
     Raises: CheckpointError for a teacher of another vocabulary, ConfigError for one that cannot run, OSError
     """
     with tempfile.TemporaryDirectory() as folder:
-        teacher, own = teacher_config(config, checkpoint, folder), config.model
-        samples = samples or teacher_samples(config.batch, config.train, config.sites.count) or config.samples
+        teacher, model, train = teacher_config(config, checkpoint, folder), config.model, config.train
+        samples = teacher_samples(config.batch, train, config.sites.count)
         about = f"{describe_parameters(teacher.model)}, {checkpoint}"
-        data = run_identities(config.data.model_copy(update={"valid": None}))
-        header = TeacherHeader(own.vocab_size, own.seq_length, top_k, samples, config.train.seed, data, about)
+        header = TeacherHeader(model.vocab_size, model.seq_length, train.distill_top_k, samples, train.seed, about)
         device = detect_device()
         run = build_rank_run(teacher, build_mesh(teacher, ALONE, device), device, StopRequest(), init_weights=False)
         load_initial_state(run, open_weights)
         run.buffers.finish_param_gather()
-        write_labels(path, header, _labels(run, header))
+        write_labels(path, header, islice(_labels(run, header), samples))
     return header
 
 
@@ -62,25 +54,26 @@ def teacher_config(config: RunConfig, checkpoint: Location, folder: str) -> RunC
 
     Raises: CheckpointError, ConfigError
     """
-    saved = manifest.read(checkpoint).facts.config
-    model, own = ModelConfig.model_validate(saved["model"]), config.model
-    if model.vocab_size != own.vocab_size:
-        what = f"{checkpoint} has a vocabulary of {model.vocab_size} tokens, and the run one of {own.vocab_size}"
-        raise CheckpointError(what, hint="a teacher with the tokenizer of the run's data")
-    precision = "bf16" if config.train.quantizes else config.train.precision
+    saved, train = manifest.read(checkpoint).facts.config, config.train
     whole = {"sequence_chunk_tokens": None, "sequence_chunks_saved": 1, "reader": "rank"}
-    found = RunConfig(
-        name="teacher",
-        output_dir=folder,
-        model=model.model_copy(update={"seq_length": own.seq_length}),
-        moe=MoeConfig.model_validate(saved.get("moe", {})),
-        parallel=ParallelConfig(dp=1),
-        batch=config.batch.model_copy(update={"rampup": None}),
-        train=TrainConfig(steps=config.train.steps, seed=config.train.seed, precision=precision),
-        optimizer=OptimizerConfig(lr=1.0),
-        data=config.data.model_copy(update=whole),
-        checkpoint=CheckpointConfig(every=0, resume=str(checkpoint)),
+    precision = "bf16" if train.quantizes else train.precision
+    found = RunConfig.model_validate(
+        {
+            "name": "teacher",
+            "output_dir": folder,
+            "model": saved["model"] | {"seq_length": config.model.seq_length},
+            "moe": saved.get("moe", {}),
+            "parallel": {"dp": 1},
+            "batch": config.batch.model_copy(update={"rampup": None}),
+            "train": {"steps": train.steps, "seed": train.seed, "precision": precision},
+            "optimizer": {"lr": 1.0},
+            "data": config.data.model_copy(update=whole),
+            "checkpoint": {"every": 0, "resume": str(checkpoint)},
+        }
     ).resolve(1)
+    if (size := found.model.vocab_size) != config.model.vocab_size:
+        what = f"{checkpoint} has a vocabulary of {size} tokens, and the run one of {config.model.vocab_size}"
+        raise CheckpointError(what, hint="a teacher with the tokenizer of the run's data")
     check_rules(found, str(checkpoint))
     return found
 
@@ -92,16 +85,14 @@ def _labels(run: Run, header: TeacherHeader) -> Iterator[tuple[np.ndarray, Label
     head, stage.head = stage.head, None  # a stage without a head returns the hidden states
     assert head is not None, "a single stage has the head"
     weight, cap = head.weight[: header.vocab_size], run.config.model.logit_softcap
-    left = header.samples
     for start in range(0, header.samples, total):
         for part in run.train_loader.batch(start).micro_batches:
             x_sbh = head.norm(stage(None, part).activation)
             part.release(forward_only=True)
             assert part.tokens is not None and part.labels is not None, "a single stage reads both"
             ids = torch.cat([part.tokens, part.labels[-1:]]).cpu().numpy()
-            for row in range(min(ids.shape[1], left)):  # the logits of one sample at a time
+            for row in range(ids.shape[1]):  # the logits of one sample at a time
                 logits = x_sbh[:, row] @ weight.t()
                 wide = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap)
                 log_probs, tokens = wide.log_softmax(-1).topk(header.top_k)
-                yield ids[:, row], LabelRows(tokens.int().cpu().numpy(), log_probs.float().cpu().numpy())
-            left -= ids.shape[1]
+                yield ids[:, row], (tokens.int().cpu().numpy(), log_probs.float().cpu().numpy())

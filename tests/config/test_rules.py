@@ -283,7 +283,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     *(
-        ("OBJECTIVES", {"train__objectives": [JEPA], "data__attention_mask": "document"} | changes, {key: message})
+        ("WHOLE_SAMPLES", {"train__objectives": [JEPA], "data__attention_mask": "document"} | changes, {key: message})
         for changes, key, message in (
             (HYBRID, "parallel.hybrid_dp", "objectives see whole samples"),
             ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "objectives see whole sequences"),
@@ -297,9 +297,19 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("objectives", {"train__objectives": [JEPA]}, {"train.objectives": "jepa compares documents"}),
     (
+        "objectives",
+        {"train__objectives": [JEPA | {"predictor": 101}], "data__attention_mask": "document"},
+        {"train.objectives": "predictor = 101 of jepa is no token of a vocabulary of 101"},
+    ),
+    (
         "distillation",
         {"train__distill_teacher": "mock", "train__distill_top_k": 102},
         {"train.distill_top_k": "102 tokens of a vocabulary of 101"},
+    ),
+    (
+        "distillation",
+        {"train__distill_teacher": "mock", "train__steps": 10, "train__distill_until_step": 11},
+        {"train.distill_until_step": "the run ends before step 11, with train.steps = 10"},
     ),
     ("teacher_file", {"train__distill_teacher": "nowhere"}, {"train.distill_teacher": "there is no file"}),
     *(

@@ -134,16 +134,16 @@ def test_a_bucket_with_other_modules_is_gathered_whole(tmp_path: Path) -> None:
 
 def in_all_uses(run: Any) -> tuple[Any, ...]:
     """Train, evaluate the weights and their average, and train on: all losses, and the weights at the end."""
-    from megascale.train.evaluate import validation_loss
+    from megascale.train.evaluate import evaluate
     from megascale.train.replica_check import ReplicaCheck
 
     curves = curve_of(run, 1)
     run.average.update(run.progress.step)
     curves += curve_of(run, 1)
-    losses = [validation_loss(run, 1)]
+    losses = [evaluate(run, 1)]
     with run.average.in_place_of_weights(run.buffers):
-        losses.append(validation_loss(run, 1))
-    losses.append(validation_loss(run, 1))
+        losses.append(evaluate(run, 1))
+    losses.append(evaluate(run, 1))
     ReplicaCheck().check(run)
     weights = [tensor.clone() for tensor in run.optimizer.flat_tensors()]
     return curves + curve_of(run, 1), losses, [each.sum().item() for each in weights]

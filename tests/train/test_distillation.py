@@ -17,16 +17,16 @@ from torch.nn.functional import kl_div
 from megascale.cli.main import main
 from megascale.comm.group import single_rank_group
 from megascale.config.run import RunConfig
-from megascale.config.teacher_file import HEADER_BYTES, TeacherHeader
+from megascale.config.teacher_file import TeacherHeader
 from megascale.convert.huggingface import PretrainedWeights
 from megascale.core.errors import ConfigError, DataError
 from megascale.core.rank import Rank
 from megascale.data.mix.mock_mixture import build_mixture
-from megascale.data.mix.teacher import LabelRows, MockTeacher, Teacher, write_labels
+from megascale.data.mix.teacher import LabelRows, mock_labels, open_labels, write_labels
 from megascale.layout import loss as layout_loss
 from megascale.ops.cross_entropy import CrossEntropy, cross_entropy, gradient, soft_cap, statistics
 from megascale.ops.distillation import SoftLabels
-from megascale.parallel.linear_cross_entropy import distilled_cross_entropy
+from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange
 from megascale.train.further_losses import measured_metrics
@@ -120,16 +120,13 @@ def test_the_loss_and_gradients_are_those_of_the_full_kl(
     leaves = [t.clone().requires_grad_() for t in (x, padded, x, padded)]
     soft = SoftLabels(ids.int(), log_probs, alpha, temperature)
     tp = TensorParallel(single_rank_group("tp"))
-    loss, kl = distilled_cross_entropy(
-        leaves[0], leaves[1], labels, mask, soft, VocabularyRange(0, 128, 90), tp, kernels
-    )
-    assert not kl.requires_grad
-    loss.backward()
+    losses = linear_cross_entropy(*leaves[:2], labels, mask, VocabularyRange(0, 128, 90), tp, kernels, soft)
+    losses[0].backward()
     logits = soft_cap(leaves[2] @ leaves[3][:vocabulary].t(), cap)
     entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     divergence = kl_div((logits / temperature).log_softmax(-1), target, reduction="none").sum(-1).flatten()
     sums = [(each * mask.flatten()).sum() for each in (entropy, divergence)]
-    assert [loss.item(), kl.item()] == pytest.approx([each.item() for each in sums], rel=1e-12)
+    assert losses.tolist() == pytest.approx([each.item() for each in sums], rel=1e-12)
     ((1 - alpha) * sums[0] + alpha * temperature**2 * sums[1]).backward()
     for found, expected in zip(leaves[:2], leaves[2:], strict=True):
         assert found.grad is not None and expected.grad is not None
@@ -144,19 +141,11 @@ def test_in_bf16_it_is_near() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         leaf = x.to(dtype).clone().requires_grad_()
         soft = SoftLabels(ids.int(), log_probs.float(), 0.5, 2.0)
-        losses = distilled_cross_entropy(
-            leaf,
-            weight.to(dtype).clone().requires_grad_(),
-            labels,
-            None,
-            soft,
-            VocabularyRange(0, 64, 64),
-            tp,
-            cross_entropy,
-        )
+        head = weight.to(dtype).clone().requires_grad_()
+        losses = linear_cross_entropy(leaf, head, labels, None, VocabularyRange(0, 64, 64), tp, cross_entropy, soft)
         losses[0].backward()
         assert leaf.grad is not None
-        results.append((torch.stack([each.detach().double() for each in losses]), leaf.grad.double()))
+        results.append((losses.detach().double(), leaf.grad.double()))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=0.01, atol=0.01)
     torch.testing.assert_close(results[1][1], results[0][1], rtol=0.05, atol=0.05)
 
@@ -223,7 +212,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = build_run(ALONE, config_of(tree, folder))
     curve_of(run, 2)
     run.checkpoints.save(run.progress)
-    words = ["--checkpoint", str(folder / "test"), "--output", str(folder / "labels"), "--top-k", "101"]
+    words = ["--checkpoint", str(folder / "test"), "--output", str(folder / "labels"), "train.distill_top_k=101"]
     assert main(["data", "teacher", str(folder / "config-in.toml"), *words, "train.steps=4"]) == 0
     return folder
 
@@ -262,20 +251,16 @@ def first_divergence(run: Any) -> float:
 def test_the_first_tokens_of_a_file_count(taught: Path, tmp_path: Path) -> None:
     """A file of more tokens for a label serves a run with fewer; they are the likeliest ones, in order."""
     ids = build_mixture(mixture_spec(student(taught, tmp_path), "train"))[3].ids
-    few, every = (Teacher(str(taught / "labels"), k).rows(3, ids) for k in (5, 101))
-    assert few.ids.shape == (16, 5) and np.array_equal(few.ids, every.ids[:, :5])
-    assert (np.diff(every.log_probs) <= 0).all() and np.exp(every.log_probs).sum(-1) == pytest.approx(1, abs=1e-5)
-    assert all(sorted(row) == list(range(101)) for row in every.ids)
+    (few, _), (every, log_probs) = (open_labels(str(taught / "labels"), k)(3, ids) for k in (5, 101))
+    assert few.shape == (16, 5) and np.array_equal(few, every[:, :5])
+    assert (np.diff(log_probs) <= 0).all() and np.exp(log_probs).sum(-1) == pytest.approx(1, abs=1e-5)
+    assert all(sorted(row) == list(range(101)) for row in every)
 
 
 def test_a_file_of_other_samples_is_refused(taught: Path, tmp_path: Path) -> None:
     config = student(taught, tmp_path)
     with pytest.raises(DataError, match="sample 2 has other tokens than the sample that the teacher"):
-        Teacher(str(taught / "labels"), 5).rows(2, build_mixture(mixture_spec(config, "train"))[3].ids)
-    with pytest.raises(DataError, match="is of other data than elsewhere: the teacher did not read it"):
-        Teacher(str(taught / "labels"), 5).check({"elsewhere": "1 byte"})
-    with pytest.raises(DataError, match="has 16 samples, and none of number 16"):
-        Teacher(str(taught / "labels"), 5).rows(16, np.zeros(17, dtype=np.int64))
+        open_labels(str(taught / "labels"), 5)(2, build_mixture(mixture_spec(config, "train"))[3].ids)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +289,8 @@ def test_a_part_of_a_file_is_refused(taught: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
-    header = TeacherHeader(10, 4, 3, 2, 0, {}, "none")
-    rows = MockTeacher(0, 10, 3).rows(0, np.arange(5))
+    header = TeacherHeader(10, 4, 3, 2, 0, "none")
+    rows = mock_labels(0, 10, 3, 0, np.arange(5))
 
     def labels() -> Iterator[tuple[np.ndarray, LabelRows]]:
         yield np.arange(5), rows
@@ -315,9 +300,8 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
         write_labels(tmp_path / "labels", header, labels())
     assert not list(tmp_path.iterdir())
     write_labels(tmp_path / "labels", header, [(np.arange(5), rows)] * 2)
-    found = Teacher(str(tmp_path / "labels"), 3).rows(1, np.arange(5))
-    assert np.array_equal(found.ids, rows.ids) and np.array_equal(found.log_probs, rows.log_probs)
-    assert (tmp_path / "labels").stat().st_size == HEADER_BYTES + 2 * (8 + 8 * 4 * 3)
+    assert all(map(np.array_equal, open_labels(str(tmp_path / "labels"), 3)(1, np.arange(5)), rows))
+    assert (tmp_path / "labels").stat().st_size == len(header.line) + 2 * (8 + 8 * 4 * 3)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(

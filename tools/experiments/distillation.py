@@ -90,7 +90,7 @@ def flops_per_token(words: Sequence[str]) -> float:
 def write_labels(student: Sequence[str], teacher: Path, labels: Path, top_k: int) -> None:
     """Write the soft labels. Raises: SystemExit if that fails"""
     command = [sys.executable, "-m", "megascale", "data", "teacher", CONFIG, *student, "--checkpoint", str(teacher),
-               "--output", str(labels), "--top-k", str(top_k)]  # fmt: skip
+               "--output", str(labels), f"train.distill_top_k={top_k}"]  # fmt: skip
     if status := subprocess.run(command, cwd=ROOT, check=False).returncode:
         raise SystemExit(status)
 

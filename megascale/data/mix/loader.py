@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
@@ -12,23 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megascale.config.batch_rampup import BatchSizes
 from megascale.core.errors import DataError
+from megascale.core.seeds import seed_of
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
 from megascale.data.mix.samples import DocumentStarts, Sample, SampleSource, depth_labels
-from megascale.data.mix.teacher import LabelRows, SoftLabelSource
 from megascale.device import copy_to_device
-from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.distillation import SoftLabels
-from megascale.parallel.auxiliary_objectives import Auxiliary
+from megascale.parallel.auxiliary_objectives import Objective, SampleView
 from megascale.parallel.microbatch import DepthTargets, MicroBatch, ObjectiveTargets, StepBatch
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:
+    from megascale.config.batch_rampup import BatchSizes
     from megascale.data.mix.data_policy import MixtureWeights
     from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.data.mix.teacher import LabelRows, SoftLabelSource
     from megascale.layout.document_shards import RowSharding
+    from megascale.layout.sequence_shard import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class Distilling:
     samples: int
     alpha: float
     temperature: float
+
+    def labels(self, indices: list[int], samples: list[Sample]) -> list[LabelRows]:
+        """Read the soft labels of samples; none after the last that has them."""
+        if max(indices) >= self.samples:
+            return []
+        return [self.source(index, sample.ids) for index, sample in zip(indices, samples, strict=True)]
 
 
 @dataclass
@@ -66,7 +73,7 @@ class Loader:
     sizes: BatchSizes | None = None
     depths: int = 0
     teacher: Distilling | None = None
-    objectives: Mapping[str, Auxiliary] = field(default_factory=dict)
+    objectives: Mapping[str, Objective] = field(default_factory=dict)
     fault_hook: Callable[[], None] | None = None
     _prefetched: tuple[int, StepBatch] | None = field(default=None, init=False)
 
@@ -143,52 +150,41 @@ class Loader:
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         masked = any(sample.mask is not None for sample in samples)
         total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
-        further = [[depth_labels(sample, depth + 1) for sample in samples] for depth in range(self.depths)]
-        terms = {name: self._chosen(own, indices, samples) for name, own in self.objectives.items()}
-        soft = self._soft_labels(indices, samples)
+        soft = self.teacher.labels(indices, samples) if self.teacher else []
         for shard in self._shards(boundaries):
             own = slice(None) if shard is None else np.concatenate([np.arange(*span) for span in shard.spans])
-            tokens, labels = (
-                self._to_device([row[own] for row in rows])
-                for rows in ([s.tokens for s in samples], [s.labels for s in samples])
-            )
+            tokens = self._to_device([sample.tokens for sample in samples], own)
+            labels = self._to_device([sample.labels for sample in samples], own)
             counts = sum(mask[own].sum().item() for mask in masks), total
-            mask = self._to_device([row[own] for row in masks]) if masked else None
-            depths = tuple(self._depth_targets(pairs, own) for pairs in further)
+            mask = self._to_device(masks, own) if masked else None
+            depths = tuple(self._depth_targets(samples, depth, own) for depth in range(1, self.depths + 1))
             teacher = None
             if self.teacher is not None and soft:
-                ids, log_probs = (self._to_device([row[own] for row in rows]) for rows in zip(*soft, strict=True))
+                ids, log_probs = (self._to_device(rows, own) for rows in zip(*soft, strict=True))
                 teacher = SoftLabels(ids, log_probs, self.teacher.alpha, self.teacher.temperature)
-            objectives = {name: self._terms(chosen, shard) for name, chosen in terms.items()}
+            terms = {name: self._terms(name, indices, samples, shard) for name in self.objectives}
             yield MicroBatch(
                 tokens, labels, mask, dropout, boundaries, shard, keys, *counts, depths=depths, teacher=teacher,
-                objectives=objectives,
+                objectives=terms,
             )  # fmt: skip
 
-    def _soft_labels(self, indices: list[int], samples: list[Sample]) -> list[LabelRows]:
-        """Read the soft labels of samples; none after the last that has them."""
-        if self.teacher is None or max(indices) >= self.teacher.samples:
-            return []
-        return [self.teacher.source.rows(*each) for each in zip(indices, (s.ids for s in samples), strict=True)]
+    def _terms(
+        self, name: str, indices: list[int], samples: list[Sample], shard: SequenceShard | None
+    ) -> ObjectiveTargets:
+        """Return the terms of an objective in samples, which the first of the ranks that share sequences counts."""
+        draws = [seed_of(self.seed, "objective", name, number) / 2**63 for number in indices]
+        seen = zip(indices, (sample.tokens for sample in samples), map(spans_of, samples), draws, strict=True)
+        chosen = [self.objectives[name].choose(SampleView(*each)) for each in seen]
+        rows = np.repeat(np.arange(len(chosen)), [*map(len, chosen)])
+        found = copy_to_device(np.column_stack((rows, np.concatenate(chosen))).astype(np.int64), self.device)
+        counted = len(rows) if shard is None or shard.index == 0 else 0
+        return ObjectiveTargets(found[:, 0], found[:, 1:], counted)
 
-    def _chosen(self, own: Auxiliary, indices: list[int], samples: list[Sample]) -> np.ndarray:
-        """Return the terms of an objective in samples: the row and what the objective has chosen [n, 1 + k]."""
-        chosen = [
-            own.choose(index, sample.tokens, spans_of(sample)) for index, sample in zip(indices, samples, strict=True)
-        ]
-        return np.concatenate([np.insert(terms, 0, row, axis=1) for row, terms in enumerate(chosen)])
-
-    def _terms(self, chosen: np.ndarray, shard: SequenceShard | None) -> ObjectiveTargets:
-        """Return the terms of an objective, which the first of the ranks that share sequences counts."""
-        on_device = copy_to_device(chosen.astype(np.int64), self.device)
-        counted = len(chosen) if shard is None or shard.index == 0 else 0
-        return ObjectiveTargets(on_device[:, 0], on_device[:, 1:], counted)
-
-    def _depth_targets(self, pairs: list[tuple[np.ndarray, np.ndarray]], own: slice | np.ndarray) -> DepthTargets:
-        """Return the targets of a depth of multi-token prediction, from the labels and weights of samples."""
-        labels, weights = ([row[own] for row in rows] for rows in zip(*pairs, strict=True))
-        count = sum(row.sum().item() for row in weights)
-        return DepthTargets(self._to_device(labels), self._to_device(weights), count)
+    def _depth_targets(self, samples: list[Sample], depth: int, own: slice | np.ndarray) -> DepthTargets:
+        """Return the targets of a depth of multi-token prediction, from 1."""
+        labels, weights = zip(*(depth_labels(sample, depth) for sample in samples), strict=True)
+        count = sum(row[own].sum().item() for row in weights)
+        return DepthTargets(self._to_device(labels, own), self._to_device(weights, own), count)
 
     def _shards(self, boundaries: Boundaries | None) -> Sequence[SequenceShard | None]:
         """The parts of a sequence that are micro-batches of this rank: chunks, a shard, or all of it."""
@@ -197,17 +193,16 @@ class Loader:
         starts = None if boundaries is None else boundaries.starts
         return [None if self.sharding is None else self.sharding.shard(starts)]
 
-    def _to_device(self, rows: list[np.ndarray]) -> Tensor:
-        """Stack rows [s] to [s, b] on the device."""
-        return copy_to_device(np.stack(rows, 1), self.device)
+    def _to_device(self, rows: Iterable[np.ndarray], own: slice | np.ndarray) -> Tensor:
+        """Stack the `own` positions of rows [s, ...] to [own, b, ...] on the device."""
+        return copy_to_device(np.stack([row[own] for row in rows], 1), self.device)
 
 
 def spans_of(sample: Sample) -> list[tuple[int, int]]:
     """Return the [start, stop) of a sample's documents, without padding; one without a document mask."""
     if (documents := sample.documents) is None:
         return [(0, len(sample.tokens))]
-    end = min(documents.filled, documents.length)
-    return list(pairwise([*documents.starts[documents.starts < end].tolist(), end]))
+    return list(pairwise(documents.places + [documents.length] * (not documents.is_padded)))
 
 
 def boundaries_of(rows: Sequence[DocumentStarts], device: torch.device) -> Boundaries:

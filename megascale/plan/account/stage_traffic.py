@@ -151,13 +151,11 @@ class StageTraffic:
             heads = count_heads(model, self.layout, index)
             for rows in ((part.stop - part.start) * sizes.parts for part in chunks * heads):
                 yield from sizes.gather("head", rows, width, overlap=True)
-                yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
-                yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")
                 yield sizes.reduce("head gradient", rows, width)
             taught = index == self.layout.count - 1 and self.config.train.distills
-            for rows in ((part.stop - part.start) * sizes.parts for part in chunks * taught):
-                yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "teacher max")
-                yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "teacher sums")
+            for rows in ((part.stop - part.start) * sizes.parts for part in chunks * (heads + taught)):
+                yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
+                yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")
         if self.config.train.objectives and self.stage == self.layout.placement.ends[1]:
             yield from sizes.gather("objectives", sizes.rows, width)
             if p.cp > 1:  # the group of the same ranks, if there is one already
