@@ -167,7 +167,7 @@ class _ColumnParallel(torch.autograd.Function):
             return finish
 
         start = start_wgrad if trained else lambda: add_bias_grads
-        finish_wgrad = start() if left is None else partial(_leave_started, left, start, layers)
+        finish_wgrad = start() if left is None else partial(left.add_started, start)
         # dgrad, while x is all-gathered
         grad_x = first.gemm(grad_operands[0], first.weight_for_dgrad(layers[0].weight), None, grads[0].dtype)
         for (weight, _, gemms), grad_operand in zip(layers[1:], grad_operands[1:], strict=True):
@@ -260,7 +260,7 @@ class _RowParallel(torch.autograd.Function):
         else:
             _, input_grads = gather_matmul(dgrad_weights, label=label, gathering=gathering)
             work = partial(dgrad_and_wgrad, [], ctx.label.for_backward("wgrad gradient"))
-            _leave_started(left, lambda: work if trained else add_bias_grads, layers)
+            left.add(work if trained else add_bias_grads)
         return None, None, None, None, None, None, *input_grads, *param_grads
 
 
@@ -273,15 +273,6 @@ def _add_bias_grads(layers: Sequence[LinearParams], grads: Sequence[Tensor], par
     for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
         if layer.bias is not None:
             param_grads[2 * i + 1] = accumulate_bias_grad(layer.bias, flatten_tokens(grad))
-
-
-def _leave_started(
-    left: WeightGradients, start: Callable[[], Callable[[], object]], layers: Sequence[LinearParams]
-) -> None:
-    """Leave the work on the gradients of layers for W, unless all of their parameters are frozen."""
-    parameters = (parameter for layer in layers for parameter in (layer.weight, layer.bias) if parameter is not None)
-    if not all(map(is_frozen, parameters)):
-        left.add_started(start)
 
 
 def _save_for_wgrad(ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None]) -> None:
@@ -304,8 +295,10 @@ def _save_for_wgrad(ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequ
 
 def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], WeightGradients | None]:
     """Return a function per source that restores or recomputes the source, and the queue for the work on the gradients
-    of parameters in an I (`left_for_w`), for which sources are `detached`.
+    of parameters in an I (`left_for_w`), if any is trained, for which sources are `detached`.
     """
-    left = left_for_w(ctx.layers[0].weight)
+    parameters = (parameter for layer in ctx.layers for parameter in (layer.weight, layer.bias))
+    queues = (left_for_w(parameter) for parameter in parameters if parameter is not None)
+    left = next((queue for queue in queues if queue is not None), None)
     saved = iter(ctx.saved_tensors if left is None else detached(ctx.saved_tensors))
     return [partial(function, *islice(saved, count)) for count, function in ctx.restore], left

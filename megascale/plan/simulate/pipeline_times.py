@@ -13,7 +13,7 @@ from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, held_c
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import joined_chunks
 from megascale.layout.stages import Place
-from megascale.plan.account.sizes import coded_elements, gathered_bytes
+from megascale.plan.account.sizes import gathered_bytes, gathers_each_step
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
@@ -82,14 +82,8 @@ class PipelineTimes:
             stage, shared = stages.index(rank, chunk), chunk == p.vpp
             layers = range(0) if shared else stages.layers(stage)
             experts, quantized = sum(map(c.model.has_experts, layers)), sum(layer in fp8 for layer in layers)
-            key = (
-                layers if c.train.freeze else len(layers),
-                experts,
-                quantized,
-                stage == 0,
-                stage == stages.count - 1,
-                shared,
-            )
+            alike = layers if c.train.freeze else len(layers)
+            key = alike, experts, quantized, stage == 0, stage == stages.count - 1, shared
             if key not in known:
                 (buckets,) = bucket_sizes(c.model, p, c.overlap, c.train, rank, [chunk])
                 modules = itertools.groupby(buckets, lambda bucket: bucket.first_module)
@@ -98,9 +92,8 @@ class PipelineTimes:
         return sizes
 
     def _sent(self, bucket: BucketSize) -> tuple[tuple[str, ...], int, int]:
-        """Return what a bucket sends: frozen ones have no gradients, and sharded weights and FP8 codes are gathered."""
-        moves = self.config.parallel.zero == 3 or not bucket.frozen or coded_elements(self.config, bucket) > 0
-        sent = gathered_bytes(self.config, bucket) if moves else 0
+        """Return the axes of a bucket, the elements of gradients that are reduced, and the bytes that are gathered."""
+        sent = gathered_bytes(self.config, bucket) if gathers_each_step(self.config, bucket) else 0
         return bucket.reduce_axes, 0 if bucket.frozen else bucket.numel, sent
 
     @cached_property

@@ -127,7 +127,7 @@ def test_frozen_parameters(layout: str, tied: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_frozen_weights_travel_as_codes(zero: int, tmp_path: Path) -> None:
-    """Of every step, also where whole weights are not gathered."""
+    """With zero = 3 in every step, and otherwise once, as whole weights."""
     model = LLAMA | {"hidden_size": 1024, "ffn_size": 2048, "seq_length": 128, "vocab_size": 512}
     keys = {"parallel__dp": 2, "parallel__zero": zero, "train__precision": "fp8"}
     keys |= {"train__freeze": ["layers.*.attention.*"]}
