@@ -36,7 +36,7 @@ from megascale.model.initialize import init_parameters
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "expert_ffn_size", "shared_ffn_size")
 """The keys of `[model]` that may grow."""
 
-FREE = ("preset", "seq_length", "positions", "dropout", "init_std", "mup_base_width", "window", "exits")
+FREE = ("preset", "seq_length", "dropout", "init_std", "mup_base_width", "window", "exits")
 """The keys without an effect on the function, and those compared layer by layer."""
 
 IN, OUT, QUERIES, KEYS, OTHER = "in", "out", "queries", "keys", "other"
@@ -178,7 +178,7 @@ def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> M
 
     Raises: ConfigError if no growth of the kinds above keeps the function
     """
-    findings = [*_differences(model, to), *_obstacles(model, to)]
+    findings = [*_obstacles(model, to)]
     places = () if findings else _places(model, to)
     if not findings and not places:
         message = f"the windows, experts or exits of the {model.num_layers} layers would change, apart or first"
@@ -192,21 +192,14 @@ def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> M
     return ModelGrowth(model, to, (*map(olds.get, range(to.num_layers)), *depths), seed)
 
 
-def _differences(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:
-    """Yield the keys that change the function, and sizes that shrink."""
-    for key in (field.alias or name for name, field in ModelConfig.model_fields.items()):
-        old, new = getattr(model, key), getattr(to, key)
+def _obstacles(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:
+    """Yield the keys that change the function, the sizes that shrink, and other obstacles to an exact growth."""
+    for key in (field.alias or name for name, field in ModelConfig.model_fields.items() if name not in FREE):
+        old, new = (each.position_rows if key == "positions" else getattr(each, key) for each in (model, to))
         if key in SIZES and new < old:
             yield Finding(f"model.{key}", f"{new} is less than the checkpoint's {old}", f"{old} or more")
-        elif key not in (*SIZES, *FREE) and old != new:
-            yield Finding(f"model.{key}", f"{new} here, {old} in the checkpoint", f"{old}")
-    if model.position_rows != to.position_rows:
-        hint = f"positions = {model.position_rows}"
-        yield Finding("model.positions", f"{to.position_rows} here, {model.position_rows} in the checkpoint", hint)
-
-
-def _obstacles(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:
-    """Yield the obstacles to an exact growth."""
+        elif key not in SIZES and old != new:
+            yield Finding(f"model.{key}", f"{new} here, {old} in the checkpoint", f"{key} = {old}")
     if all(getattr(model, key) == getattr(to, key) for key in SIZES):
         yield Finding("model", "no size is larger than the checkpoint's", f"a larger {', '.join(SIZES)}")
     if to.unit_scaling:

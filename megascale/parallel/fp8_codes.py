@@ -72,7 +72,7 @@ class ShardedCodes:
         self._overlap = overlap
         alike = dict[tuple[bool, tuple[str, ...]], list[Bucket]]()
         for bucket in buckets:
-            size = BucketSize.of(bucket.first_module, bucket.layout)
+            size = BucketSize.of(bucket.layout)
             coded = 0 if state.changes else size.coded(state.layers, self._quantizer.spec)
             if coded and (bucket.layout.shard_axes.weight or bucket.storage.inner.size > 1):
                 bucket.keep_codes(coded)

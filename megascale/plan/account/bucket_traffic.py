@@ -89,7 +89,7 @@ class BucketTraffic:
         """List the gathers of weights: of codes, and of the rest beside them."""
         topology = topology_of(self.config.parallel)
         for _, bucket in self._buckets:
-            axes, size = bucket.inner_axes or bucket.reduce_axes, _size(bucket)
+            axes, size = bucket.inner_axes or bucket.reduce_axes, BucketSize.of(bucket)
             gathers = bucket.shard_axes.state and gathers_each_step(self.config, size)
             if not gathers or topology.size(*axes) == 1:
                 continue
@@ -108,7 +108,7 @@ class BucketTraffic:
         over_tp = Counter[tuple[str, ...]]()
         found = (bucket for _, bucket in self._buckets if weight.scaling == "current" and not bucket.frozen)
         for bucket in found:
-            coded = coded_elements(c, _size(bucket))
+            coded = coded_elements(c, BucketSize.of(bucket))
             for slot in (slot for slot in bucket.slots if slot.stop <= coded):
                 shape = slot.parameter.local_shape(topology)
                 count = math.prod(weight.block.grid(math.prod(shape[:-1]), shape[-1]))
@@ -183,10 +183,6 @@ class BucketTraffic:
                     elements = there[axis] + (back[axis] if ways == 2 else 0)
                     name = group if axis == "dp" else axis
                     yield CommOp(name, "all_to_all", wide * elements, "matrices", calls=ways)
-
-
-def _size(bucket: BucketLayout) -> BucketSize:
-    return BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket)
 
 
 def group_name(topology: Topology, axes: tuple[str, ...]) -> str:
