@@ -31,14 +31,6 @@ def coded_elements(config: RunConfig, bucket: BucketSize) -> int:
     return bucket.coded(fp8_layers(config.model, config.train, config.fp8), weight) if gathered else 0
 
 
-def gathers_each_step(config: RunConfig, bucket: BucketSize) -> bool:
-    """Return True if a step gathers the weights of a bucket: also of a frozen one that every rank keeps as codes, if
-    their scales follow a history.
-    """
-    follows = config.fp8.facts["weight"].scaling == "delayed" and coded_elements(config, bucket) > 0
-    return config.parallel.zero == 3 or follows or not bucket.frozen
-
-
 def gathered_bytes(config: RunConfig, bucket: BucketSize) -> int:
     """Size the weights of a bucket as they are gathered (`bucket_storage.Sharded`)."""
     coded, compute = coded_elements(config, bucket), config.train.element_bytes[0]
