@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 
 from megascale.cli.arguments import add_json, checked, local_path
 from megascale.cli.command_output import OutputError, warn
@@ -56,18 +55,15 @@ def spectrum(options: argparse.Namespace) -> int:
     from megascale.config.toml_writer import section_to_toml
     from megascale.convert.spectrum import frozen_tensors, measure
 
-    modules = measure(folders.find_checkpoint(run_location(options.source)))
-    frozen = frozen_tensors(modules, options.top)
+    kinds = measure(folders.find_checkpoint(run_location(options.source)))
+    frozen = frozen_tensors(kinds, options.top)
     if options.output is not None:
         write_text(options.output, section_to_toml("train", {"freeze": frozen}) + "\n")
     if options.json:
-        snr = {name: module.snr for module in modules for name in module.tensors}
+        snr = {name: each.snr for modules in kinds.values() for each in modules for name in each.tensors}
         print(json.dumps({"snr": snr, "freeze": frozen}))
         return Exit.OK
-    kinds = defaultdict[str, list[str]](list)
-    for module in modules:
-        mark = "" if module.tensors[0] in frozen else " *"
-        kinds[module.kind].append(f"{module.snr:.3g}{mark}")
-    print("\n".join(f"{kind}  {', '.join(values)}" for kind, values in kinds.items()))
+    for kind, modules in kinds.items():
+        print(f"{kind} ", ", ".join(f"{each.snr:.3g}{'' if each.tensors[0] in frozen else ' *'}" for each in modules))
     print("SNR by layer; *: trained" + (f"; {options.output} freezes the others" if options.output else ""))
     return Exit.OK

@@ -6,8 +6,9 @@ global name, for any layout.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +23,12 @@ from megascale.convert.saved_weights import saved_model
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
-from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, BALANCE_BIAS, WEIGHTS
+from megascale.parallel.stateful import AVERAGE, BALANCE_BIAS, WEIGHTS
 
 MOMENTS = {"exp_avg": 1, "momentum": 1, "exp_avg_sq": 2}  # state that follows the gradient, to a power
 LOW = "low"  # what rounding has left of compensated weights
 LAYERED = (BALANCE_BIAS, "expert_choices")  # vectors [layers x experts]
-BEGINS_ANEW = ("fp8_history",)  # state by operand
+BEGINS_ANEW = "fp8_history"  # state by operand
 
 
 def grow(source: Location, output: Path, to: ModelConfig, seed: int, where: str) -> list[str]:
@@ -38,89 +39,46 @@ def grow(source: Location, output: Path, to: ModelConfig, seed: int, where: str)
         that cannot grow; OSError
     """
     saved = manifest.read(source)
-    grown = _Grown(source, saved, plan_growth(saved_model(source, saved), to, seed, where))
-    grown.check()
+    growth = plan_growth(saved_model(source, saved), to, seed, where)
     config = {**saved.facts.config, "model": to.model_dump(mode="json", by_alias=True)}
     with atomic_folder(output) as folder:
         companions = copy_companions(source, Location(str(folder)))
-        offline.write_state(folder, grown.tensors(), config, companions, saved.facts.progress)
-    anew = sorted({name.partition(".")[0] for name in saved.tensors} & {*BEGINS_ANEW})
-    return [f"{name} begins anew" for name in anew]
+        offline.write_state(folder, _tensors(source, saved, growth), config, companions, saved.facts.progress)
+    return [f"{BEGINS_ANEW} begins anew"] if any(name.startswith(BEGINS_ANEW) for name in saved.tensors) else []
 
 
-@dataclass(frozen=True)
-class _Grown:
-    """The tensors of a checkpoint, grown."""
-
-    source: Location
-    saved: manifest.Manifest
-    growth: ModelGrowth
-
-    @property
-    def _kinds(self) -> dict[str, list[str]]:
-        """The kinds of state of each tensor of the model before, by its name: weights, moments, averages."""
-        known = {tensor for name in self.growth.tensors if (tensor := self.growth.source(name))}
-        kinds: dict[str, list[str]] = {}
-        for name in self.saved.tensors:
-            kind, _, of = name.partition(".")
-            if of in known:
-                kinds.setdefault(of, []).append(kind)
-        return kinds
-
-    def check(self) -> None:
-        """Raise CheckpointError for state without a rule."""
-        kinds = self._kinds
-        for of, found in kinds.items():
-            for kind in found:
-                shape = self.saved.tensors[f"{WEIGHTS}{of}"].shape
-                moment = kind in MOMENTS and self.saved.tensors[f"{kind}.{of}"].shape == shape
-                floating = self.saved.tensors[f"{kind}.{of}"].torch_dtype.is_floating_point
-                if not (moment and floating) and f"{kind}." not in (WEIGHTS, f"{LOW}.") and not _is_average(kind):
-                    what = f"{self.source}: {kind}.{of}, state of its optimizer, has no rule by which it grows"
-                    raise CheckpointError(what, hint="go on with adamw, lion or muon before, whose moments grow")
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of the grown checkpoint."""
-        kinds, growth = self._kinds, self.growth
-        alike = {_suffix(name): name for name in kinds}  # a layer that has the state which new layers have
-        for name in growth.tensors:
-            source = growth.source(name)
-            for kind in kinds[source or alike[_suffix(name)]]:
-                dtype = self.saved.tensors[f"{kind}.{source or alike[_suffix(name)]}"].torch_dtype
-                if kind != LOW:
-                    yield f"{kind}.{name}", self._tensor(kind, name, source).to(dtype)
-        bound = {f"{kind}.{of}" for of, found in kinds.items() for kind in found}
-        for name in self.saved.tensors:
-            if name not in bound and name.partition(".")[0] not in BEGINS_ANEW:
-                whole = offline.read_tensor(self.source, self.saved, name)
-                yield name, self._by_layer(whole) if name in LAYERED else whole
-
-    def _tensor(self, kind: str, name: str, source: str | None) -> Tensor:
-        """Make a tensor of the grown model, f64."""
-        old = None if source is None else self._read(kind, source)
-        if f"{kind}." == WEIGHTS or _is_average(kind):
-            return self.growth.weight(name, old)
-        if old is None:
-            return torch.zeros(self.growth.tensors[name][1].shape)
-        return self.growth.moment(name, old, MOMENTS[kind])
-
-    def _read(self, kind: str, source: str) -> Tensor:
-        """Read a tensor; a compensated weight with what rounding has left of it, f32."""
-        values = offline.read_tensor(self.source, self.saved, f"{kind}.{source}")
-        if f"{kind}." == WEIGHTS and f"{LOW}.{source}" in self.saved.tensors:
-            return values.float() + offline.read_tensor(self.source, self.saved, f"{LOW}.{source}").float()
-        return values
-
-    def _by_layer(self, values: Tensor) -> Tensor:
-        """Return a vector [layers x experts] of the grown model, with zeros for new layers."""
-        growth = self.growth
-        rows = values.view(growth.model.total_layers, -1)
-        olds = map(growth.old_layer, range(growth.to.total_layers))
-        return torch.stack([rows.new_zeros(rows.shape[1]) if old is None else rows[old] for old in olds]).flatten()
+def _tensors(source: Location, saved: manifest.Manifest, growth: ModelGrowth) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the grown checkpoint."""
+    read, kinds = partial(offline.read_tensor, source, saved), defaultdict[str, list[str]](list)
+    for kind, _, of in (name.partition(".") for name in saved.tensors if not name.startswith(BEGINS_ANEW)):
+        kinds[of].append(kind)  # of state, by tensor
+    olds = {name: growth.source(name) for name in growth.tensors}
+    others = kinds.keys() - olds.values()
+    for name in saved.tensors:
+        if name.partition(".")[2] in others:
+            whole = read(name)
+            yield name, _by_layer(growth, whole) if name in LAYERED else whole
+    alike = {_suffix(of): of for of in kinds}  # in a layer that has the state which new layers have
+    for name, old in olds.items():
+        like = old or alike[_suffix(name)]
+        for kind in (kind for kind in kinds[like] if kind != LOW):
+            stored, values = saved.tensors[f"{kind}.{like}"], read(f"{kind}.{old}") if old else None
+            if values is not None and f"{kind}." == WEIGHTS and LOW in kinds[like]:
+                values = values.float() + read(f"{LOW}.{old}").float()
+            if f"{kind}." == WEIGHTS or kind.startswith(AVERAGE):
+                grown = growth.weight(name, values)
+            elif kind in MOMENTS and stored.shape == saved.tensors[f"{WEIGHTS}{like}"].shape:
+                grown = growth.moment(name, values, MOMENTS[kind])
+            else:
+                what = f"{source}: {kind}.{like}, state of its optimizer, has no rule by which it grows"
+                raise CheckpointError(what, hint="go on with adamw, lion or muon before, whose moments grow")
+            yield f"{kind}.{name}", grown.to(stored.torch_dtype)
 
 
-def _is_average(kind: str) -> bool:
-    return kind.startswith(AVERAGE) and kind != AVERAGE_UPDATES
+def _by_layer(growth: ModelGrowth, values: Tensor) -> Tensor:
+    """Return a vector [layers x experts] of the grown model, with zeros for new layers."""
+    rows = values.view(growth.model.total_layers, -1)
+    return torch.cat([torch.zeros_like(rows[0]) if old is None else rows[old] for old in growth.olds])
 
 
 def _suffix(name: str) -> str:

@@ -13,7 +13,8 @@ script takes the IQR of the singular values for that of the elements, and leaves
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,9 +29,8 @@ NORMAL_IQR = 1.349  # interquartile range of a normal distribution of standard d
 
 
 class ModuleSnr(NamedTuple):
-    """The SNR of a weight, with the names of its tensors; `kind`: its name without the number of the layer."""
+    """The SNR of a weight, with the names of its tensors."""
 
-    kind: str
     tensors: tuple[str, ...]
     snr: float
 
@@ -45,32 +45,25 @@ def signal_to_noise(matrix: Tensor) -> float:
     return float(signal / noise / values[0]) if values[0] > 0 else 0.0
 
 
-def measure(source: Location) -> list[ModuleSnr]:
-    """Measure the weights of all linear layers of a checkpoint; of a stack of matrices, such as experts', the mean.
-
-    Raises: CheckpointError
+def measure(source: Location) -> dict[str, list[ModuleSnr]]:
+    """Measure the weights of all linear layers of a checkpoint, by their kinds, names without the number of the layer;
+    of a stack of matrices, such as experts', the mean. Raises: CheckpointError
     """
     saved = manifest.read(source)
-    weights, found = SavedWeights(source, saved), list[ModuleSnr]()
-    for parameter in all_params(saved_model(source, saved)):
-        if parameter.kind != "matrix":
-            continue
-        parts = [weights.read(tensor.name) for tensor in parameter.parts]
-        matrices = torch.cat(parts, -2).flatten(0, -3) if parts[0].dim() > 2 else torch.cat(parts)[None]
+    weights, found = SavedWeights(source, saved), dict[str, list[ModuleSnr]]()
+    for parameter in (each for each in all_params(saved_model(source, saved)) if each.kind == "matrix"):
+        names = tuple(tensor.name for tensor in parameter.parts)
+        matrices = torch.cat([*map(weights.read, names)], -2)
+        matrices = matrices.view(-1, *matrices.shape[-2:])
         snr = math.fsum(map(signal_to_noise, matrices)) / len(matrices)
-        first, _, rest = parameter.name.partition(".")
-        kind = f"{first}.*.{rest.partition('.')[2]}" if first == "layers" else parameter.name
-        found.append(ModuleSnr(kind, tuple(tensor.name for tensor in parameter.parts), snr))
+        found.setdefault(re.sub(r"^layers\.\d+", "layers.*", parameter.name), []).append(ModuleSnr(names, snr))
     return found
 
 
-def frozen_tensors(modules: list[ModuleSnr], top: float) -> list[str]:
+def frozen_tensors(kinds: Mapping[str, Sequence[ModuleSnr]], top: float) -> list[str]:
     """List the tensors of the modules of each kind that are not among its `top` share, at least one, by SNR."""
-    by_kind = defaultdict[str, list[ModuleSnr]](list)
-    for module in modules:
-        by_kind[module.kind].append(module)
-    frozen = set[str]()
-    for alike in by_kind.values():
-        order = sorted(alike, key=lambda module: -module.snr)
-        frozen.update(name for module in order[max(1, math.ceil(top * len(order))) :] for name in module.tensors)
-    return [name for module in modules for name in module.tensors if name in frozen]
+    frozen = list[str]()
+    for modules in kinds.values():
+        last = sorted(modules, key=lambda module: -module.snr)[max(1, math.ceil(top * len(modules))) :]
+        frozen += [name for module in modules if module in last for name in module.tensors]
+    return frozen

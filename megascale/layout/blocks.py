@@ -14,10 +14,12 @@ from functools import lru_cache
 from megascale.catalog.layers import BLOCKS
 from megascale.config.model import ModelConfig
 from megascale.core.registry import Card
+from megascale.layout.freezing import mark_frozen, matches
 from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.parts.elementwise import ActivationSpec, NormSpec, ResidualAdd
 from megascale.layout.parts.linear import ColumnParallel, LinearGroup, RowParallel
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
+from megascale.layout.tensors import TOKEN_EMBEDDING
 
 BlockSpec = tuple[Part, ...]
 
@@ -29,13 +31,21 @@ def block_spec(model: ModelConfig, layer: int, freeze: Sequence[str] = ()) -> Bl
     prediction. `freeze`: patterns of the tensors that are not trained.
     """
     if freeze:
-        return tuple(part.freeze(f"layers.{layer}", freeze) for part in block_spec(model, layer))
+        frozen = frozen_names(model, layer, freeze)
+        return tuple(part.freeze(frozen) for part in block_spec(model, layer))
     block = described(BLOCKS[model.block], model, layer)
     if layer < model.num_layers:
         return block
     from megascale.layout.parts.depth_input import DepthInput
 
     return DepthInput(model.hidden_size), *block, NormSpec("final_norm")
+
+
+def frozen_names(model: ModelConfig, layer: int, freeze: Sequence[str]) -> frozenset[str]:
+    """The names of parameters of a layer that match `freeze`, in its block, and that of the token embedding."""
+    name, own = f"layers.{layer}", {TOKEN_EMBEDDING} if matches(TOKEN_EMBEDDING, freeze) else set()
+    params = [param for part in block_spec(model, layer) for param in part.params(name, model)]
+    return frozenset(own | {p.name.removeprefix(f"{name}.") for p in mark_frozen(params, freeze) if p.frozen})
 
 
 def described(card: Card, model: ModelConfig, layer: int) -> BlockSpec:
@@ -47,10 +57,13 @@ def described(card: Card, model: ModelConfig, layer: int) -> BlockSpec:
 
 @lru_cache(RECENT)
 def distinct_blocks(model: ModelConfig, freeze: tuple[str, ...] = ()) -> tuple[tuple[BlockSpec, ...], tuple[int, ...]]:
-    """List the distinct blocks of a model, and for every layer the index of its block in the list."""
-    blocks = [block_spec(model, layer, freeze) for layer in range(model.total_layers)]
-    distinct = tuple(dict.fromkeys(blocks))
-    return distinct, tuple(distinct.index(block) for block in blocks)
+    """List the blocks of a model that are distinct, in their parts or in the names of frozen parameters, and for every
+    layer the index of its block in the list.
+    """
+    layers = range(model.total_layers)
+    kinds = [(block_spec(model, layer, freeze), freeze and frozen_names(model, layer, freeze)) for layer in layers]
+    distinct = list(dict.fromkeys(kinds))
+    return tuple(block for block, _ in distinct), tuple(map(distinct.index, kinds))
 
 
 def linears(block: BlockSpec) -> Iterator[LinearSpec]:

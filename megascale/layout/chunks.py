@@ -81,13 +81,12 @@ def chunk_buckets(
     embedding that the first and the last stage share is a separate bucket: both stages shard it in the same way, and
     sum its gradient; stages of one rank have one bucket (`embedding_chunks`).
     """
-
-    topology, limits = topology_of(parallel), partial(_bounds, parallel, overlap, train)
+    module, limits = partial(_module, topology_of(parallel), train.freeze), partial(_bounds, parallel, overlap, train)
 
     def layer(number: int) -> _Module:
-        return _module(f"layers.{number}", layer_params(model, number), topology, train.freeze)
+        return module(f"layers.{number}", layer_params(model, number))
 
-    chunks = _modules_of_buckets(model, parallel, pp_rank, held_chunks(parallel), layer, limits, train.freeze)
+    chunks = _modules_of_buckets(model, parallel, pp_rank, held_chunks(parallel), module, layer, limits)
     return [[bucket for modules in chunk for bucket in _params_of_buckets(modules)] for chunk in chunks]
 
 
@@ -166,12 +165,13 @@ class BucketSize(NamedTuple):
     frozen: bool = False
 
     @classmethod
-    def of(cls, first_module: str, layout: BucketLayout, modules: Iterable[str] = ()) -> BucketSize:
-        """Size a bucket of a layout; `modules`: instead of those that it names."""
+    def of(cls, layout: BucketLayout, modules: Iterable[str] = ()) -> BucketSize:
+        """Size a bucket of a layout; `modules`: in order, instead of those that it names."""
         kinds = {slot.parameter.name: slot.parameter.kind for slot in layout.slots}
         tables = frozenset(name for name, kind in kinds.items() if kind in ("embedding", "head"))
-        held = frozenset(modules or map(module_of, kinds))
-        return cls(first_module, layout.numel, layout.reduce_axes, layout.fp8_numel, tables, held, layout.frozen)
+        first, *others = [*modules] or map(module_of, kinds)
+        held = frozenset([first, *others])
+        return cls(first, layout.numel, layout.reduce_axes, layout.fp8_numel, tables, held, layout.frozen)
 
     def coded(self, layers: range, weight: QuantizerSpec) -> int:
         """Count the first elements that are gathered as FP8 codes: weights of a bucket of FP8 `layers` alone, where the
@@ -182,6 +182,12 @@ class BucketSize(NamedTuple):
         numbers = (module.partition(".") for module in self.modules if serves)
         within = all(kind == "layers" and int(number) in layers for kind, _, number in numbers)
         return self.fp8_numel if serves and within else 0
+
+    def gathers_each_step(self, zero: int, weight: QuantizerSpec, coded: int) -> bool:
+        """Return True if a step gathers the weights: not frozen ones, but for shards, and for a `coded` number of
+        elements whose scales follow a history.
+        """
+        return not self.frozen or zero == 3 or (coded > 0 and weight.scaling == "delayed")
 
     def shard(self, topology: Topology) -> int:
         """Count the elements of a shard over the inner ranks of those whose gradients are summed."""
@@ -198,22 +204,23 @@ def bucket_sizes(
     bucket of a tied embedding on the last stage has "head" as its first module.
     """
     topology, kinds = topology_of(parallel), distinct_blocks(model, tuple(train.freeze))[1]
+    module = partial(_module, topology, train.freeze)
     layers, known = dict[int, _Module](), dict[tuple[str, ...], list[BucketLayout]]()
     for number, kind in enumerate(kinds):
         if kind not in layers:
-            layers[kind] = _module(f"layers.{number}", layer_params(model, number), topology, train.freeze)
+            layers[kind] = module(f"layers.{number}", layer_params(model, number))
 
     def sizes(modules: list[_Module]) -> list[BucketSize]:
         key = tuple(module.params[0].name for module in modules)
         if key not in known:
             known[key] = [pack(bucket, topology) for bucket in _params_of_buckets(modules)]
-        return [BucketSize.of(modules[0].name, layout, _modules_in(layout, modules)) for layout in known[key]]
+        return [BucketSize.of(layout, _modules_in(layout, modules)) for layout in known[key]]
 
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")
 
     held, limits = held_chunks(parallel) if chunks is None else chunks, partial(_bounds, parallel, overlap, train)
-    found = _modules_of_buckets(model, parallel, pp_rank, held, layer, limits, train.freeze)
+    found = _modules_of_buckets(model, parallel, pp_rank, held, module, layer, limits)
     return [[size for modules in chunk for size in sizes(modules)] for chunk in found]
 
 
@@ -235,7 +242,7 @@ class _Module(NamedTuple):
     numel: int
 
 
-def _module(name: str, params: list[ParamSpec], topology: Topology, freeze: Sequence[str]) -> _Module:
+def _module(topology: Topology, freeze: Sequence[str], name: str, params: list[ParamSpec]) -> _Module:
     numel = sum(parameter.local_numel(topology) for parameter in params)
     return _Module(name, mark_frozen(params, freeze), numel)
 
@@ -253,33 +260,34 @@ def _params_of_buckets(modules: list[_Module]) -> list[list[ParamSpec]]:
 
 def _modules_of_buckets(
     model: ModelConfig, parallel: ParallelConfig, pp_rank: int, chunks: Iterable[int],
-    layer: Callable[[int], _Module], limits: Callable[[int], tuple[int, int]], freeze: Sequence[str],
+    module: Callable[[str, list[ParamSpec]], _Module], layer: Callable[[int], _Module],
+    limits: Callable[[int], tuple[int, int]],
 ) -> Iterator[list[list[_Module]]]:  # fmt: skip
     """Yield the modules of each bucket of each of the chunks of a pipeline rank, in the order of the network. `limits`:
     the `_bounds` for a chunk's number of elements.
     """
-    stages, topology, copied = stages_of(model, parallel), topology_of(parallel), shares_embedding(model, parallel)
+    stages, copied = stages_of(model, parallel), shares_embedding(model, parallel)
     shared, shards = model.embeds_last and stages.count > 1, pipeline_vocabulary(model) if parallel.vocab_pp else []
     split = {parameter.name for parameter in shards}
     for chunk in chunks:
         if chunk == stages.vpp:  # of the vocabulary: a single bucket
-            yield [[_module("embedding", shards, topology, freeze)]]
+            yield [[module("embedding", shards)]]
             continue
         index = stages.index(pp_rank, chunk)
         edges = stage_params(model, range(0), index == 0, index == stages.count - 1)
         edges = [parameter for parameter in edges if parameter.name not in split]
         tied = [p for p in edges if shared and p.name == TOKEN_EMBEDDING]
         groups = itertools.groupby((p for p in edges if p not in tied), key=lambda p: module_of(p.name))
-        ends = [_module(name, list(params), topology, freeze) for name, params in groups]
-        begin = [module for module in ends if module.name == "embedding"]
+        ends = [module(name, list(params)) for name, params in groups]
+        begin = [each for each in ends if each.name == "embedding"]
         numbers = stages.layers(index)
         trunk, deeper = range(numbers.start, min(numbers.stop, model.num_layers)), range(model.num_layers, numbers.stop)
-        exits = {n: _module(exit_name(n + 1), exit_params(model, n + 1), topology, freeze) for n in trunk}
-        inner = [module for n in trunk for module in (layer(n), exits[n]) if module.params]
+        exits = {n: module(exit_name(n + 1), exit_params(model, n + 1)) for n in trunk}
+        inner = [each for n in trunk for each in (layer(n), exits[n]) if each.params]
         modules = [*begin, *inner, *ends[len(begin) :], *map(layer, deeper)]
-        buckets = _split(modules, *limits(sum(module.numel for module in modules)))
+        buckets = _split(modules, *limits(sum(each.numel for each in modules)))
         end = "head" if index else "embedding"
-        separate = [[_module(end, tied, topology, freeze)]] if tied and (copied or not index) else []
+        separate = [[module(end, tied)]] if tied and (copied or not index) else []
         yield [*buckets, *separate] if index else [*separate, *buckets]
 
 

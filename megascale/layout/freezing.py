@@ -2,7 +2,8 @@
 
 A parameter is frozen if the patterns match the names of all of its tensors: q, k and v, which share a weight, are
 trained or frozen together. It has weights alone: no gradient, optimizer state, reduction, weight decay or share of the
-gradient norm. Backward computes the gradient of its layer's input (dgrad), and not that of its weight (wgrad).
+gradient norm. Backward computes the gradient of its layer's input (dgrad), also before the first trained parameter,
+and not that of its weight (wgrad).
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def mark_frozen(parameters: Iterable[ParamSpec], patterns: Sequence[str]) -> list[ParamSpec]:
-    """Return parameters with their `frozen` flag set as the patterns say."""
-    if not patterns:
-        return list(parameters)
+    """Return parameters, of which those that the patterns match are `frozen`."""
     return [
-        replace(parameter, frozen=all(matches(tensor.name, patterns) for tensor in parameter.parts))
+        replace(parameter, frozen=True) if all(matches(part.name, patterns) for part in parameter.parts) else parameter
         for parameter in parameters
     ]

@@ -88,13 +88,12 @@ def freeze_findings(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Fin
         if not any(matches(name, [pattern]) for name in tensors):
             yield Finding(key, f"{pattern} matches no parameter", "patterns of names as in `megascale ckpt show`")
     marked = mark_frozen(parameters, patterns)
-    for parameter in marked:
-        names = [tensor.name for tensor in parameter.parts]
-        found = [name for name in names if matches(name, patterns)]
-        if found and not parameter.frozen:
-            others = ", ".join(name for name in names if name not in found)
-            message = f"{found[0]} is in one weight with {others}, which is trained or frozen as a whole"
-            yield Finding(key, message, f"also {others}, or none of them")
+    for names in ([tensor.name for tensor in parameter.parts] for parameter in marked):
+        others = [name for name in names if not matches(name, patterns)]
+        if 0 < len(others) < len(names):
+            found, rest = next(name for name in names if name not in others), ", ".join(others)
+            message = f"{found} is in one weight with {rest}, which is trained or frozen as a whole"
+            yield Finding(key, message, f"also {rest}, or none of them")
             return
     if all(parameter.frozen for parameter in marked):
         yield Finding(key, "all parameters are frozen: nothing is trained", "fewer patterns")

@@ -32,6 +32,7 @@ class Bucket:
     - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied
     - `tied_group`: the ranks that share a tied embedding; of one rank otherwise
     - `frozen`: the parameters are not trained, and have no gradients
+    - `outdated`: its codes are of other weights: of those before an update or a load
     - `users`: the number of this rank's chunks that use it, in which its gradients are complete in the last of them
     - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward
 
@@ -65,6 +66,7 @@ class Bucket:
             if not self.frozen:
                 parameter.register_post_accumulate_grad_hook(_accumulate_into_bucket)
         self.grad_reader: Callable[[Bucket, Tensor], None] | None = None
+        self.outdated = True
         self.users = 1
         self._left_by = 0  # chunks that have left it since the last reduction
         self._bind_gradient()

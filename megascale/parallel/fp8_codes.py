@@ -1,8 +1,9 @@
 """FP8 codes of the weights that a rank updates, in which they are gathered (`bucket_storage.Sharded`).
 
-Once a step a rank casts its shards. A scale covers elements of other ranks: the amaxes of blocks are reduced to their
-maxima first, for all weights in one call, so that the codes are those of a cast of whole weights. A recipe has codes if
-they serve forward and dgrad; other weights are gathered in the compute dtype, and cast where they are used.
+Once a step a rank casts its shards, but frozen ones once. A scale covers elements of other ranks: the amaxes of blocks
+are reduced to their maxima first, for all weights in one call, so that the codes are those of a cast of whole weights.
+A recipe has codes if they serve forward and dgrad; other weights are gathered in the compute dtype, and cast where they
+are used.
 
 With zero = 1 or 2 the codes of all ranks are gathered after the cast, and kept for the step; with zero = 3 for each
 use. A bucket with other modules than FP8 layers, such as small models have, is gathered in the compute dtype.
@@ -69,14 +70,14 @@ class ShardedCodes:
     def __init__(self, buckets: Iterable[Bucket], state: Fp8State, tp: Group, *, overlap: bool) -> None:
         self._state, self._tp, self._quantizer = state, tp, state.recipe.rows["weight"]
         self._overlap = overlap
-        by_axes = dict[tuple[str, ...], list[Bucket]]()
+        alike = dict[tuple[bool, tuple[str, ...]], list[Bucket]]()
         for bucket in buckets:
-            size = BucketSize.of(bucket.first_module, bucket.layout)
+            size = BucketSize.of(bucket.layout)
             coded = 0 if state.changes else size.coded(state.layers, self._quantizer.spec)
             if coded and (bucket.layout.shard_axes.weight or bucket.storage.inner.size > 1):
                 bucket.keep_codes(coded)
-                by_axes.setdefault(size.reduce_axes, []).append(bucket)
-        self._weights = [self._shard(each) for each in by_axes.values()]
+                alike.setdefault((bucket.frozen, size.reduce_axes), []).append(bucket)
+        self._weights = [self._shard(each) for each in alike.values()]
         self._kept = [
             bucket for each in self._weights for bucket in each.buckets if bucket.sharded.gathered is not None
         ]
@@ -86,25 +87,37 @@ class ShardedCodes:
                 bucket.bind_gathered(memory)
 
     def encode(self) -> None:
-        """Cast this rank's shards after an update of the weights, and gather what is kept. A collective call."""
-        own = self._state.uses_own_amax(self._quantizer.spec)
+        """Cast this rank's shards after an update of the weights, and gather what is kept; of frozen ones after a load
+        alone, unless scales follow a history. A collective call.
+        """
+        spec, buckets = self._quantizer.spec, [bucket for each in self._weights for bucket in each.buckets]
+        changed = {each for each in buckets if each.outdated or spec.scaling == "delayed" or not each.frozen}
         for weights in self._weights:
-            for bucket in weights.buckets:
-                bucket.storage.acquire_weights()
-            if own:
-                self._find(weights)
-            elif self._quantizer.spec.scaling == "delayed":
-                for part in weights.parts:
-                    part.amaxes.copy_(self._state.history_amax(part.name))
+            if changed.issuperset(weights.buckets):
+                self._scale(weights)
+            elif not self._state.collects_stats:
+                continue
             with profiler_range("quantize"):
-                weights.scales.copy_(scales_of(weights.amaxes, self._quantizer.element, self._quantizer.spec.scale))
                 for part in weights.parts:
                     self._cast(part)
-        for bucket in self._kept:
+        for bucket in (bucket for bucket in self._kept if bucket in changed):
             with bucket.group.recorder.scope(bucket.chunk):
                 bucket.sharded.gather_codes()
             if not self._overlap:
                 bucket.storage.acquire_weights()
+
+    def _scale(self, weights: _Weights) -> None:
+        """Find the scales of weights, by the amaxes of all blocks or of their history."""
+        spec = self._quantizer.spec
+        for bucket in weights.buckets:
+            bucket.storage.acquire_weights()
+            bucket.outdated = False
+        if self._state.uses_own_amax(spec):
+            self._find(weights)
+        elif spec.scaling == "delayed":
+            for part in weights.parts:
+                part.amaxes.copy_(self._state.history_amax(part.name))
+        weights.scales.copy_(scales_of(weights.amaxes, self._quantizer.element, spec.scale))
 
     def _find(self, weights: _Weights) -> None:
         """Find the amaxes of all blocks, which have elements on the ranks that share the weights."""

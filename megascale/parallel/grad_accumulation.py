@@ -96,7 +96,8 @@ def left_for_w(parameter: Tensor) -> WeightGradients | None:
 @contextmanager
 def leaving(parameters: Iterable[Tensor], left: WeightGradients) -> Iterator[None]:
     """Leave the work on the gradients of parameters, of a backward in a `with` block, in a queue for its W."""
-    accumulations: list[Accumulation] = [parameter.accumulation for parameter in parameters]  # type: ignore[attr-defined]
+    trained = (parameter for parameter in parameters if not is_frozen(parameter))
+    accumulations: list[Accumulation] = [parameter.accumulation for parameter in trained]  # type: ignore[attr-defined]
     for accumulation in accumulations:
         accumulation.left = left
     yield
@@ -130,8 +131,6 @@ def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad: ScaledWgrad) -> Tensor | None:
     """Add grad x^T to the gradient of `weight` [n, k], for quantized grad [n, t] and x [k, t]."""
-    if is_frozen(weight):
-        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     total = torch.empty_like(weight, dtype=torch.float32) if main is None else main
     wgrad(total, grad, x, main is not None and _mark_begun(weight))

@@ -242,17 +242,13 @@ class ParamAndGradBuffers:
                 bucket.reduce_partial_grads(sequence=self._sequence)
             yield bucket
 
-    def start_param_gather(self, bucket: Bucket) -> None:
-        """Start the all-gather of a bucket's updated weights. Call in the order in which forwards need the buckets."""
-        if not bucket.frozen:
-            self._gather(bucket)
-
-    def gather_loaded(self) -> None:
-        """Start the all-gathers of all weights, after a checkpoint was loaded."""
-        for bucket in self.buckets:
-            self._gather(bucket)
-
-    def _gather(self, bucket: Bucket) -> None:
+    def start_param_gather(self, bucket: Bucket, *, loaded: bool = False) -> None:
+        """Start the all-gather of a bucket's weights, which are updated, as frozen ones never are, or `loaded`. Call in
+        the order in which forwards need the buckets.
+        """
+        if bucket.frozen and not loaded:
+            return
+        bucket.outdated = True
         with bucket.group.recorder.scope(bucket.chunk):
             bucket.storage.start_gather()
         if not self._overlap:

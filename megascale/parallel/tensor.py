@@ -138,7 +138,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (restore_input,), left = _saved_sources(ctx)
+        (restore_input,), trained, left = _saved_sources(ctx)
         tp: TensorParallel = ctx.tp
         layers: Sequence[LinearParams] = ctx.layers
         label, first = ctx.label, layers[0].gemms
@@ -148,7 +148,7 @@ class _ColumnParallel(torch.autograd.Function):
         # all-gather on the same communicator.
         grad_operands = [layer.gemms.grad_operand(grad) for layer, grad in zip(layers, grads, strict=True)]
 
-        trained, add_bias_grads = _trained(layers), partial(_add_bias_grads, layers, grads, param_grads)
+        add_bias_grads = partial(_add_bias_grads, layers, grads, param_grads)
 
         def start_wgrad() -> Callable[[], None]:
             x = restore_input()  # before the all-gather of x: a recomputation of x does not overlap a collective
@@ -167,7 +167,7 @@ class _ColumnParallel(torch.autograd.Function):
             return finish
 
         start = start_wgrad if trained else lambda: add_bias_grads
-        finish_wgrad = start() if left is None else partial(_leave_started, left, start, layers)
+        finish_wgrad = start() if left is None else partial(left.add_started, start)
         # dgrad, while x is all-gathered
         grad_x = first.gemm(grad_operands[0], first.weight_for_dgrad(layers[0].weight), None, grads[0].dtype)
         for (weight, _, gemms), grad_operand in zip(layers[1:], grad_operands[1:], strict=True):
@@ -216,11 +216,10 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layers: Sequence[LinearParams] = ctx.layers
-        restore_inputs, left = _saved_sources(ctx)
+        restore_inputs, trained, left = _saved_sources(ctx)
         grad, inputs = grads[0].contiguous(), list[Operand]()
         param_grads: list[Tensor | None] = [None] * (2 * len(layers))
         first = layers[0].gemms  # all layers have the same output gradient
-        trained = _trained(layers)
         tp: TensorParallel = replace(ctx.tp, overlap=ctx.tp.overlap and first.grad_in_pieces)
 
         def accumulate_wgrads(full_grad: Operand, rows: slice) -> None:
@@ -260,28 +259,14 @@ class _RowParallel(torch.autograd.Function):
         else:
             _, input_grads = gather_matmul(dgrad_weights, label=label, gathering=gathering)
             work = partial(dgrad_and_wgrad, [], ctx.label.for_backward("wgrad gradient"))
-            _leave_started(left, lambda: work if trained else add_bias_grads, layers)
+            left.add(work if trained else add_bias_grads)
         return None, None, None, None, None, None, *input_grads, *param_grads
-
-
-def _trained(layers: Sequence[LinearParams]) -> list[tuple[int, LinearParams]]:
-    """Return the layers with a wgrad, and their numbers."""
-    return [(i, layer) for i, layer in enumerate(layers) if not is_frozen(layer.weight)]
 
 
 def _add_bias_grads(layers: Sequence[LinearParams], grads: Sequence[Tensor], param_grads: list[Tensor | None]) -> None:
     for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
         if layer.bias is not None:
             param_grads[2 * i + 1] = accumulate_bias_grad(layer.bias, flatten_tokens(grad))
-
-
-def _leave_started(
-    left: WeightGradients, start: Callable[[], Callable[[], object]], layers: Sequence[LinearParams]
-) -> None:
-    """Leave the work on the gradients of layers for W, unless all of their parameters are frozen."""
-    parameters = (parameter for layer in layers for parameter in (layer.weight, layer.bias) if parameter is not None)
-    if not all(map(is_frozen, parameters)):
-        left.add_started(start)
 
 
 def _save_for_wgrad(ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None]) -> None:
@@ -302,10 +287,15 @@ def _save_for_wgrad(ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequ
     ctx.save_for_backward(*saved)
 
 
-def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], WeightGradients | None]:
-    """Return a function per source that restores or recomputes the source, and the queue for the work on the gradients
-    of parameters in an I (`left_for_w`), for which sources are `detached`.
+def _saved_sources(
+    ctx: Any,
+) -> tuple[list[Callable[[], Operand]], list[tuple[int, LinearParams]], WeightGradients | None]:
+    """Return a function per source that restores or recomputes the source, the layers with a wgrad and their numbers,
+    and the queue for the work on gradients of parameters in an I (`left_for_w`), for which sources are `detached`.
     """
-    left = left_for_w(ctx.layers[0].weight)
+    trained = [(i, layer) for i, layer in enumerate(ctx.layers) if not is_frozen(layer.weight)]
+    parameters = (parameter for layer in ctx.layers for parameter in (layer.weight, layer.bias))
+    queues = (left_for_w(parameter) for parameter in parameters if parameter is not None)
+    left = next((queue for queue in queues if queue is not None), None)
     saved = iter(ctx.saved_tensors if left is None else detached(ctx.saved_tensors))
-    return [partial(function, *islice(saved, count)) for count, function in ctx.restore], left
+    return [partial(function, *islice(saved, count)) for count, function in ctx.restore], trained, left

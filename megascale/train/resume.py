@@ -131,4 +131,5 @@ def _check_finite(run: Run, place: Callable[[str], str]) -> None:
 def copy_masters_and_gather(run: Run) -> None:
     """Cast master weights from outside of a step to the compute dtype, and all-gather the parameters."""
     run.optimizer.copy_masters_to_weights()
-    run.buffers.gather_loaded()
+    for bucket in run.buffers.buckets:
+        run.buffers.start_param_gather(bucket, loaded=True)

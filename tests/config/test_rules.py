@@ -974,6 +974,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"sites.count": "sites exchange all weights"},
     ),
     (
+        "FROZEN",
+        REBUILT | {"train__freeze": ["embedding.*"], "model__num_layers": 3},
+        {"fault.rebuild_stage": "a lost stage is rebuilt by its neighbours' optimizer state"},
+    ),
+    (
         "TIED_HEAD",
         {"model__mup_base_width": 32, "model__tie_embeddings": True},
         {"model.mup_base_width": "the head's scale and learning rate are not the token embedding's under muP"},

@@ -222,6 +222,14 @@ def test_what_changes_the_function_is_refused(model: dict[str, Any], changes: di
     assert message in str(error.value) and "the function would change" in str(error.value)
 
 
+def test_scales_begin_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An operand such as layers.0.mlp.down.weight has the name of a weight."""
+    source = trained(LLAMA, tmp_path / "small", train__precision="fp8", fp8__recipe="delayed")
+    large = manifest.read(Location(str(grown(source, LLAMA | {"num_layers": 8}, tmp_path))))
+    assert "fp8_history begins anew" in capsys.readouterr().err
+    assert {name.partition(".")[0] for name in large.tensors} == {"weights", "exp_avg", "exp_avg_sq"}
+
+
 def test_state_without_a_rule_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = trained(LLAMA, tmp_path / "small", optimizer__name="shampoo")
     config = write_config(settings(LLAMA | LARGER, tmp_path), tmp_path / "to.toml")

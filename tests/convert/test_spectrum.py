@@ -30,12 +30,12 @@ def test_noise_has_no_signal_and_a_low_rank_part_has_much(shape: tuple[int, int]
 
 
 def test_every_kind_keeps_its_share() -> None:
-    modules = [
-        *(ModuleSnr("layers.*.out", (f"layers.{i}.out",), float(i)) for i in range(4)),
-        *(ModuleSnr("layers.*.qkv", (f"layers.{i}.q", f"layers.{i}.k"), float(-i)) for i in range(4)),
-        ModuleSnr("layers.*.router", ("layers.3.router",), 0.0),
-    ]
-    assert frozen_tensors(modules, 0.5) == [
+    kinds = {
+        "layers.*.out": [ModuleSnr((f"layers.{i}.out",), float(i)) for i in range(4)],
+        "layers.*.qkv": [ModuleSnr((f"layers.{i}.q", f"layers.{i}.k"), float(-i)) for i in range(4)],
+        "layers.*.router": [ModuleSnr(("layers.3.router",), 0.0)],
+    }
+    assert frozen_tensors(kinds, 0.5) == [
         "layers.0.out", "layers.1.out", "layers.2.q", "layers.2.k", "layers.3.q", "layers.3.k",
     ]  # fmt: skip
 

@@ -26,20 +26,23 @@ from tests.runs import FAMILIES, config_of
 from tests.runs import settings as run_settings
 
 MIB = 1 << 20
+FREEZE = [[], [], ["layers.0.*norm*"], ["embedding.*", "layers.1.*.bias", "layers.*.mlp.*"]]
 
 
 @settings(max_examples=60, deadline=None)
-@given(jobs() | jobs(depths=True), st.sampled_from([1, 10**5, 10**6, 10**9, "auto"]))
-def test_bucket_sizes_equal_the_packed_buckets(config: RunConfig, bucket_bytes: int | str) -> None:
+@given(jobs() | jobs(depths=True), st.sampled_from([1, 10**5, 10**6, 10**9, "auto"]), st.sampled_from(FREEZE))
+def test_bucket_sizes_equal_the_packed_buckets(config: RunConfig, bucket_bytes: int | str, freeze: list[str]) -> None:
     overlap = config.overlap.model_copy(update={"bucket_bytes": bucket_bytes})
-    config = config.model_copy(update={"overlap": overlap})
+    train = config.train.model_copy(update={"freeze": freeze})
+    config = config.model_copy(update={"overlap": overlap, "train": train})
     for rank in range(config.parallel.pp):
         packed, estimated = (
             chunk_buckets(config.model, config.parallel, config.overlap, config.train, rank),
             bucket_sizes(config.model, config.parallel, config.overlap, config.train, rank),
         )
-        sizes = [[pack(bucket, topology_of(config.parallel)).numel for bucket in chunk] for chunk in packed]
-        assert [[bucket.numel for bucket in chunk] for chunk in estimated] == sizes
+        layouts = [[pack(bucket, topology_of(config.parallel)) for bucket in chunk] for chunk in packed]
+        sizes = [[(layout.numel, layout.frozen) for layout in chunk] for chunk in layouts]
+        assert [[(bucket.numel, bucket.frozen) for bucket in chunk] for chunk in estimated] == sizes
         for chunk, buckets in zip(packed, estimated, strict=True):
             for number, (bucket, size) in enumerate(zip(chunk, buckets, strict=True)):
                 tied = number > 0 and [parameter.name for parameter in bucket] == [TOKEN_EMBEDDING]

@@ -71,6 +71,7 @@ def test_codes_have_half_the_bytes(tmp_path: Path) -> None:
 # Codes that are kept for the step: zero = 1 and 2.
 
 BY_MODULE = {"overlap__bucket_bytes": 1}  # a small model's layers are in buckets of their own, as a large model's are
+FROZEN = {"train__freeze": ["layers.*.attention.*.weight", "layers.2.*"]}
 KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{name: each for name, each in WORLDS.items() if "zero" not in name},
     "static dp2, all layers, tied": (TENSORS | {"tie_embeddings": True}, {**fp8("static"), **ALL}),
@@ -79,8 +80,11 @@ KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "delayed dp2 cp2, muon": (TENSORS, {"parallel__cp": 2, **fp8("delayed"), "optimizer__name": "muon"}),
     "tensorwise dp4 in twos": (TENSORS, {"parallel__dp": 4, "parallel__dp_shard": 2, **fp8("tensorwise")}),
     "nvfp4 dp2": (TENSORS, fp8("nvfp4")),
+    "tensorwise dp2 tp2, frozen": (TENSORS, {"parallel__tp": 2, **fp8("tensorwise"), **FROZEN}),
+    "delayed dp2, frozen": (TENSORS, {**fp8("delayed"), **FROZEN}),
+    "blockwise dp2 ep2, frozen": (EXPERTS, {"parallel__ep": 2, **fp8("blockwise"), **FROZEN}),
 }
-QUICK_KEPT = ("tensorwise dp2 tp2", "blockwise dp2 ep2", "rowwise pow2 dp2 tp2 sp")
+QUICK_KEPT = ("tensorwise dp2 tp2", "blockwise dp2 ep2", "rowwise pow2 dp2 tp2 sp", "tensorwise dp2 tp2, frozen")
 
 
 def trained(run: Any) -> tuple[list[tuple[float, float]], int, int]:
@@ -158,6 +162,31 @@ def test_evaluation_averages_and_checks_of_replicas_use_the_same_weights(
     assert ours[0][1][0] != ours[0][1][1] and ours[0][1][0] == ours[0][1][2]
     monkeypatch.setattr(BucketSize, "coded", lambda *_: 0)
     assert run_threads(config, in_all_uses) == ours
+
+
+def loaded(run: Any) -> tuple[Any, ...]:
+    """Train, have other weights as after a load, and train on: the curve, and statistics of casts at the end."""
+    from megascale.train.resume import copy_masters_and_gather
+
+    curves = curve_of(run, 1)
+    for shard in run.optimizer.shards:
+        shard.master.mul_(0.5)
+    copy_masters_and_gather(run)
+    return curves + curve_of(run, 2), run.fp8_state.take_cast_stats()
+
+
+@pytest.mark.parametrize("zero", only_quick([1, 3], 1))
+def test_codes_of_frozen_weights_are_made_again_after_a_load(
+    zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their statistics are those of every step."""
+    config = configured(tmp_path, TENSORS, **BY_MODULE, **fp8("tensorwise"), **FROZEN, parallel__zero=zero)
+    curves, found = run_threads(config, loaded)[0]
+    monkeypatch.setattr(BucketSize, "coded", lambda *_: 0)
+    expected, stats = run_threads(config, loaded)[0]
+    assert curves == expected and len(stats) == len(found) > 0
+    for name in stats:
+        assert vars(found[name]) == pytest.approx(vars(stats[name]), rel=1e-6, abs=0), name
 
 
 def curve(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:

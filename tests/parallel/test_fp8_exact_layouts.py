@@ -75,6 +75,20 @@ def test_layouts_are_the_same_run(recipe: str, scale: str, layout: str, tmp_path
     assert ours == pytest.approx(alone, rel=1e-10)
 
 
+FREEZE = ["layers.*.attention.*.weight", "layers.0.*", "layers.*.mlp.down.weight"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    only_quick_rows([(recipe, layout) for recipe in NAMES for layout in LAYOUTS], ("rowwise", "pp2 zb_h1")),
+)
+def test_layouts_with_frozen_weights_are_the_same_run(recipe: str, layout: str, tmp_path: Path) -> None:
+    keys = {"train__freeze": FREEZE} | LAYOUTS[layout]
+    model = WIDE | {"seq_length": keys.pop("model__seq_length", 128)}
+    ours, alone = (curve(configured(tmp_path, recipe, model, **each)) for each in (keys, {"train__freeze": FREEZE}))
+    assert ours == pytest.approx(alone, rel=1e-10)
+
+
 @pytest.mark.parametrize("recipe", only_quick(["tensorwise", "nvfp4"], "tensorwise"))
 def test_amaxes_of_a_rank_alone_change_the_run(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = curve(configured(tmp_path, recipe, WIDE))

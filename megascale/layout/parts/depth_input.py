@@ -5,12 +5,11 @@ W [norm(embedding of the token); norm(hidden state)]        W [h, 2 h], equal on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 from megascale.config.model import ModelConfig
-from megascale.layout.freezing import matches
 from megascale.layout.parts.elementwise import norm_params
 from megascale.layout.parts.linear import linear_params
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
@@ -36,8 +35,8 @@ class DepthInput(Part):
     def whole_numel(self) -> int:
         return self.token_weights
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
-        return replace(self, frozen=matches(TOKEN_EMBEDDING, patterns))
+    def freeze(self, frozen: Collection[str]) -> Self:
+        return replace(self, frozen=TOKEN_EMBEDDING in frozen)
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         norms = (norm_params(f"{block}.{norm}", model) for norm in ("embedding_norm", "hidden_norm"))

@@ -8,13 +8,12 @@ gathers the tokens of all ranks, and sends the sums of its rows by token back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, compress
 from typing import Self
 
 from megascale.config.model import ModelConfig
-from megascale.layout.freezing import matches
 from megascale.layout.parts.elementwise import ActivationSpec
 from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient, initial_size, linear_params
 from megascale.layout.parts.microbatch_sizes import FP32, CommOp, MicroBatchSizes, UnitBytes, walk
@@ -95,13 +94,12 @@ class ExpertLayer(Part):
             params += linear_params(f"{block}.shared_gate", model, gate)
         return params
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
-        stacks, shared = ("gate_up" if self.inputs > self.width else "up", "down"), self.shared
-        first, last = (matches(f"{block}.experts.{name}.weight", patterns) for name in stacks)
+    def freeze(self, frozen: Collection[str]) -> Self:
+        first, shared = "gate_up" if self.inputs > self.width else "up", self.shared
         if shared is not None:
-            up, activation, down = shared
-            shared = up.freeze(block, patterns), activation, down.freeze(block, patterns)
-        return replace(self, shared=shared, frozen=(first, last))
+            shared = shared[0].freeze(frozen), shared[1], shared[2].freeze(frozen)
+        stacks = f"experts.{first}.weight" in frozen, "experts.down.weight" in frozen
+        return replace(self, shared=shared, frozen=stacks)
 
     def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
         """List the exchanges of counts or choices, once, and of rows or tokens: with a weight for each slot to the

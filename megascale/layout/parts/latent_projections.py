@@ -11,7 +11,7 @@ Attention runs with v padded to the width of q and k, which all kernels take. `L
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -67,8 +67,8 @@ class LatentProjections(Part):
         parts = tuple(replace(part, head_dim=part.shape[0] // self.heads) for part in param.parts)
         return replace(param, parts=parts)
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
-        return replace(self, queries=self.queries.freeze(block, patterns), keys=self.keys.freeze(block, patterns))
+    def freeze(self, frozen: Collection[str]) -> Self:
+        return replace(self, queries=self.queries.freeze(frozen), keys=self.keys.freeze(frozen))
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of the column-parallel layers, and of the shared key, whose gradient is a sum."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import ClassVar, Self
 
 from megascale.config.model import ModelConfig
-from megascale.layout.freezing import matches
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes
@@ -56,11 +55,8 @@ class LinearGroup(Part):
         params = (linear_params(f"{block}.{layer.name}", model, layer, self.sharded) for layer in self.layers)
         return list(itertools.chain(*params))
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
-        layers = (
-            replace(layer, frozen=all(matches(f"{name}.weight", patterns) for name in layer.tensors(block)))
-            for layer in self.layers
-        )
+    def freeze(self, frozen: Collection[str]) -> Self:
+        layers = (replace(layer, frozen=f"{layer.name}.weight" in frozen) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
     @property
@@ -224,9 +220,8 @@ def initial_size(model: ModelConfig, inputs: int, residual: bool) -> tuple[float
 def linear_params(name: str, model: ModelConfig, linear: LinearSpec, dimension: int | None = None) -> list[ParamSpec]:
     """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs, None neither."""
     std, ratio = initial_size(model, linear.inputs, residual=dimension == 1)
-    sharding = {} if dimension is None else {"tp": dimension}
-    block = name.removesuffix(f".{linear.name}")
-    parts = [(part, rows) for part, (_, rows) in zip(linear.tensors(block), linear.parts, strict=True)]
+    prefix, sharding = name.rpartition(".")[0], {} if dimension is None else {"tp": dimension}
+    parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
     weights = [
         TensorSpec(
             f"{part}.weight", (rows, linear.inputs), sharding, std=std, head_dim=linear.head_dim, width_ratio=ratio

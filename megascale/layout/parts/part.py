@@ -7,7 +7,7 @@ their kind, so that a new kind of part is one class. Sizes are before tensor par
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -73,11 +73,6 @@ class LinearSpec:
     def weight_numel(self) -> int:
         """Elements of the weight."""
         return self.outputs * self.inputs
-
-    def tensors(self, block: str) -> list[str]:
-        """The names of the parts' weights, without their suffix."""
-        prefix = f"{block}.{self.name}".rpartition(".")[0]
-        return [f"{prefix}.{part}" for part, _ in self.parts]
 
 
 class Surroundings(NamedTuple):
@@ -148,8 +143,8 @@ class Part(ABC):
         """The parameters. `block`: name of the block."""
         return []
 
-    def freeze(self, block: str, patterns: Sequence[str]) -> Self:
-        """Return the part with the linear layers whose weights match `patterns`, and are not trained, as such."""
+    def freeze(self, frozen: Collection[str]) -> Self:
+        """Return the part with its linear layers whose weights have one of these names in the block as not trained."""
         return self
 
     def fp8_operands(self) -> Iterable[str]:

@@ -9,7 +9,6 @@ With `parallel.grad_reduce` = "fp8" an exchange of N (n - 1) / n bytes is in the
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -42,6 +41,7 @@ class BucketTraffic:
 
     def all(self) -> Iterator[CommOp]:
         yield from self._gradients()
+        yield from self._weights()
         yield from self._amaxes()
         if is_mixed(self.config.optimizer):
             yield from self._matrix_messages()
@@ -61,7 +61,6 @@ class BucketTraffic:
         compute, wide = self.config.train.element_bytes
         topology, shared = topology_of(p), shares_embedding(self.config.model, p)
         placement = stages_of(self.config.model, p).placement
-        yield from itertools.chain(*(self._frozen_weights(bucket) for _, bucket in self._buckets if bucket.frozen))
         for chunk, bucket in ((chunk, bucket) for chunk, bucket in self._buckets if not bucket.frozen):
             axes, sharded = bucket.inner_axes or bucket.reduce_axes, bucket.shard_axes
             ranks, group = topology.size(*axes), group_name(topology, axes)
@@ -74,8 +73,6 @@ class BucketTraffic:
                 yield CommOp(group, "all_to_all", bucket.numel // ranks * (ranks - 1), "gradients", times=times)
             elif ranks > 1:
                 yield CommOp(group, operation, wide * bucket.numel, "gradients", times=times)
-            if ranks > 1 and sharded.state:
-                yield from (op._replace(times=self._gathers(bucket)) for op in self._weights(bucket, group))
             if bucket.copies > bucket.state_copies:
                 yield CommOp("dp.replicate", "reduce_scatter", wide * bucket.numel // ranks, "gradients")
                 yield CommOp("dp.replicate", "all_gather", compute * bucket.numel // ranks, "weights")
@@ -88,32 +85,31 @@ class BucketTraffic:
             if shared and [slot.parameter.name for slot in bucket.slots] == [TOKEN_EMBEDDING]:
                 yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")
 
-    def _frozen_weights(self, bucket: BucketLayout) -> Iterator[CommOp]:
-        """List the gathers of a frozen bucket: of sharded weights, where they are used, and of FP8 codes."""
-        topology, axes = topology_of(self.config.parallel), bucket.inner_axes
-        coded = coded_elements(self.config, BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket))
-        if (bucket.shard_axes.weight or coded) and topology.size(*axes) > 1:
-            gather = self._weights(bucket, group_name(topology, axes))
-            yield from (op._replace(times=self._gathers(bucket)) for op in gather)
-
-    def _weights(self, bucket: BucketLayout, group: str) -> Iterator[CommOp]:
-        """List the collectives of a gather: of codes, and of the rest beside them."""
-        size = BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket)
-        rest = gathered_bytes(self.config, size)
-        if coded_elements(self.config, size):
-            yield CommOp(group, "all_gather", bucket.numel, "weights")
-            rest -= bucket.numel
-            yield from [CommOp(group, "all_reduce", rest, "rest")] if rest else []
-        else:
-            yield CommOp(group, "all_gather", rest, "weights")
+    def _weights(self) -> Iterator[CommOp]:
+        """List the gathers of weights: of codes, and of the rest beside them."""
+        c, topology = self.config, topology_of(self.config.parallel)
+        for _, bucket in self._buckets:
+            axes, size = bucket.inner_axes or bucket.reduce_axes, BucketSize.of(bucket)
+            rest, coded = gathered_bytes(c, size), coded_elements(c, size)
+            gathers = bucket.shard_axes.state and size.gathers_each_step(c.parallel.zero, c.fp8.facts["weight"], coded)
+            if not gathers or topology.size(*axes) == 1:
+                continue
+            group, times = group_name(topology, axes), self._gathers(bucket)
+            if coded:
+                yield CommOp(group, "all_gather", bucket.numel, "weights", times=times)
+                rest -= bucket.numel
+                yield from [CommOp(group, "all_reduce", rest, "rest", times=times)] if rest else []
+            else:
+                yield CommOp(group, "all_gather", rest, "weights", times=times)
 
     def _amaxes(self) -> Iterator[CommOp]:
         """List the reductions of the amaxes of weights that are gathered as codes."""
         c, topology, blocks = self.config, topology_of(self.config.parallel), Counter[tuple[str, ...]]()
         weight: QuantizerSpec = c.fp8.facts["weight"]
         over_tp = Counter[tuple[str, ...]]()
-        for _, bucket in self._buckets if weight.scaling == "current" else ():
-            coded = coded_elements(c, BucketSize.of(module_of(bucket.slots[0].parameter.name), bucket))
+        found = (bucket for _, bucket in self._buckets if weight.scaling == "current" and not bucket.frozen)
+        for bucket in found:
+            coded = coded_elements(c, BucketSize.of(bucket))
             for slot in (slot for slot in bucket.slots if slot.stop <= coded):
                 shape = slot.parameter.local_shape(topology)
                 count = math.prod(weight.block.grid(math.prod(shape[:-1]), shape[-1]))

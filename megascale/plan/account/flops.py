@@ -1,14 +1,13 @@
 """FLOPs of training, from the configuration and the description of a block (`layout.blocks`).
 
 A multiply-add is two FLOPs; only GEMMs and attention count, and a backward costs twice the forward, once for frozen
-weights. Attention is
-counted by two conventions: `full`, s x s scores per head, as in PaLM, torchtitan, and Megatron-LM before core 0.12;
-`causal`, the half left by a causal mask, as in Megatron-LM since. With a window of w keys, a query has w scores in
-`full` and w - w^2 / (2 s) on average in `causal`; a sparse pattern counts by its density
-(`SparsePattern.count_scores`). For hidden size h, l layers, vocabulary V, f = 4 h and no grouped heads, `full` is
-72 l h^2 (1 + s/(6 h) + V/(12 l h)) per token (Narayanan et al. 2021). HFU counts recomputation (`hardware_flops`), MFU
-does not (`token_flops`, `mfu`). With a document mask only scores within documents count, in both conventions
-(`account.attended`).
+weights, of which every layer computes the gradient of its input. Attention is counted by two conventions: `full`, s x s
+scores per head, as in PaLM, torchtitan, and Megatron-LM before core 0.12; `causal`, the half left by a causal mask, as
+in Megatron-LM since. With a window of w keys, a query has w scores in `full` and w - w^2 / (2 s) on average in
+`causal`; a sparse pattern counts by its density (`SparsePattern.count_scores`). For hidden size h, l layers, vocabulary
+V, f = 4 h and no grouped heads, `full` is 72 l h^2 (1 + s/(6 h) + V/(12 l h)) per token (Narayanan et al. 2021). HFU
+counts recomputation (`hardware_flops`), MFU does not (`token_flops`, `mfu`). With a document mask only scores within
+documents count, in both conventions (`account.attended`).
 """
 
 from __future__ import annotations

@@ -67,6 +67,8 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             state = +recorder.counts.live_bytes
             if run.fp8_state is not None:
                 run.fp8_state.has_history = True
+            for bucket in run.buffers.buckets:
+                bucket.outdated = False
             # chunks have more keys than the one before, planned micro-batches differ, halves run layers in turns
             differ = config.num_chunks > 1 or config.parallel.hybrid_dp or config.overlap.tp == "domino"
             if replay_modules and not differ:

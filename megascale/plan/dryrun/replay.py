@@ -235,7 +235,8 @@ class ReplayModule(nn.Module):
         cost = cache.costs[key]
         if cost.choice is not None:
             batch.expert_choices[self._layer] = _without_values(cost.choice)
-        return _Replay.apply(x, self._anchor, cache, cost, self._layer, next(self._module[0].parameters()))
+        trained = (parameter for parameter in self._module[0].parameters() if parameter.requires_grad)
+        return _Replay.apply(x, self._anchor, cache, cost, self._layer, next(trained, self._anchor))
 
 
 @contextmanager
@@ -258,7 +259,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, cost_cache: ModuleCostCache, cost: ModuleCost, layer: int,
-        parameter: nn.Parameter,
+        parameter: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.cost_cache, ctx.cost, ctx.parameter = cost_cache, cost, parameter
         ctx.layer, ctx.input_meta = layer, (x.shape, x.dtype, x.requires_grad)

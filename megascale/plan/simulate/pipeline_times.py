@@ -82,14 +82,8 @@ class PipelineTimes:
             stage, shared = stages.index(rank, chunk), chunk == p.vpp
             layers = range(0) if shared else stages.layers(stage)
             experts, quantized = sum(map(c.model.has_experts, layers)), sum(layer in fp8 for layer in layers)
-            key = (
-                layers if c.train.freeze else len(layers),
-                experts,
-                quantized,
-                stage == 0,
-                stage == stages.count - 1,
-                shared,
-            )
+            alike = layers if c.train.freeze else len(layers)
+            key = alike, experts, quantized, stage == 0, stage == stages.count - 1, shared
             if key not in known:
                 (buckets,) = bucket_sizes(c.model, p, c.overlap, c.train, rank, [chunk])
                 modules = itertools.groupby(buckets, lambda bucket: bucket.first_module)
@@ -98,10 +92,10 @@ class PipelineTimes:
         return sizes
 
     def _sent(self, bucket: BucketSize) -> tuple[tuple[str, ...], int, int]:
-        """Return what a bucket sends: frozen ones have no gradients, and sharded weights and FP8 codes are gathered."""
-        moves = self.config.parallel.zero == 3 or not bucket.frozen or coded_elements(self.config, bucket) > 0
-        sent = gathered_bytes(self.config, bucket) if moves else 0
-        return bucket.reduce_axes, 0 if bucket.frozen else bucket.numel, sent
+        """Return the axes of a bucket, the elements of gradients that are reduced, and the bytes that are gathered."""
+        c, coded = self.config, coded_elements(self.config, bucket)
+        gathers = bucket.gathers_each_step(c.parallel.zero, c.fp8.facts["weight"], coded)
+        return bucket.reduce_axes, 0 if bucket.frozen else bucket.numel, gathered_bytes(c, bucket) if gathers else 0
 
     @cached_property
     def buckets(self) -> dict[Place, Buckets]:

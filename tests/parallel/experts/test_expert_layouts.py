@@ -32,6 +32,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "step": (MIXTRAL, {"moe__balance": "step", "moe__balance_weight": 0.5}),
     "capacity": (MIXTRAL, {"moe__capacity_factor": 0.75}),
     "bias": (SHARED | {"balance_bias": True}, {"moe__bias_rate": 0.05}),
+    "frozen": (
+        SHARED | {"bias": True},
+        {
+            "train__freeze": ["layers.1.experts.*", "layers.*.experts.down.weight", "layers.3.router.*", "layers.2.*"],
+            "moe__balance": "step",
+        },
+    ),
     "biases": (SHARED | {"bias": True, "router_bias": True, "activation": "clamped_swiglu"}, {}),
 }
 """Models and settings; the first is that of all meshes."""

@@ -53,7 +53,10 @@ def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_r
     m, p, described = config.model, config.parallel, block_spec(config.model, layer)
     weights = sum(part.token_weights for part in described)
     params = [param for param in mark_frozen(layer_params(m, layer), config.train.freeze) if param.kind == "matrix"]
-    frozen = sum(math.prod(tensor.shape) for param in params if param.frozen for tensor in param.parts)
+    frozen = 0
+    for param in (param for param in params if param.frozen):
+        numel = sum(math.prod(tensor.shape) for tensor in param.parts)
+        frozen += numel // m.experts * m.experts_per_token if "ep" in param.sharding else numel
     total = 2 * m.seq_length // p.cp * (3 * weights - frozen + recomputed_weights(described, recompute))
     repeated = 0 if p.sp else (p.tp - 1) * sum(part.whole_numel for part in described)  # on every tp rank
     total += 2 * m.seq_length // p.cp * (3 + recompute.full) * repeated

@@ -125,9 +125,22 @@ def test_frozen_parameters(layout: str, tied: bool, tmp_path: Path) -> None:
     assert model_flops(config).linear < 0.8 * model_flops(whole).linear
 
 
+@pytest.mark.parametrize(("freeze", "matrices"), [("layers.*.experts.*", 3), ("layers.*.experts.down.weight", 1)])
+def test_frozen_experts(freeze: str, matrices: int, tmp_path: Path) -> None:
+    """A token has no wgrad of those that compute it, and the others none in any case."""
+    model = LLAMA | {"hidden_size": 128, "ffn_size": 256, "seq_length": 128, "vocab_size": 512, "experts": 8}
+    keys = {"parallel__dp": 2, "parallel__ep": 2, "train__freeze": [freeze], "train__precision": "bf16"}
+    tree = settings_of(model | {"experts_per_token": 2, "expert_ffn_size": 128}, tmp_path, **keys)
+    config = config_of(tree, tmp_path)
+    compare(config, 0)
+    tree["train"]["freeze"] = []
+    spared = model_flops(config_of(tree, tmp_path)).linear - model_flops(config).linear
+    assert spared == 2 * 4 * 2 * matrices * 128 * 128  # of two experts in each of 4 layers
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_frozen_weights_travel_as_codes(zero: int, tmp_path: Path) -> None:
-    """Of every step, also where whole weights are not gathered."""
+    """With zero = 3 in every step, and otherwise once, as whole weights."""
     model = LLAMA | {"hidden_size": 1024, "ffn_size": 2048, "seq_length": 128, "vocab_size": 512}
     keys = {"parallel__dp": 2, "parallel__zero": zero, "train__precision": "fp8"}
     keys |= {"train__freeze": ["layers.*.attention.*"]}
