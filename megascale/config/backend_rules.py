@@ -68,11 +68,9 @@ def fp8_shapes(
             yield Finding(to_change, f"{size // ranks} {noun}: {needs}", f"{hint}, or another fp8.recipe")
 
 
-def fp8_schedule(train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
+def fp8_schedule(fp8: Fp8Config) -> Iterator[Finding]:
     """Check the order of the recipe's changes."""
     key, end, last = "fp8.schedule", -1.0, fp8.recipe
-    if fp8.schedule and not train.quantizes:
-        yield Finding(key, f"has no effect with train.precision = {train.precision}", "fp8, or remove the key")
     for start, change in fp8.schedule:
         if start <= end:
             yield Finding(key, f"{change} at {start} does not come after {end}", "ascending shares of the run")

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from megascale.catalog.backends import AUTO, BACKENDS
 from megascale.catalog.recipes import RECIPES, with_scale
@@ -14,8 +15,21 @@ from megascale.config.section import Section, choice
 
 Layers = Annotated[int, Field(ge=0, le=10_000)]
 BF16, BF16_FORWARD = "bf16", "bf16_forward"
+
+
+def _share_and_name(change: Any) -> Any:
+    match change:
+        case [float(share), str()] if 0 < share < 1:
+            return change
+    hint = 'such as [[0.82, "bf16"]]; a share is a step divided by train.steps'
+    message = "should be [[share of the run, recipe], ...], with shares above 0 and below 1"
+    raise PydanticCustomError("change", message, {"hint": hint})
+
+
 Change = Annotated[
-    tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[str, choice(RECIPES, BF16, BF16_FORWARD)]], Field(strict=False)
+    tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[str, choice(RECIPES, BF16, BF16_FORWARD)]],
+    Field(strict=False),
+    BeforeValidator(_share_and_name),
 ]
 Steps = Annotated[int, Field(gt=0, le=65_536)]  # the amax history has one element per step and operand
 

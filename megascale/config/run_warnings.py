@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megascale.config.backends import Fp8Config
 from megascale.config.data import Blend, DataConfig
 from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
 from megascale.config.exclusions import ONE_EXPERT, REMOVE, SWITCHED_OFF
@@ -27,8 +28,9 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
     driver restarts the run after a fault.
     """
-    found = run_rules((*SWITCHED_OFF, ONE_SITE, ONE_EXPERT, waiting_keys, unbalanced_experts), dict(config))
-    for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *found):
+    rules = (*SWITCHED_OFF, ONE_SITE, ONE_EXPERT, waiting_keys, unbalanced_experts, static_scales)
+    found = run_rules(rules, dict(config))
+    for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *_unreached_recipes(config), *found):
         yield str(finding)
 
 
@@ -64,6 +66,22 @@ def unbalanced_experts(model: ModelConfig, moe: MoeConfig) -> Iterator[Finding]:
     elif factor is not None and factor < 1:
         message = f"= {factor:g} drops {1 - factor:.0%} of the choices or more, which FLOPs and MFU count"
         yield Finding("moe.capacity_factor", message, "1 or more")
+
+
+def static_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
+    """Warn of static scales of tensors whose variance nothing keeps."""
+    if train.quantizes and fp8.facts["scaling"] == "static" and not model.unit_scaling:
+        message = f"= {fp8.recipe}: scales stay those of the first step, and only unit scaling keeps tensors near them"
+        yield Finding("fp8.recipe", message, "model.unit_scaling = true, or another fp8.recipe")
+
+
+def _unreached_recipes(config: RunConfig) -> Iterator[Finding]:
+    """Warn of recipes whose share of the run follows the beginning of its last step."""
+    begun = config.step_samples.before_step(config.train.steps) / config.samples
+    for start, change in config.fp8.schedule if config.train.quantizes else ():
+        if start > begun:
+            message = f"{change} at {start} has no effect: the last of {config.train.steps} steps begins at {begun:.4g}"
+            yield Finding("fp8.schedule", message, "a smaller share, or more steps")
 
 
 def _nothing_saved(config: RunConfig, restarts: bool) -> Iterator[Finding]:

@@ -68,7 +68,7 @@ def test_every_switch_warns_of_keys_that_wait_for_it() -> None:
     assert {exclusion.key for exclusion in SWITCHED_OFF} >= {"train.eval_every", "checkpoint.every"}
     assert warnings("train.eval_steps=3") == ["train.eval_steps has no effect with eval_every = 0  -> remove the key"]
     assert warnings("train.eval_steps=3", "train.eval_every=5") == []
-    assert warnings("fp8.recipe=rowwise") == [], "a run in fp32 or bf16 is the baseline of a run in FP8"
+    assert warnings("fp8={first_layers_bf16=0, monitor=false}") == [], "which ask for no FP8"
 
 
 def test_a_router_of_given_weights_may_stay_as_it_is() -> None:
@@ -82,6 +82,9 @@ def test_a_router_of_given_weights_may_stay_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("key", "switch"), [
+    ("fp8.recipe=rowwise", "train.precision=fp8"),
+    ("fp8.scale=pow2", "train.precision=fp8"),
+    ("fp8.schedule=[[0.5, 'bf16']]", "train.precision=fp8"),
     ("parallel.sp=true", "parallel.tp=2"),
     ("parallel.cp_mode=ulysses", "parallel.cp=2"),
     ("parallel.schedule=interleaved_1f1b", "parallel={pp=2, vpp=2, schedule='interleaved_1f1b'}"),
@@ -95,6 +98,23 @@ def test_a_key_that_waits_for_its_switch(key: str, switch: str) -> None:
     effect = "shards nothing" if key.startswith("parallel.zero") else "has no effect"
     assert line.startswith(f"{key.partition('=')[0]} {effect} with") and "  -> " in line
     assert warnings(key, switch) == []
+
+
+def test_a_recipe_after_the_last_step() -> None:
+    fp8 = "train.precision=fp8"
+    assert warnings(fp8, "fp8.schedule=[[0.9, 'bf16']]") == [], "the last of ten steps"
+    (line,) = warnings(fp8, "fp8.schedule=[[0.5, 'rowwise'], [0.91, 'bf16']]")
+    assert line.startswith("fp8.schedule bf16 at 0.91 has no effect: the last of 10 steps begins at 0.9 ")
+
+
+@pytest.mark.parametrize("keys", [["fp8.recipe=static"], ["fp8.schedule=[[0.5, 'static'], [0.7, 'bf16']]"]])
+def test_static_scales_without_unit_scaling(keys: list[str]) -> None:
+    """Of a later recipe as well; without FP8 no scale is."""
+    config = load_config("run.toml", ["train.precision=fp8", *keys])
+    (line,) = run_warnings(config)
+    assert line.startswith("fp8.recipe = static: ") and "  -> model.unit_scaling = true" in line
+    scaled = config.model.model_copy(update={"unit_scaling": True})
+    assert list(run_warnings(config.model_copy(update={"model": scaled}))) == []
 
 
 EXPERTS = ["model.experts=8", "model.bias=false", "batch.global=16", "moe.balance=sequence"]

@@ -707,7 +707,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train__precision": "fp8", "fp8__schedule": [[0.5, "tensorwise"]]},
         {"fp8.schedule": "tensorwise at 0.5 follows itself"},
     ),
-    ("fp8_schedule", {"fp8__schedule": [[0.5, "bf16"]]}, {"fp8.schedule": "has no effect with train.precision = fp64"}),
     (
         "fp8_shapes",
         {"train__precision": "fp8", "parallel__tp": 4},

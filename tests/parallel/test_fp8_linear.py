@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -215,14 +217,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+Curve = list[tuple[float, float]]
+
+
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curve]:
+    """A function that returns the curve of a recipe in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return cache(lambda recipe: run_world(1, train_curve, configured(folder, recipe, WIDE), 3)[0])
+
+
 @pytest.mark.parametrize("recipe", only_quick(NAMES, "delayed"))
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
-def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None:
+def test_layouts_train_equally(recipe: str, layout: str, trained_alone: Callable[[str], Curve], tmp_path: Path) -> None:
     """As close as bf16 sums permit: an element rounded differently may quantize to the next FP8 value."""
     config = configured(tmp_path, recipe, WIDE, **LAYOUTS[layout])
     curve = run_world(config.world_size, train_curve, config, 3)[0]
-    alone = run_world(1, train_curve, configured(tmp_path, recipe, WIDE), 3)[0]
-    for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
+    for (loss, norm), (expected, expected_norm) in zip(curve, trained_alone(recipe), strict=True):
         assert loss == pytest.approx(expected, rel=2e-3)
         assert norm == pytest.approx(expected_norm, rel=5e-2)
 

@@ -174,18 +174,21 @@ def test_the_console_names_a_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "more", "message"),
+    ("schedule", "message"),
     [
-        ([[0.5, "bf16"], [0.4, "tensorwise"]], {}, "tensorwise at 0.4 does not come after 0.5"),
-        ([[0.5, "tensorwise"]], {}, "tensorwise at 0.5 follows itself"),
-        ([[1.5, "bf16"]], {}, "less than 1"),
-        ([[0.5, "fp3"]], {}, "'fp3' is not one of bf16, bf16_forward, tensorwise"),
-        ([[0.5, "bf17"]], {}, "did you mean 'bf16'?"),
-        ([[0.5, "bf16"]], {"train__precision": "bf16"}, "has no effect with train.precision = bf16"),
-        ([[0.5, "blockwise"]], {}, "the fp8 recipe blockwise needs multiples of 128"),
+        ([[0.5, "bf16"], [0.4, "tensorwise"]], "tensorwise at 0.4 does not come after 0.5"),
+        ([[0.5, "tensorwise"]], "tensorwise at 0.5 follows itself"),
+        ([["bf16", 0.5]], "['bf16', 0.5]: should be [[share of the run, recipe], ...]"),
+        ([0.5, "bf16"], "[0.5, 'bf16']: should be [[share of the run, recipe], ...]"),
+        ([[0.5, "bf16", "mxfp8"]], "should be [[share of the run, recipe], ...]"),
+        ([[0, "bf16"]], "with shares above 0 and below 1"),
+        ([[5000, "bf16"]], "a share is a step divided by train.steps"),
+        ([[0.5, "fp3"]], "'fp3' is not one of bf16, bf16_forward, tensorwise"),
+        ([[0.5, "bf17"]], "did you mean 'bf16'?"),
+        ([[0.5, "blockwise"]], "the fp8 recipe blockwise needs multiples of 128"),
     ],
 )
-def test_mistakes_in_a_schedule(schedule: list[Any], more: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_mistakes_in_a_schedule(schedule: list[Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="problem") as error:
-        configured(tmp_path, schedule, **more)
+        configured(tmp_path, schedule)
     assert message in str(error.value)

@@ -183,7 +183,7 @@ TRAIN = (
     computed("--fp8-format", "train.precision", convert.fp8,
              "the format follows fp8.recipe: tensorwise, delayed and static are hybrid, others e4m3"),
     words("--fp8-recipe", "fp8.recipe", {name: name for name in ("tensorwise", "delayed", "blockwise", "mxfp8")},
-          "", "delayed", only_with="fp8_format"),
+          'blockwise with fp8.scale = "pow2"', "delayed", only_with="fp8_format"),
     computed("--fp8-amax-history-len", "fp8.history", convert.history, 'with fp8.recipe = "delayed", their default', 1,
              only_with="fp8_format"),
     needless("--fp8-amax-compute-algo", 'nothing to write: the maximum of the history, with fp8.recipe = "delayed"'),

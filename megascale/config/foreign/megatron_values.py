@@ -108,14 +108,16 @@ def zero(values: Values, context: Context) -> int | Needless:
 
 def fp8(values: Values, context: Context) -> str | Several | Advice:
     """Return the precision, if the format is that of the recipe, and the layers at both ends that stay in bf16."""
-    blockwise = value_of(context, "fp8_recipe") == "blockwise"
+    recipe = value_of(context, "fp8_recipe")
     if "num_layers" not in context:
         return "fp8"
-    if str(values[0]).lower() != ("e4m3" if blockwise else "hybrid"):
-        return Advice("not supported: delayed and tensorwise are hybrid, blockwise is e4m3")
+    if str(values[0]).lower() != ("e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid"):
+        return Advice("not supported: delayed and tensorwise are hybrid, blockwise and mxfp8 e4m3")
     ends = {"fp8.first_layers_bf16": "num_layers_at_start_in_bf16", "fp8.last_layers_bf16": "num_layers_at_end_in_bf16"}
     kept = "first_last_layers_bf16" in context
-    return Several({"train.precision": "fp8", **{key: value_of(context, ends[key], 1) if kept else 0 for key in ends}})
+    scale = {"fp8.scale": "pow2"} if recipe == "blockwise" else {}  # the default of Transformer Engine
+    layers = {key: value_of(context, ends[key], 1) if kept else 0 for key in ends}
+    return Several({"train.precision": "fp8", **scale, **layers})
 
 
 def history(values: Values, context: Context) -> Any:
