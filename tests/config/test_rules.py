@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config import exclusions, loss_rules, model_rules, optimizer_rules, parallel_rules, site_rules
+from megascale.config import (
+    exclusions,
+    loss_rules,
+    model_rules,
+    optimizer_rules,
+    parallel_rules,
+    site_rules,
+    time_rules,
+)
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
@@ -1445,7 +1453,7 @@ def test_a_mistake_in_groups_or_options_says_what_is_meant(
 
 NAMES = {
     id(rule): name
-    for module in (exclusions, loss_rules, model_rules, optimizer_rules, parallel_rules, site_rules)
+    for module in (exclusions, loss_rules, model_rules, optimizer_rules, parallel_rules, site_rules, time_rules)
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)
 }
