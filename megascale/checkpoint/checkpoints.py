@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.folders import Pruner
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.load.resumer import Resumer, ResumeResult, write_saved_marker
+from megascale.checkpoint.load.resumer import Resumer, ResumeResult
 from megascale.checkpoint.load.state_loader import StateLoader
 from megascale.checkpoint.save.saver import CheckpointSaver, SaveResult
 from megascale.config.toml_writer import config_changes
 from megascale.core.files import exists
-from megascale.core.run_folder import TOKEN, copies_folder, read_token, write_token
+from megascale.core.run_folder import TOKEN, copies_folder, read_token, write_saved_marker, write_token
 from megascale.core.storage import Location
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Checkpoints:
 
     def _mark_saved(self, step: int) -> None:
         if self._saved_step is None and self._mesh.rank == 0:
-            write_saved_marker(self._run, self.folder)
+            write_saved_marker(self._run, str(self.folder))
         self._saved_step = step
 
 

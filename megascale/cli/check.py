@@ -29,8 +29,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     try:
         config = load_config(options.config, options.overrides, world_size=options.gpus, world_option="--gpus")
-        check_fault_ranks(config, "" if options.gpus else ", or --gpus for more processes")
-        refuse_second_run(config)
+        also = "" if options.gpus else ", or --gpus for more processes"
+        check_fault_ranks(config.fault, config.world_size, also)
+        refuse_second_run(config.folder, config.checkpoint.resume)
         check_plug_in_schedule(config)
         changes = compare_initial_model(config)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The training data of a configuration, in a line or two: tokens, epochs, and what packing loses."""
+"""The training data of a configuration: tokens, epochs and what packing loses in words, and memory of their reader."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from megascale.config.dataset_files import document_range, read_all_dataset_file
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.units import format_count
+from megascale.data.mix.batch_shape import BatchShape
+from megascale.layout.chunks import token_ranks
+from megascale.layout.topology import topology_of
 from megascale.train.run_splits import mixture_spec
 
 RANKS_OF_HOST = 8  # most ranks of a host here, which share a reader of the data: a larger job usually has several hosts
@@ -48,3 +51,16 @@ def data_summary(config: RunConfig) -> str:
 
         text += f"\n{describe_buckets(mixture_spec(config, 'train'))}"
     return f"{text}\n"
+
+
+def reader_bytes(config: RunConfig) -> int:
+    """Memory of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks; 0 without one."""
+    if config.data.reader != "host":
+        return 0
+    from megascale.data.host_reader.reader_memory import reader_shape  # imports numpy
+
+    ranks = range(min(config.world_size, RANKS_OF_HOST))
+    shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
+    splits = 2 if config.train.eval_every else 1
+    ranks_of = topology_of(config.parallel), token_ranks(config.model, config.parallel), ranks
+    return reader_shape(mixture_spec(config, "train"), shape, *ranks_of, splits).bytes

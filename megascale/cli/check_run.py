@@ -46,6 +46,6 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     if config.train.element_bytes[0] == 2:
         yield from map(str, exposed_collectives(config, RANKS_OF_HOST))
     for finding in findings:
-        yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
+        yield str(finding.problem("this host"))
     if config.checkpoint.resume != "never":
         yield from replaced_datasets(config.data, config.folder)

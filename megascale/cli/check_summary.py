@@ -4,38 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from megascale.cli.check_data import RANKS_OF_HOST, data_summary
+from megascale.cli.check_data import data_summary, reader_bytes
 from megascale.config.run import RunConfig
 from megascale.config.section import AUTO
 from megascale.core.units import format_bytes, format_count
-from megascale.data.mix.batch_shape import BatchShape
-from megascale.layout.chunks import fp8_layers, token_ranks
+from megascale.layout.chunks import fp8_layers
 from megascale.layout.parameters import describe_parameters
-from megascale.layout.topology import topology_of
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.site_traffic import describe_sites
 from megascale.plan.account.state_bytes import host_state_bytes
-from megascale.train.run_splits import mixture_spec
 
 
 def memory_facts(config: RunConfig) -> dict[str, Any]:
     """Return the peak memory of the rank with the highest peak, and of its host, in bytes by kind.
 
-    `reader_bytes`: of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks, 0 without one;
     `host_activation_bytes`: of the rank with most saved tensors there; `host_optimizer_bytes`: of the rank with most
     optimizer state there, 0 without `optimizer.offload`.
     """
-    job, reader = JobMemory(config), 0
+    job = JobMemory(config)
     rank = job.fullest()
-    if config.data.reader == "host":
-        from megascale.data.host_reader.reader_memory import reader_shape  # imports numpy
-
-        ranks = range(min(config.world_size, RANKS_OF_HOST))
-        shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-        splits = 2 if config.train.eval_every else 1
-        ranks_of = topology_of(config.parallel), token_ranks(config.model, config.parallel), ranks
-        reader = reader_shape(mixture_spec(config, "train"), shape, *ranks_of, splits).bytes
     stages = range(config.parallel.pp if config.train.activation_offload or config.train.memory else 0)
     state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
     return {
@@ -43,17 +31,10 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
         "activation_bytes": {"total": rank.activations},
         "transient_bytes": rank.transient,
         "total_bytes": rank.total,
-        "reader_bytes": reader,
+        "reader_bytes": reader_bytes(config),
         "host_activation_bytes": max((job.moved_bytes(stage, "host") for stage in stages), default=0),
         "host_optimizer_bytes": host_state_bytes(config),
     }
-
-
-def describe_recipes(config: RunConfig) -> str:
-    """Name the layers with FP8 GEMMs, and the recipes that follow each other."""
-    layers, last = fp8_layers(config.model, config.train, config.fp8), config.model.total_layers - 1
-    changes = "".join(f", {change} from {start:.0%} on" for start, change in config.fp8.schedule)
-    return f"layers {layers.start} to {layers.stop - 1} of 0 to {last} run {config.fp8.recipe}{changes}"
 
 
 def summary(config: RunConfig) -> str:
@@ -71,8 +52,11 @@ def summary(config: RunConfig) -> str:
     if config.train.memory == AUTO:
         lines.append("train.memory = auto: the planner chooses at the start; here every layer keeps what it saves")
     if config.train.quantizes:
-        lines.append(describe_recipes(config))
-    if text := describe_sites(config):
+        layers, fp8 = fp8_layers(m, config.train, config.fp8), config.fp8
+        changes = "".join(f", {change} from {start:.0%} on" for start, change in fp8.schedule)
+        which = f"layers {layers.start} to {layers.stop - 1} of 0 to {m.total_layers - 1}"
+        lines.append(f"{which} run {fp8.recipe}{changes}")
+    if text := describe_sites(config.sites, m, config.train):
         lines.append(text)
     if size := memory["host_activation_bytes"]:
         lines.append(f"saved tensors of a rank in host memory {format_bytes(size)}")

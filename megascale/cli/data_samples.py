@@ -15,13 +15,11 @@ from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.config.train import BatchConfig
 from megascale.core.errors import DataError, Exit
-from megascale.core.named_run import no_run
+from megascale.core.named_run import METRICS_FILE, no_run
 from megascale.data.mix.blend import ChangingBlend, Part, blend_parts
 from megascale.data.mix.mixture import Mixture
 from megascale.data.read.epoch_index import Piece
 from megascale.train.run_splits import mixture_spec
-
-METRICS_FILE = "metrics.jsonl"
 
 T = TypeVar("T")
 

@@ -20,7 +20,6 @@ from megascale.cli.doctor import configs_to_check
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK, address_toward
 from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment, rendezvous_endpoint
-from megascale.core.units import format_bytes, format_flops
 from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 from megascale.operate.health.checks.result import CheckResult
 from megascale.operate.health.checks.runner import run_check
@@ -170,7 +169,7 @@ def table(diagnosis: Diagnosis) -> list[str]:
         some = [verdict for verdict in diagnosis.verdicts if verdict.check == name]
         shown = some if len(nodes) <= LONG_TABLE else [verdict for verdict in some if verdict.kind not in QUIET]
         for one in shown:
-            value, reference = _with_unit(one.value, one.unit), _with_unit(one.reference, one.unit)
+            value, reference = one.with_unit(one.value), one.with_unit(one.reference)
             reason = f": {one.reason}" if one.kind not in ("ok", "alone") else ""
             seconds = f"{one.duration_s:7.1f}" if one.duration_s else ""
             row = f"{one.node:<{width}}{one.check:<13}{value:>14}  {reference:>14}  {seconds:>7}  {one.kind}{reason}"
@@ -183,16 +182,6 @@ def table(diagnosis: Diagnosis) -> list[str]:
     lines += [f"undecided: {text}" for text in diagnosis.undecided]
     verdict = "no finding" if diagnosis.ok else "see docs/node-checks.md for what to do"
     return [*lines, f"{len(nodes)} nodes in {diagnosis.duration_s:.0f} s: {verdict}"]
-
-
-def _with_unit(value: float | None, unit: str) -> str:
-    if value is None:
-        return "-"
-    if unit == "byte/s":
-        return f"{format_bytes(value)}/s"
-    if unit == "FLOP/s":
-        return format_flops(value)
-    return f"{value * 1e3:.2f} ms" if unit == "s" else f"{value:g}"
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megascale.cli.arguments import add_config_arguments
 from megascale.config.loading import load_config
-from megascale.config.run import RunConfig
 from megascale.core.process import STOP_ORDER
 from megascale.core.run_folder import LOGS, RunFolder
 from megascale.operate.channel.secret import job_secret
@@ -31,11 +30,10 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    config = load_config(options.config, options.overrides)
-    return asyncio.run(_drive(options, config))
+    return asyncio.run(_drive(options))
 
 
-async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
+async def _drive(options: argparse.Namespace) -> int:
     from megascale.cli.smaller_layout import smaller_layout
     from megascale.operate.channel.driver_server import DriverServer
     from megascale.operate.channel.streams import tls_from_environment
@@ -46,6 +44,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     from megascale.operate.driver.scheduler.remote import SchedulerClient
     from megascale.operate.driver.switches import read_switches
 
+    config = load_config(options.config, options.overrides)
     fault, settings, observe = config.fault, config.checkpoint, config.observe
     adapter, per_node = ADAPTERS[options.scheduler], config.world_size // options.nodes
     switches = read_switches(options.topology) if options.topology else {}

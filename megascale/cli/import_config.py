@@ -6,19 +6,14 @@ import argparse
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from megascale.cli.arguments import positive_int
 from megascale.cli.command_output import OutputError, writing
-from megascale.config.exclusions import SWITCHED_OFF
-from megascale.config.foreign.imported import UNKNOWN, Imported, import_arguments
+from megascale.config.foreign.imported import UNKNOWN, import_arguments
 from megascale.config.foreign.setting import plain
 from megascale.config.foreign.sources import Arguments, read_arguments
 from megascale.config.foreign.translation import OURS, SYSTEMS, find, is_ours, read_value
-from megascale.config.loading import load_config_tree
-from megascale.config.rules import run_rules
-from megascale.config.toml_writer import toml_value
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import exists, write_text
 from megascale.core.registry import closest_name
@@ -68,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     made.defaults -= set(settings)
     made.settings |= settings
     name = re.sub(r"[^A-Za-z0-9._-]", "-", (options.output or Path(options.source)).stem).lstrip("._-") or "imported"
-    _check(made, name, options.source, gpus, arguments.system)
+    made.check(name, options.source, gpus, arguments.system)
     text = made.to_toml(name)
     if options.output is None:
         print(text, end="")
@@ -95,28 +90,3 @@ def _refused(source: str, arguments: Arguments, name: str, why: str) -> Problem:
     line = arguments.line_of(name)
     where = f"{source}:{line}" if line else source
     return Problem(where, name, why, f"did you mean {known[near]}? If not, {hint}" if near else hint)
-
-
-def _check(made: Imported, name: str, source: str, gpus: int | None, system: str) -> None:
-    """Check the configuration, but for the data, which may be on other machines, and take back defaults without effect.
-
-    Raises: ConfigError, which names a default of `system` as such.
-    """
-    taken_back = True
-    while taken_back:
-        try:
-            config = load_config_tree(made.tree(name), source, (), gpus, skip_sections={"data"}, world_option="--gpus")
-            taken_back = made.take_back({finding.key for finding in run_rules(SWITCHED_OFF, dict(config))})
-        except ConfigError as error:
-            taken_back = made.take_back({one.key for one in error.problems if "has no effect" in one.message})
-            if not taken_back:
-                raise ConfigError([_named(one, made, system) for one in error.problems]) from None
-
-
-def _named(problem: Problem, made: Imported, system: str) -> Problem:
-    """Return the problem; with a default of `system`, its arguments too."""
-    if problem.key not in made.defaults:
-        return problem
-    names = ", ".join(one for row in SYSTEMS[system] if row.key == problem.key for one in row.names)
-    why = f"{problem.message}; {toml_value(made.settings[problem.key])} is the default of {system}"
-    return replace(problem, message=why, hint=f"{problem.hint}: by {names}, or {problem.key}=VALUE behind the source")

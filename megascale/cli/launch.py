@@ -103,7 +103,7 @@ def problems(options: argparse.Namespace, config: RunConfig) -> Iterator[Problem
         what = f"{world} ranks do not divide over {nodes} nodes"
         yield Problem("command line", "--nodes", what, f"one of {divisors}")
     for finding in launch_findings(world, config.fault, config.launch, config.comm, config.checkpoint, config.nccl):
-        yield Problem("configuration", finding.key, finding.message, finding.hint)
+        yield finding.problem("configuration")
     if options.topology:
         read_switches(options.topology)
     elif config.parallel.far_axis == "dp":

@@ -10,7 +10,7 @@ from megascale.cli.arguments import add_config_arguments, add_json, float_within
 from megascale.cli.plan_output import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
-from megascale.core.named_run import check_run
+from megascale.core.named_run import METRICS_FILE, check_run
 from megascale.layout.parameters import parameter_count
 from megascale.plan.search.batch_plan import BatchPlan, batch_json, batch_tables, critical_by_law, read_measured
 
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     source = "by the law of Kaplan et al."
     if options.measured:
         check_run(options.measured)
-        critical = read_measured(options.measured / "metrics.jsonl").critical
+        critical = read_measured(options.measured / METRICS_FILE).critical
         source = f"from the noise scale of {options.measured}"
     plan = BatchPlan(config, tokens, critical, source)
     if options.json:

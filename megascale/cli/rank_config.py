@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megascale.config.fault import FaultConfig
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig, RunKeys
 from megascale.config.time_rules import unknown_ranks
@@ -31,10 +32,9 @@ def announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.N
         meeting.announce_failed_start(rank, error.message, Path(folder if isinstance(folder, str) else default))
 
 
-def check_fault_ranks(config: RunConfig, also: str = "") -> None:
+def check_fault_ranks(fault: FaultConfig, world_size: int, also: str = "") -> None:
     """Check that the job has the ranks of its faults. `also`: ends the hints. Raises: ConfigError"""
-    findings = list(unknown_ranks(config.fault, config.world_size))
-    if findings:
+    if findings := list(unknown_ranks(fault, world_size)):
         raise ConfigError([Problem("configuration", one.key, one.message, one.hint + also) for one in findings])
 
 
@@ -44,7 +44,7 @@ def load_rank_config(options: argparse.Namespace, rank: Rank | None) -> RunConfi
     """
     if rank is None:
         config = load_config(options.config, options.overrides)
-        check_fault_ranks(config)
+        check_fault_ranks(config.fault, config.world_size)
         return load_config(options.config, options.overrides, world_size=config.world_size)
     try:
         return load_config(options.config, options.overrides, world_size=rank.world_size)

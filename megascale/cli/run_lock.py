@@ -13,6 +13,7 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, foreign_owner, lock_folder
 from megascale.core.limits import os_error_hint, raise_soft_limits
+from megascale.core.named_run import METRICS_FILE
 from megascale.core.rank import Rank
 from megascale.core.run_folder import LOGS, TOKEN_VARIABLE, check_known, read_token
 from megascale.operate.diagnose.hang import flight
@@ -27,8 +28,7 @@ def raise_limits(config: RunConfig, ranks: int) -> None:
     datasets, world = datasets_by_split(config.data, config.train.eval_every), config.world_size
     raise_soft_limits(wanted_open_files(datasets, world))
     if findings := list(limit_findings(datasets, world, ranks, saves=bool(config.checkpoint.every))):
-        where = f"host {socket.gethostname()}"
-        raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
+        raise ConfigError([finding.problem(f"host {socket.gethostname()}") for finding in findings])
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
         if config.world_size > 1:
             with _explain_os_error(config.folder / flight.DUMP_FOLDER, "output_dir"):
                 flight.make_dump_folder(config.folder)
-        refuse_second_run(config)
+        refuse_second_run(config.folder, config.checkpoint.resume)
         if config.checkpoint.every:  # an unwritable checkpoint folder must fail here, not at the first save
             from megascale.core.storage import Location
 
@@ -79,11 +79,11 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
         return held.pop_all()
 
 
-def refuse_second_run(config: RunConfig) -> None:
+def refuse_second_run(folder: Path, resume: str) -> None:
     """Refuse to begin anew in the folder of another run. Raises: ConfigError"""
-    if config.checkpoint.resume == "never" and exists(config.folder / "metrics.jsonl"):
+    if resume == "never" and exists(folder / METRICS_FILE):
         hint = "choose another name, or checkpoint.resume = auto"
-        raise ConfigError([Problem(str(config.folder), "name", "there is a run of this name already", hint)])
+        raise ConfigError([Problem(str(folder), "name", "there is a run of this name already", hint)])
 
 
 def _lock(folder: Path, key: str) -> IO[str]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megascale.core.errors import Problem
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -17,6 +19,10 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.key} {self.message}  -> {self.hint}"
+
+    def problem(self, where: str) -> Problem:
+        """Return the finding as a problem at a place."""
+        return Problem(where, self.key, self.message, self.hint)
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:

@@ -85,7 +85,8 @@ def value_hint(key: str, field: FieldInfo, value: Any) -> str:
     if note := unsupported(key, value):
         return note
     literals, words = literals_of(field), values_in_words(field)
-    if "`true` or `false`" in words and (meant := _boolean(text)):
+    if "`true` or `false`" in words and text in (*TRUE, *FALSE):
+        meant = "true" if text in TRUE else "false"
         return f"{meant}, in lower case and without quotes" if isinstance(value, str) else meant
     if literals and (close := _closest_literal(key, text, literals)):
         return f"did you mean '{close}'?"
@@ -124,10 +125,6 @@ def _with_article(words: str) -> str:
     words = words.replace("list of number", "list of numbers")
     starts = ("whole", "number", "list", "table")
     return f"a {words}" if words.startswith(starts) else words.replace("text", "text in quotes")
-
-
-def _boolean(text: str) -> str:
-    return "true" if text in TRUE else "false" if text in FALSE else ""
 
 
 def _closest_literal(key: str, text: str, literals: Sequence[Any]) -> str | None:

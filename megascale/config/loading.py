@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megascale.config.finding import Finding
 from megascale.config.hints import unknown_key_hint, unsupported, value_hint
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
 from megascale.config.renamed import renamed
@@ -62,7 +61,7 @@ def check_rules(config: RunConfig, where: str) -> None:
     """
     findings = list(run_rules(RULES, dict(config)))
     if findings:
-        raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
+        raise ConfigError([finding.problem(where) for finding in findings])
 
 
 def _check_and_resolve(
@@ -121,7 +120,7 @@ def _find_problems(
     checked = {name: section for name, section in valid.items() if name == "data" or name not in skip_sections}
     rules = [rule for rule in RULES if "data" not in skip_sections or rule not in DATA_RULES]
     findings = list(run_rules(rules, checked))
-    yield from (_to_problem(source, finding) for finding in findings)
+    yield from (finding.problem(source.location(finding.key)) for finding in findings)
     yield from _shared_folders(source)
     least = not findings and "parallel" not in skip_sections
     if (world_size or least) and all(isinstance(valid.get(name), Section) for name in types):
@@ -142,7 +141,7 @@ def _world_problems(source: Source, config: RunConfig, world_size: int | None, o
         if option and finding.key in WORLD_KEYS:
             yield Problem("command line", option, finding.message, finding.hint)
         else:
-            yield _to_problem(source, finding)
+            yield finding.problem(source.location(finding.key))
 
 
 def _shared_folders(source: Source) -> Iterator[Problem]:
@@ -207,10 +206,6 @@ def _root_errors(details: list[ErrorDetails], table: Any) -> list[ErrorDetails]:
         return key is not None and key not in table and ("preset" in invalid or DERIVED_FROM.get(str(key)) in invalid)
 
     return [detail for detail in details if not is_derived(detail)]
-
-
-def _to_problem(source: Source, finding: Finding) -> Problem:
-    return Problem(source.location(finding.key), finding.key, finding.message, finding.hint)
 
 
 def _present_name(source: Source, key: str, value: Any) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from megascale.catalog.layers import NORMS
 from megascale.config.attention_pattern import has_no_scores, has_states, kind_of_letter
-from megascale.config.exclusions import ONE_EXPERT, Exclusions, only, unsupported
+from megascale.config.exclusions import ONE_EXPERT, REMOVE, Exclusions, only, unsupported
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
 from megascale.config.train import CheckpointConfig, TrainConfig
 
 
@@ -203,3 +204,15 @@ def new_router(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[Fin
     """Check that a router learns from the loss, where no given weights fix the model."""
     if model.experts and checkpoint.resume in ("auto", "never"):
         yield from ONE_EXPERT(model=model)
+
+
+def unbalanced_experts(model: ModelConfig, moe: MoeConfig) -> Iterator[Finding]:
+    """Warn of experts without a balance, and of a capacity that is none."""
+    factor = moe.capacity_factor
+    if model.experts and moe.balance == "none" and not model.balance_bias:
+        yield Finding("moe.balance", "= none: nothing balances experts", "sequence, or model.balance_bias = true")
+    if factor is not None and factor * model.experts_per_token >= model.experts:
+        yield Finding("moe.capacity_factor", "has no effect: an expert has room for a whole sequence", REMOVE)
+    elif factor is not None and factor < 1:
+        message = f"= {factor:g} drops {1 - factor:.0%} of the choices or more, which FLOPs and MFU count"
+        yield Finding("moe.capacity_factor", message, "1 or more")

@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterator
 
 from megascale.catalog.layers import BLOCKS
-from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.exclusions import only, unless, unsupported
-from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MOST_BLOCKS, MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
-from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig, may_have
+from megascale.config.train import BatchConfig, TrainConfig, may_have
 
 EXACT_SCALES = (
     "other tokens with a common scale change 62% to 97% of the values in wgrad; with scale = pow2 those of subnormal "
@@ -155,40 +153,6 @@ def released_weights(parallel: ParallelConfig) -> Iterator[Finding]:
     elif reshard not in (None, "keep") and facts.get("pairs"):
         message = f"two micro-batches are in different layers (parallel.schedule = {parallel.schedule})"
         yield Finding("parallel.reshard", message, "keep")
-
-
-REBUILT_STAGES = unsupported(
-    "fault.rebuild_stage",
-    ("parallel.pp", unless(1, 2), "with pp = {value} no stage is between two others", "3 or more"),
-    ("parallel.vocab_pp", only(0), "a lost stage has rows of the vocabulary", "0"),
-    ("model.experts", only(0), "experts of different layers do not correspond", "0"),
-    ("model.exits", only([]), "the head of an exit has no neighbours", "[]"),
-    ("train.weight_average", only("none"), "averages are not rebuilt", "none"),
-    ("checkpoint.in_memory_every", unless(0), "the other stages have no copies", "1"),
-)  # fmt: skip
-
-
-def rebuilt_stages(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, fault: FaultConfig
-) -> Iterator[Finding]:
-    """Check that the neighbours of a lost stage have layers of equal kinds, and gradient norms."""
-    chunks, sizes, why = parallel.pp * parallel.vpp, parallel.layers_per_chunk, fault.rebuild_stage
-    rules = dict.fromkeys([optimizer.name, *(group.get("name", optimizer.name) for group in optimizer.groups)])
-    facts = {name: OPTIMIZERS[name].facts for name in rules if why}
-    unsuited = [
-        name for name, of in facts.items()
-        if of["unit_of_work"] in MATRIX_UNITS or of["state"].get("exp_avg_sq") != "mn"
-    ]  # fmt: skip
-    given, off = f"(fault.rebuild_stage = {why})", "or no rebuild_stage"
-    if why and sizes is None and model.num_layers % chunks:
-        message = f"{model.num_layers} layers do not make {chunks} equal stages {given}"
-        yield Finding("model.num_layers", message, f"a multiple of {chunks}, {off}")
-    if why and len(set(sizes or ())) > 1:
-        message = f"layers of unequal stages do not correspond {given}"
-        yield Finding("parallel.layers_per_chunk", message, f"equal numbers, {off}")
-    if unsuited:
-        message = f"{', '.join(unsuited)}: no mean of every element's squared gradient {given}"
-        yield Finding("optimizer.name", message, f"adamw or lamb, {off}")
 
 
 def hybrid_sharding(parallel: ParallelConfig) -> Iterator[Finding]:

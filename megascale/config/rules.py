@@ -85,7 +85,7 @@ RULES: tuple[Rule, ...] = (
     file_rules.file_system,
     exclusions.NO_PRUNING,
     time_rules.nccl_ctas, exclusions.NO_PIPELINE,
-    time_rules.timeouts, time_rules.fault_times, parallel_rules.rebuilt_stages, parallel_rules.REBUILT_STAGES,
+    time_rules.timeouts, time_rules.fault_times, time_rules.rebuilt_stages, time_rules.REBUILT_STAGES,
     time_rules.injected_faults, time_rules.layout_ranks,
     site_rules.meeting, site_rules.outer_steps, site_rules.SEVERAL_SITES, site_rules.NOTHING_LEFT_OVER,
 )  # fmt: skip

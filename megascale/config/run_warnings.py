@@ -6,18 +6,15 @@ from collections.abc import Iterator
 
 from megascale.config.backends import Fp8Config
 from megascale.config.data import Blend, DataConfig
-from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
+from megascale.config.dataset_files import DatasetFiles, document_range, read_all_dataset_files, split_source
 from megascale.config.exclusions import ONE_EXPERT, REMOVE, SWITCHED_OFF
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
-from megascale.config.moe import MoeConfig
+from megascale.config.model_rules import unbalanced_experts
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.rules import run_rules
 from megascale.config.run import RunConfig
-from megascale.config.site_rules import ONE_SITE
-from megascale.config.sites import SitesConfig
-from megascale.config.train import TrainConfig
-from megascale.core.errors import DataError
+from megascale.config.site_rules import ONE_SITE, late_outer_step
 
 LONG_STEPS = 1000  # steps after which a run with default settings has a checkpoint
 LARGE_WORLD = 8  # processes of one host: a job of several is more likely to lose one
@@ -28,20 +25,18 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
     driver restarts the run after a fault.
     """
-    rules = (*SWITCHED_OFF, ONE_SITE, ONE_EXPERT, waiting_keys, unbalanced_experts, static_scales)
+    rules = (
+        *SWITCHED_OFF, ONE_SITE, ONE_EXPERT, late_outer_step, waiting_keys, unbalanced_experts, static_scales,
+    )  # fmt: skip
     found = run_rules(rules, dict(config))
     for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *_unreached_recipes(config), *found):
         yield str(finding)
 
 
 def waiting_keys(
-    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, data: DataConfig, train: TrainConfig,
-    sites: SitesConfig,
-) -> Iterator[Finding]:  # fmt: skip
+    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, data: DataConfig
+) -> Iterator[Finding]:
     """Warn of keys without effect for which any of several others would have one."""
-    if sites.count > 1 and sites.every > train.steps:
-        message = f"= {sites.every} is more than train.steps: the only outer step follows the last one"
-        yield Finding("sites.every", message, f"at most {train.steps}")
     if parallel.replicas * parallel.cp == 1 and not (model.experts and parallel.tp > parallel.ep):
         hint = f"more ranks (`check --gpus N`), or {REMOVE}"
         if parallel.zero > 1:
@@ -54,18 +49,6 @@ def waiting_keys(
         yield Finding("overlap.cp", message, REMOVE)
     if data.reader != "host" and not data.blend_policy and data.prefetch != DataConfig.model_fields["prefetch"].default:
         yield Finding("data.prefetch", f"has no effect with reader = {data.reader}", f"data.reader = host, or {REMOVE}")
-
-
-def unbalanced_experts(model: ModelConfig, moe: MoeConfig) -> Iterator[Finding]:
-    """Warn of experts without a balance, and of a capacity that is none."""
-    factor = moe.capacity_factor
-    if model.experts and moe.balance == "none" and not model.balance_bias:
-        yield Finding("moe.balance", "= none: nothing balances experts", "sequence, or model.balance_bias = true")
-    if factor is not None and factor * model.experts_per_token >= model.experts:
-        yield Finding("moe.capacity_factor", "has no effect: an expert has room for a whole sequence", REMOVE)
-    elif factor is not None and factor < 1:
-        message = f"= {factor:g} drops {1 - factor:.0%} of the choices or more, which FLOPs and MFU count"
-        yield Finding("moe.capacity_factor", message, "1 or more")
 
 
 def static_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
@@ -104,7 +87,7 @@ def _many_epochs(config: RunConfig) -> Iterator[Finding]:
     total = sum(weight for weight, _ in blend)
     for weight, prefix in blend:
         files = found[prefix]
-        if isinstance(files, DataError):
+        if not isinstance(files, DatasetFiles):
             return  # the rules report it
         tokens = files.tokens_in(*document_range(files.documents, fractions))
         epochs = config.samples * weight / total * config.model.seq_length / max(tokens, 1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megascale.config.exclusions import Exclusions, only, unless
 from megascale.config.finding import Finding
 from megascale.config.sites import SitesConfig
+from megascale.config.train import TrainConfig
 
 SEVERAL_SITES = Exclusions("sites.count", unless(1), (
     ("optimizer.master_weights", only("full"), "compensated weights have no outer steps ({name} = {given})", "full"),
@@ -54,3 +55,10 @@ def outer_steps(sites: SitesConfig) -> Iterator[Finding]:
     if sites.top_k < 1 and sites.outer_momentum:
         what = f"{sites.outer_momentum:g} beside top_k = {sites.top_k:g}, whose error feedback is the momentum"
         yield Finding("sites.momentum", what, "0, or top_k = 1")
+
+
+def late_outer_step(train: TrainConfig, sites: SitesConfig) -> Iterator[Finding]:
+    """Warn of a training that ends before its first outer step is due."""
+    if sites.count > 1 and sites.every > train.steps:
+        message = f"= {sites.every} is more than train.steps: the only outer step follows the last one"
+        yield Finding("sites.every", message, f"at most {train.steps}")

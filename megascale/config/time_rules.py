@@ -1,17 +1,20 @@
 """Rules of nested times, in `[launch]`, `[comm]`, `[checkpoint]`, `[fault]` and NCCL's retries; of NCCL's thread
-blocks; and of injected faults (`fault.inject`): a test without its faults would pass.
+blocks; of stages that are rebuilt after a fault; and of injected faults: a test without its faults would pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS
+from megascale.config.exclusions import only, unless, unsupported
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
 from megascale.config.injection import parse_injection
 from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
+from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
-from megascale.config.train import CheckpointConfig, TrainConfig
+from megascale.config.train import CheckpointConfig, OptimizerConfig, TrainConfig
 
 
 def timeouts(launch: LaunchConfig, comm: CommConfig, checkpoint: CheckpointConfig) -> Iterator[Finding]:
@@ -61,6 +64,40 @@ def unknown_ranks(fault: FaultConfig, world_size: int) -> Iterator[Finding]:
         if injected.rank is not None and injected.rank >= world_size:
             ranks = f"a rank from 0 to {world_size - 1}" if world_size > 1 else "rank 0, the only one"
             yield Finding("fault.inject", f"there is no rank {injected.rank} for {injected.kind}", ranks)
+
+
+REBUILT_STAGES = unsupported(
+    "fault.rebuild_stage",
+    ("parallel.pp", unless(1, 2), "with pp = {value} no stage is between two others", "3 or more"),
+    ("parallel.vocab_pp", only(0), "a lost stage has rows of the vocabulary", "0"),
+    ("model.experts", only(0), "experts of different layers do not correspond", "0"),
+    ("model.exits", only([]), "the head of an exit has no neighbours", "[]"),
+    ("train.weight_average", only("none"), "averages are not rebuilt", "none"),
+    ("checkpoint.in_memory_every", unless(0), "the other stages have no copies", "1"),
+)  # fmt: skip
+
+
+def rebuilt_stages(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, fault: FaultConfig
+) -> Iterator[Finding]:
+    """Check that the neighbours of a lost stage have layers of equal kinds, and gradient norms."""
+    chunks, sizes, why = parallel.pp * parallel.vpp, parallel.layers_per_chunk, fault.rebuild_stage
+    rules = dict.fromkeys([optimizer.name, *(group.get("name", optimizer.name) for group in optimizer.groups)])
+    facts = {name: OPTIMIZERS[name].facts for name in rules if why}
+    unsuited = [
+        name for name, of in facts.items()
+        if of["unit_of_work"] in MATRIX_UNITS or of["state"].get("exp_avg_sq") != "mn"
+    ]  # fmt: skip
+    given, off = f"(fault.rebuild_stage = {why})", "or no rebuild_stage"
+    if why and sizes is None and model.num_layers % chunks:
+        message = f"{model.num_layers} layers do not make {chunks} equal stages {given}"
+        yield Finding("model.num_layers", message, f"a multiple of {chunks}, {off}")
+    if why and len(set(sizes or ())) > 1:
+        message = f"layers of unequal stages do not correspond {given}"
+        yield Finding("parallel.layers_per_chunk", message, f"equal numbers, {off}")
+    if unsuited:
+        message = f"{', '.join(unsuited)}: no mean of every element's squared gradient {given}"
+        yield Finding("optimizer.name", message, f"adamw or lamb, {off}")
 
 
 def launch_findings(

@@ -7,6 +7,7 @@ which it goes on in a folder made anew (`RunFolder.restore`).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -70,6 +71,21 @@ def check_known(folder: Path) -> None:
     """Check that a run's folder is the one that the driver knows, if there is a driver. Raises: CheckpointError"""
     if os.environ.get(TOKEN_VARIABLE):
         read_token(folder)
+
+
+def saved_folder(folder: Path) -> str | None:
+    """The folder of checkpoints at a run's last save, from `SAVED_MARKER`; None without a save."""
+    try:
+        return (folder / SAVED_MARKER).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def write_saved_marker(folder: Path, checkpoints: str) -> None:
+    """Write `SAVED_MARKER` into a run's folder. A failure is ignored: only the check for lost checkpoints is lost."""
+    with contextlib.suppress(OSError, CheckpointError):
+        check_known(folder)
+        write_text(folder / SAVED_MARKER, f"{checkpoints}\n")
 
 
 def check_not_lost(path: Path) -> None:

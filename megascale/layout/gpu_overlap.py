@@ -14,12 +14,13 @@ Domino's collectives are whole, and overlap with the other half of a micro-batch
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from megascale.catalog.recipes import ROW, TENSOR, ScaleBlock
 from megascale.config.finding import Finding, divisors
+from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.parts.linear import RowParallel
@@ -66,23 +67,26 @@ def max_pieces(rows: int, batch: int, ranks: int, sharded: bool) -> int:
 
 
 def overlaps_on_gpus(
-    config: RunConfig, ranks_per_host: int, rows: int, operand: Operand, *, inputs: int = 1, fp8: bool = False
-) -> bool:
+    p: ParallelConfig, ranks_per_host: int, rows: int, operand: Operand, *, inputs: int = 1,
+    fp8: Mapping[str, Any] | None = None,
+) -> bool:  # fmt: skip
     """Return True if a tp collective overlaps with GEMMs of `rows` tokens per rank: on `inputs` inputs, or on an output
-    gradient, which is gathered without scales if these do not serve its transpose.
+    gradient, which is gathered without scales if these do not serve its transpose. `fp8`: facts of the recipe of FP8
+    GEMMs.
     """
-    p, facts = config.parallel, config.fp8.facts
-    spec = facts[operand]
-    first = spec.block if operand == "input" or spec.serves_transpose else None
-    blocks = {first, facts["weight"].block} if fp8 else {None}
-    integers = fp8 and spec.element == "int8"
+    blocks, integers = {None}, False
+    if fp8 is not None:
+        spec = fp8[operand]
+        blocks = {spec.block if operand == "input" or spec.serves_transpose else None, fp8["weight"].block}
+        integers = spec.element == "int8"
     fused = p.sp and p.tp <= ranks_per_host and not integers and can_fuse(rows, inputs, blocks)
     return fused or max_pieces(rows, 1, p.tp, p.sp) > (0 if p.sp else 1)  # a single all-reduce follows the whole GEMM
 
 
 def exposed_collectives(config: RunConfig, ranks_per_host: int) -> Iterator[Finding]:
     """Yield why GPUs leave collectives of sharded activations exposed; those beside wgrad always overlap with it."""
-    p, micro, overlaps = config.parallel, config.batch.micro, partial(overlaps_on_gpus, config, ranks_per_host)
+    p, micro, fp8 = config.parallel, config.batch.micro, config.fp8.facts if config.train.quantizes else None
+    overlaps = partial(overlaps_on_gpus, p, ranks_per_host)
     if config.overlap.tp == "domino" and config.train.recompute == "full":
         message = "= full ends every layer with both halves: exposed are a layer's first and last tp collective"
         yield Finding("train.recompute", message, "train.recompute = selective, if memory allows")
@@ -100,8 +104,7 @@ def exposed_collectives(config: RunConfig, ranks_per_host: int) -> Iterator[Find
         )
         yield Finding("parallel.tp", message, f"parallel.tp = {math.gcd(p.tp, ranks_per_host)}")
         return
-    unscaled = [sent for operand, sent in SENT.items() if not overlaps(least, operand, fp8=config.train.quantizes)]
-    if unscaled:
+    if unscaled := [sent for operand, sent in SENT.items() if not overlaps(least, operand, fp8=fp8)]:
         message = f"= {config.fp8.recipe} has scales that torch's fused operators do not take: {exposed} "
         yield Finding("fp8.recipe", message + " and ".join(unscaled), "fp8.recipe = tensorwise or delayed")
     groups = (part for block in distinct_blocks(config.model)[0] for part in block if isinstance(part, RowParallel))

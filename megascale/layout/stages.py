@@ -168,6 +168,12 @@ class Stages:
     def layers(self, stage: int) -> range:
         return range(self.starts[stage], self.starts[stage + 1])
 
+    def computed_shares(self, m: int) -> dict[int, float]:
+        """Return by layer the share of the m micro-batches of a step that it computes."""
+        m = m if self.placement.skip_ratio else 1
+        visits = [self.placement.visits(*place, m) for place in self.placement.places]
+        return {layer: visits[stage] / m for stage in range(self.count) for layer in self.layers(stage)}
+
 
 @lru_cache(RECENT)
 def split_layers(num_layers: int, placement: Placement, layers_per_chunk: tuple[int, ...] | None = None) -> Stages:

@@ -59,7 +59,7 @@ from megascale.train.build_optimizer import build_optimizer
 from megascale.train.build_store import build_store
 from megascale.train.further_losses import FurtherLosses
 from megascale.train.op_context import op_context
-from megascale.train.run import Dtypes, Hooks, Run
+from megascale.train.run import Dtypes, Hook, Hooks, Run
 from megascale.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -137,8 +137,11 @@ def build_rank_run(
     train, valid, valid_batches = build_loaders(config, mesh, on)
     spec, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), config.overlap.pp
     pipeline = PipelineExecutor(stages, buffers, mesh, spec, dtypes[1], overlap=overlap, store=store)
-    pipeline.passes = build_passes(config, mesh, buffers, tp, operators, spec) if p.vocab_pp else None
+    if p.vocab_pp:
+        pipeline.passes = build_passes(config.model, p, dtypes[1], mesh, buffers, tp, operators, spec)
     policy = build_policy(config.data, config.batch, mesh, pipeline, train, on)
+    losses = experts.losses if experts else None
+    totals = batch_totals(config.model, config.batch, config.data, config.train, noise_scale, losses)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
     parts = (optimizer, fp8_state, guard, noise_scale, average, policy, expert_state, outer)
     mesh.recorder.log.start_parts.begin("build")
@@ -149,7 +152,7 @@ def build_rank_run(
         train_loader=train, valid_loader=valid, valid_batches=valid_batches,
         lr=learning_rate(config.optimizer, config.train.steps, sizes),
         checkpoints=build_checkpoints(config, mesh, parts, device), progress=Progress(), stop=stop,
-        step_hooks=build_step_hooks(config, fp8_state, noise_scale, experts, expert_state),
+        step_hooks=build_step_hooks(totals, fp8_state, expert_state),
     )  # fmt: skip
 
 
@@ -249,13 +252,9 @@ def build_policy(
     return policy
 
 
-def build_step_hooks(
-    config: RunConfig, fp8_state: Fp8State | None, noise_scale: NoiseScale | None, experts: ExpertParallel | None,
-    expert_state: ExpertState | None,
-) -> Hooks:  # fmt: skip
+def build_step_hooks(totals: Sequence[Hook], fp8_state: Fp8State | None, expert_state: ExpertState | None) -> Hooks:
     """Return the hooks of the features that are part of a step: totals over the batch, or state that follows."""
-    sections = config.model, config.batch, config.data, config.train
-    hooks = Hooks(batch_totals(*sections, noise_scale, experts.losses if experts else None))
+    hooks = Hooks(totals)
     if fp8_state is not None:
         from megascale.train.fp8_casts import Fp8Steps
 
@@ -316,15 +315,14 @@ def build_stages(
 
 
 def build_passes(
-    config: RunConfig, mesh: Mesh, buffers: ParamAndGradBuffers, tp: TensorParallel, operators: LayerOps,
-    spec: P2PActivationSpec,
+    model: ModelConfig, p: ParallelConfig, wide: torch.dtype, mesh: Mesh, buffers: ParamAndGradBuffers,
+    tp: TensorParallel, operators: LayerOps, spec: P2PActivationSpec,
 ) -> VocabularyPasses:  # fmt: skip
     """Build the passes of vocabulary parallelism over this rank's rows."""
     from megascale.parallel.vocabulary_passes import StageSums, VocabularyPasses
 
-    p, (_, wide) = config.parallel, run_dtypes(config.train.precision)
     stages, ranks = (mesh.group(*axes) for axes in VOCABULARY_AXES)
-    rows = VocabularyRange.for_rank(config.model, ranks.index, ranks.size)
+    rows = VocabularyRange.for_rank(model, ranks.index, ranks.size)
     parameters, (first, last) = buffers.parameters(p.vpp), (end == mesh.coord.pp for end in mesh.placement.ends)
     embedding, kernels = parameters[TOKEN_EMBEDDING], operators.cross_entropy
     embedded, hidden = (Label(name, direction=FORWARD) for name in ("embedding", "hidden"))

@@ -55,7 +55,7 @@ def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights, log: Rank
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
         with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
-            _clean_up(config, exit_status_of(error), rank, log)
+            _clean_up(config.folder, config.checkpoint.in_memory_dir, exit_status_of(error), rank, log)
             log.end(exit_status_of(error))
             if lacks_threads(error):
                 error = MegascaleError(f"a thread cannot be started: {error}", hint=PROCESSES_HINT)
@@ -63,8 +63,8 @@ def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights, log: Rank
     return status
 
 
-def _clean_up(config: RunConfig, status: int, rank: Rank, log: RankLog) -> None:
-    """Do at a rank's end what a launcher does, where there is none."""
+def _clean_up(run: Path, memory: str, status: int, rank: Rank, log: RankLog) -> None:
+    """Do at a rank's end what a launcher does, where there is none. `memory`: folder of the copies in memory."""
     from megascale.record.log_files import FLIGHT_RECORD_VARIABLE
 
     if status == Exit.CONFIG and log.path and FLIGHT_RECORD_VARIABLE not in os.environ:
@@ -73,7 +73,7 @@ def _clean_up(config: RunConfig, status: int, rank: Rank, log: RankLog) -> None:
         from megascale.operate.node.stored_copies import copies_notice
 
         with contextlib.suppress(OSError):
-            if notice := copies_notice(Path(config.checkpoint.in_memory_dir), config.folder):
+            if notice := copies_notice(Path(memory), run):
                 print(notice, file=sys.stderr, flush=True)
 
 

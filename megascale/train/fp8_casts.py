@@ -92,7 +92,8 @@ class CastMonitor:
         for kind, limit in self._limits.items():
             found = dict[str, tuple[float, float]]()
             for name, stats in cast_stats.items():
-                key, value = (name, kind), _size(kind, stats)
+                key, value = (name, kind), float(getattr(stats, kind))
+                value = value if kind != "rms" else max(value, 1 / max(value, TINY))  # how far it is from 1
                 recent = self._recent[key]
                 usual = median(recent) if recent else value
                 if value <= (limit if kind == "rms" else max(limit, RISE_FACTOR * usual)):
@@ -106,9 +107,3 @@ class CastMonitor:
                 others = f" and {len(found) - 1} more" if len(found) > 1 else ""
                 yield Alert(step, f"{WORDS[kind]} {worst}{others}", *found[worst])
         self._records += bool(cast_stats)
-
-
-def _size(kind: str, stats: CastStats) -> float:
-    """Return a statistic; of an RMS, how far it is from 1."""
-    value = float(getattr(stats, kind))
-    return value if kind != "rms" else max(value, 1 / max(value, TINY))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
+from megascale.core.named_run import METRICS_FILE
 from megascale.core.outages import Outages
 from megascale.layout.parts.part import Scores
 from megascale.plan.account.flops import hardware_flops, mfu, model_flops
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from megascale.record.metrics_writers import MetricsWriter
     from megascale.train.fp8_casts import CastMonitor
     from megascale.train.run import StepResult
-
-METRICS_FILE = "metrics.jsonl"  # metrics file in the run's folder
 
 
 class Reporter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,9 +96,10 @@ def digests(rank: Rank) -> list[str]:
         return first[0] + rest[0], first[1] + rest[1]
 
     config = tiny_step.tiny_config(rank.world_size, "fp32")
-    right = [tiny_step.train_and_digest(config, rank, Device(CPU, "gloo")) for _ in range(2)]
+    build = partial(tiny_step.build_run, config, Device(CPU, "gloo"), rank)
+    right = [tiny_step.train_and_digest(build()) for _ in range(2)]
     tiny_step.time_steps = corrupted  # type: ignore[assignment]
-    return [*right, tiny_step.train_and_digest(config, rank, Device(CPU, "gloo"))]
+    return [*right, tiny_step.train_and_digest(build())]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from megascale.config import (
     optimizer_rules,
     parallel_rules,
     site_rules,
+    time_rules,
 )
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
@@ -1478,7 +1479,16 @@ def test_a_mistake_in_groups_or_options_says_what_is_meant(
 
 NAMES = {
     id(rule): name
-    for module in (exclusions, loss_rules, memory_rules, model_rules, optimizer_rules, parallel_rules, site_rules)
+    for module in (
+        exclusions,
+        loss_rules,
+        memory_rules,
+        model_rules,
+        optimizer_rules,
+        parallel_rules,
+        site_rules,
+        time_rules,
+    )  # fmt: skip
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)
 }

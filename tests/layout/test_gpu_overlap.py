@@ -65,9 +65,10 @@ def test_what_stays_exposed_is_named_with_a_valid_hint(
 )  # fmt: skip
 def test_operands_are_fused_by_their_scales(recipe: str, fused: set[str]) -> None:
     config = load_config(GPT, [FP8, f"fp8.recipe={recipe}"], 1024)
-    assert {name for name in SENT if overlaps_on_gpus(config, 8, 512, name, fp8=True)} == fused
-    assert all(overlaps_on_gpus(config, 8, 512, name) for name in SENT), "layers in 16 bits"
-    assert not any(overlaps_on_gpus(config, 4, 512, name) for name in SENT), "ranks of two hosts"
+    p = config.parallel
+    assert {name for name in SENT if overlaps_on_gpus(p, 8, 512, name, fp8=config.fp8.facts)} == fused
+    assert all(overlaps_on_gpus(p, 8, 512, name) for name in SENT), "layers in 16 bits"
+    assert not any(overlaps_on_gpus(p, 4, 512, name) for name in SENT), "ranks of two hosts"
     told = [each.message for each in exposed_collectives(config, 8)]
     assert [[sent in each for each in told] for sent in SENT.values()] == [
         [name not in fused] * len(told) for name in SENT

@@ -20,9 +20,8 @@ from megascale.bench.checks.rank_group import rank_group
 from megascale.bench.timed_steps import build_run, time_steps
 from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
-from megascale.core.rank import Rank
-from megascale.device import Device
 from megascale.operate.health.checks.result import CheckResult
+from megascale.train.run import Run
 
 TINY = """
 name = "tiny-step"
@@ -68,7 +67,7 @@ def check_tiny_step(arguments: Mapping[str, Any]) -> CheckResult:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with rank_group(arguments) as (rank, device):
         config = tiny_config(rank.world_size, "fp32" if device.is_cpu else "bf16")
-        digests = [train_and_digest(config, rank, device) for _ in range(2)]
+        digests = [train_and_digest(build_run(config, device, rank)) for _ in range(2)]
     digest = digests[0] if digests[0] == digests[1] else REPEATED
     kind = f"{torch.backends.cpu.get_cpu_capability()}" if device.is_cpu else ".".join(map(str, device.capability))
     platform = f"{device.name} {kind}, torch {torch.__version__}, {rank.world_size} ranks"
@@ -85,11 +84,8 @@ def tiny_config(world: int, precision: str) -> RunConfig:
     return load_config_tree(tomllib.loads(TINY), "the tiny step", [*layout, *batch], world)
 
 
-def train_and_digest(config: RunConfig, rank: Rank, device: Device) -> str:
-    """Train from the initial weights on a rank of an initialised job; return the fingerprint, to the bit, of the losses
-    and of this rank's weights.
-    """
-    run = build_run(config, device, rank)
+def train_and_digest(run: Run) -> str:
+    """Train from the initial weights; return the fingerprint, to the bit, of the losses and of this rank's weights."""
     _, losses = time_steps(run, STEPS)
     digest = hashlib.sha256(" ".join(loss.hex() for loss in losses).encode())
     for bucket in run.buffers.buckets:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,8 @@ from megascale.checkpoint.load.lost_stages import Shares, can_rebuild, lost_stag
 from megascale.config.toml_writer import config_changes
 from megascale.config.train import HF_PREFIX
 from megascale.core.errors import CheckpointError
-from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
-from megascale.core.run_folder import SAVED_MARKER, check_known
+from megascale.core.run_folder import check_known, saved_folder
 from megascale.core.storage import Location
 
 if TYPE_CHECKING:
@@ -125,10 +123,10 @@ class Resumer:
         if source == "never" and complete:  # `keep` would take their later steps for the newest
             what = f"{complete[-1].path} is there, and checkpoint.resume is never"
             raise CheckpointError(what, hint="another name or checkpoint.dir, or checkpoint.resume=auto")
-        if source != "never" and not complete and (last := self._last_folder()) is not None:
+        if source != "never" and not complete and (last := saved_folder(self.run)) is not None:
             return [], [f"{last} has no checkpoint of the run any more"]  # nothing is touched
         problems = folders.remove_unfinished(self.folder)
-        if complete and (last := self._last_folder()) not in (None, str(self.folder)):
+        if complete and (last := saved_folder(self.run)) not in (None, str(self.folder)):
             problems.append(f"the run saved last in {last}, and resumes from {complete[-1].path}")
         if complete and source != (newest := complete[-1].path).url and _folder_of(source) == _folder_of(newest.url):
             hint = f"to go back, give another name, or move {newest.name} and other newer ones away"
@@ -144,24 +142,10 @@ class Resumer:
         return [(0, path.url) for path in folders.find_checkpoints(Location(source, self.folder.retry_s))], problems
 
     def _check_not_lost(self) -> None:
-        """Raise CheckpointError if the run has saved before (`SAVED_MARKER`) and no checkpoint is there."""
-        if (folder := self._last_folder()) is not None:
+        """Raise CheckpointError if the run has saved before and no checkpoint is there."""
+        if (folder := saved_folder(self.run)) is not None:
             what = f"the run has had checkpoints in {folder}, and {self.folder} has no complete one"
             raise CheckpointError(what, hint="mount or restore it, or start afresh under another name")
-
-    def _last_folder(self) -> str | None:
-        """The folder of checkpoints at the run's last save, from `SAVED_MARKER`; None without a save."""
-        try:
-            return (self.run / SAVED_MARKER).read_text(encoding="utf-8").strip()
-        except OSError:
-            return None
-
-
-def write_saved_marker(run: Path, folder: Location) -> None:
-    """Write `SAVED_MARKER` into a run's folder. A failure is ignored: only the check for lost checkpoints is lost."""
-    with contextlib.suppress(OSError, CheckpointError):
-        check_known(run)
-        write_text(run / SAVED_MARKER, f"{folder}\n")
 
 
 def _folder_of(path: str) -> Path:

@@ -7,11 +7,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.foreign.setting import MANY, Context, Values, plain
 from megascale.config.foreign.translation import SYSTEMS, Translation, context_of, find, translate
-from megascale.config.loading import sections
+from megascale.config.loading import load_config_tree, sections
+from megascale.config.rules import run_rules
 from megascale.config.toml_reader import Source
 from megascale.config.toml_writer import LOSS_SECTIONS, toml_value
+from megascale.core.errors import ConfigError, Problem
 
 UNKNOWN = "unknown: docs/from-megatron.md has no row of it"
 _UNKNOWN_TEXT = re.compile(r"\$(\w+)|(?:\$|`).*", re.DOTALL)
@@ -44,6 +47,32 @@ class Imported:
         self.settings = {key: value for key, value in self.settings.items() if key not in idle}
         self.defaults -= idle
         return bool(idle)
+
+    def check(self, name: str, source: str, gpus: int | None, system: str) -> None:
+        """Check the configuration, but for the data, which may be on other machines, and take back defaults without
+        effect.
+
+        Raises: ConfigError, which names a default of `system` as such.
+        """
+        taken_back = True
+        while taken_back:
+            try:
+                tree = self.tree(name)
+                config = load_config_tree(tree, source, (), gpus, skip_sections={"data"}, world_option="--gpus")
+                taken_back = self.take_back({finding.key for finding in run_rules(SWITCHED_OFF, dict(config))})
+            except ConfigError as error:
+                taken_back = self.take_back({one.key for one in error.problems if "has no effect" in one.message})
+                if not taken_back:
+                    raise ConfigError([self._named(one, system) for one in error.problems]) from None
+
+    def _named(self, problem: Problem, system: str) -> Problem:
+        """Return the problem; with a default of `system`, its arguments too."""
+        if problem.key not in self.defaults:
+            return problem
+        names = ", ".join(one for row in SYSTEMS[system] if row.key == problem.key for one in row.names)
+        why = f"{problem.message}; {toml_value(self.settings[problem.key])} is the default of {system}"
+        hint = f"{problem.hint}: by {names}, or {problem.key}=VALUE behind the source"
+        return replace(problem, message=why, hint=hint)
 
     def to_toml(self, name: str) -> str:
         """Return the configuration as TOML, with a comment on each value that is converted."""

@@ -13,8 +13,6 @@ from pathlib import Path
 from megascale.core.files import exists
 from megascale.record.metrics import Alert, RebuiltStages
 
-METRICS_FILE = "metrics.jsonl"  # the file of metrics in the run's folder
-
 
 class AlertReader:
     """The alerts that are appended to a file of metrics from now on. A file that is replaced or shrinks, when a run

@@ -191,3 +191,10 @@ class Attempt:
             groups = (record.groups.get(verdict.group) for record in self.records.values())
             doubted = next((tuple(group.ranks) for group in groups if group is not None and group.ranks), ())
         return classify_hang(verdict, self.watch.moved, self.node_of, tuple(self.records), self.stacks, doubted)
+
+
+def find_hang(records: Mapping[int, RankState], states: Mapping[int, str]) -> Verdict:
+    """As `hang_verdict`, which few jobs ask for: its module is loaded here."""
+    from megascale.operate.diagnose.hang.hang import hang_verdict
+
+    return hang_verdict(records, states)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit
 from megascale.core.rank import format_ranks
+from megascale.core.units import format_duration
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.driver.incidents import Culprit, IncidentClass
 from megascale.operate.driver.roster import format_nodes
 from megascale.operate.node.rank_ends import how_ended
+from megascale.record.rank_state import SILENT_S, RankState
 
 if TYPE_CHECKING:
     from megascale.operate.diagnose.hang.hang import Verdict
@@ -256,6 +258,21 @@ def classify_hang(
     kind = verdict.kind if class_ == "hang" else "waiting"
     signature = f"{class_}: {kind} of {format_ranks(ranks) if ranks else verdict.group}"
     return Finding(class_, what, culprit, since, signature, (*verdict.evidence, *tops[:2]), followers=followers)
+
+
+def hang_words(verdict: Verdict, records: Mapping[int, RankState]) -> str:
+    """Return the verdict about a hang in words. A rank without a heartbeat, of whose process nothing is known, may be
+    stopped.
+    """
+    nodes = {rank: record.node for rank, record in records.items() if record.node}
+    if verdict.kind == "locked" and verdict.confident:
+        rank = verdict.ranks[0]
+        silent_s = records[rank].silent_s
+        if not records[rank].letter and silent_s > SILENT_S:
+            who = Culprit((rank,), (nodes[rank],) if rank in nodes else ())
+            why = "it is stopped (SIGSTOP, a debugger or a frozen container), or code holds Python's lock"
+            return f"{who} has had no heartbeat for {format_duration(silent_s)}: {why}"
+    return classify_hang(verdict, 0.0, nodes, tuple(records), {}).what
 
 
 def innermost_frame(stack: str) -> str:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import CheckpointError, Exit
+from megascale.core.named_run import METRICS_FILE
 from megascale.operate.channel.ends import Disconnected, DriverEnd
 from megascale.operate.channel.messages import Leave, Start
-from megascale.operate.driver.alerts import METRICS_FILE, AlertReader
+from megascale.operate.driver.alerts import AlertReader
 from megascale.operate.driver.commands import CheckNodes, Command, Finish, Log, Say, Send
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.scheduler_calls import SchedulerCalls

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.operate.channel.messages import Leave
-from megascale.operate.driver.attempt import Attempt, LostNode
+from megascale.operate.driver.attempt import Attempt, LostNode, find_hang
 from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.driver.node_order import NodeOrder
 from megascale.operate.driver.roster import Roster, format_nodes, place_ranks
 from megascale.operate.driver.watch import ProgressWatch
-from megascale.record.rank_state import RankState
 
 if TYPE_CHECKING:
     from megascale.operate.diagnose.hang.flight import Suspect
@@ -114,7 +113,7 @@ class JobState:
         self.plan = plan.resumed(history)
         self.settings = settings
         self.history = history
-        self.hang_verdict = _hang_verdict
+        self.hang_verdict = find_hang
         self.roster = Roster(node for node, until in history.excluded.items() if until > now)
         self.places: list[str | None] = [None] * self.plan.nodes
         self.arranged: list[str] = []
@@ -243,9 +242,3 @@ class JobState:
         attempt = self.attempt
         started = self.stage not in (Stage.GATHER, Stage.DONE)
         return started and attempt is not None and node in attempt.placement and not attempt.is_free(node)
-
-
-def _hang_verdict(records: Mapping[int, RankState], states: Mapping[int, str]) -> Verdict:
-    from megascale.operate.diagnose.hang.hang import hang_verdict  # few jobs ask
-
-    return hang_verdict(records, states)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale.catalog.checks import CHECKS
+from megascale.core.units import format_bytes, format_flops
 from megascale.operate.health.checks.result import CheckResult
 from megascale.operate.health.compare import TOLERANCE, compare_digests, compare_high, compare_same
 
@@ -37,6 +38,16 @@ class NodeVerdict:
     @property
     def bad(self) -> bool:
         return self.kind in BAD
+
+    def with_unit(self, value: float | None) -> str:
+        """Format a value of the check."""
+        if value is None:
+            return "-"
+        if self.unit == "byte/s":
+            return f"{format_bytes(value)}/s"
+        if self.unit == "FLOP/s":
+            return format_flops(value)
+        return f"{value * 1e3:.2f} ms" if self.unit == "s" else f"{value:g}"
 
 
 def judge(

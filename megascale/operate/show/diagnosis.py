@@ -11,6 +11,7 @@ from typing import Literal
 from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
 from megascale.operate.diagnose.hang.wait_chain import WaitingSet, WaitLink, distances, wait_chain, waiting_sets
 from megascale.operate.diagnose.hang.waits import wait_graph
+from megascale.operate.driver.classify import hang_words
 from megascale.operate.show.last_states import (
     SHARED,
     LastStates,
@@ -21,7 +22,7 @@ from megascale.operate.show.last_states import (
 )
 from megascale.operate.show.rank_details import RankDetails, details_of, read_errors
 from megascale.operate.show.run_view import RunView
-from megascale.operate.show.standstill import hang_words, standstill_limit_s, step_limit_s
+from megascale.operate.show.standstill import standstill_limit_s, step_limit_s
 from megascale.operate.store.settings import StoreSettings
 from megascale.record.layout import Phase
 

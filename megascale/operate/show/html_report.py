@@ -13,7 +13,6 @@ import megascale
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_count, format_duration, format_time
 from megascale.operate.diagnose.slow.expert_loads import LOAD_HEAD, MOST_LOAD, ExpertLoads
-from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.charts.report_charts import Bar, CellLevel, Mark, Series, bar_chart, grid_chart, line_chart
 from megascale.operate.show.charts.shapes import BLUE, GREEN, ORANGE, RED, REPORT_START, STYLE
 from megascale.operate.show.curves import CURVES
@@ -55,7 +54,7 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
         *([_findings(store)] if store is not None else ()),
         _curves(view),
         *(_heat_map(view, store) if store is not None else ()),
-        *(_waterfall(store.breakdown) if store is not None and store.breakdown is not None else ()),
+        *(_waterfall(store) if store is not None else ()),
         *(["<h2>Timeline</h2>", timeline] if timeline else ()),
         *(_memory(view, store.memory) if store is not None else ()),
         *(_experts(store.experts) if store is not None and len(store.experts.steps) else ()),
@@ -135,8 +134,10 @@ def _heat_map(view: RunView, store: StoreView) -> Iterator[str]:
         yield f"<pre>{escape(str(store.hosts))}</pre>"
 
 
-def _waterfall(breakdown: MfuBreakdown) -> Iterator[str]:
-    bars, left = [], 0.0
+def _waterfall(store: StoreView) -> Iterator[str]:
+    bars, left, breakdown = [], 0.0, store.breakdown
+    if breakdown is None:
+        return
     for level in breakdown.waterfall:
         whole = level.name in ("peak", "achieved")
         colour = GREEN if whole else BLUE if level.name == "compute below the peak" else ORANGE

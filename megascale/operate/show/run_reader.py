@@ -8,8 +8,7 @@ from pathlib import Path
 
 from megascale.config.run import RunConfig
 from megascale.core.files import exists
-from megascale.core.named_run import CONFIG_FILE, RunFolderError, no_run
-from megascale.operate.driver.alerts import METRICS_FILE
+from megascale.core.named_run import CONFIG_FILE, METRICS_FILE, RunFolderError, no_run
 from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
 from megascale.operate.show.curves import MetricsFile
 from megascale.operate.show.live_reader import LiveStateReader

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from megascale.config.fault import FaultConfig
-from megascale.core.units import format_duration
-from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
+from megascale.operate.diagnose.hang.hang import hang_verdict
 from megascale.operate.driver.classify import classify_hang
-from megascale.operate.driver.incidents import Culprit, with_evidence
+from megascale.operate.driver.incidents import with_evidence
 from megascale.operate.driver.watch import phase_bounds
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.signs import IDLE_S, idle_limit_s
 from megascale.record.layout import Phase
 from megascale.record.log_files import local_states, process_states
-from megascale.record.rank_state import SILENT_S, RankState
+from megascale.record.rank_state import RankState
 
 
 def with_standstill(view: RunView) -> RunView:
@@ -33,21 +32,6 @@ def with_standstill(view: RunView) -> RunView:
         finding = classify_hang(hang_verdict(records, process_states(records)), 0.0, {}, tuple(records), {})
         text = with_evidence(f"{text}: {finding.what}", finding.evidence)
     return replace(view, standstill=text)
-
-
-def hang_words(verdict: Verdict, records: Mapping[int, RankState]) -> str:
-    """Return the verdict about a hang in words. A rank without a heartbeat, of whose process nothing is known, may be
-    stopped.
-    """
-    nodes = {rank: record.node for rank, record in records.items() if record.node}
-    if verdict.kind == "locked" and verdict.confident:
-        rank = verdict.ranks[0]
-        silent_s = records[rank].silent_s
-        if not records[rank].letter and silent_s > SILENT_S:
-            who = Culprit((rank,), (nodes[rank],) if rank in nodes else ())
-            why = "it is stopped (SIGSTOP, a debugger or a frozen container), or code holds Python's lock"
-            return f"{who} has had no heartbeat for {format_duration(silent_s)}: {why}"
-    return classify_hang(verdict, 0.0, nodes, tuple(records), {}).what
 
 
 def step_limit_s(records: Collection[RankState], view: RunView, *, restarted: bool = False) -> float:

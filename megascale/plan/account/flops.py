@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megascale.config.model import ModelConfig
-from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import stages_of
@@ -26,8 +25,7 @@ from megascale.layout.parameters import layer_params
 from megascale.layout.parts.part import Scores, TokenFlops
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
-from megascale.layout.windows import score_windows
-from megascale.plan.account.attended import expected_scores, scores_per_token
+from megascale.plan.account.attended import expected_scores, scores_per_token, square_layers
 
 if TYPE_CHECKING:
     from megascale.layout.hybrid.sequence_work import SequenceWork
@@ -64,26 +62,15 @@ def _frozen_wgrads(model: ModelConfig, shares: Mapping[int, float] | None, freez
 
 def model_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:
     """Count the model FLOPs of a run's training per token, as `token_flops` without what micro-batches skip."""
-    shares = computed_shares(config.model, config.parallel, config.num_microbatches)
+    shares = stages_of(config.model, config.parallel).computed_shares(config.num_microbatches)
     return token_flops(config.model, scores, shares, config.train.freeze)
 
 
-def computed_shares(model: ModelConfig, parallel: ParallelConfig, m: int) -> dict[int, float]:
-    """Return by layer the share of the m micro-batches of a step that it computes."""
-    layout, m = stages_of(model, parallel), m if parallel.skip_ratio else 1
-    visits = [layout.placement.visits(*place, m) for place in layout.placement.places]
-    return {layer: visits[stage] / m for stage in range(layout.count) for layer in layout.layers(stage)}
-
-
 def sequence_flops(model: ModelConfig) -> SequenceWork:
-    """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token in
-    layers with scores and without a window; a sparse one has the share of its stride.
-    """
+    """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token."""
     from megascale.layout.hybrid.sequence_work import SequenceWork
 
-    sparse, windows = model.sparse_pattern, score_windows(model)
-    layers = windows.count(None) + (windows.count(sparse) / sparse.stride if sparse else 0)
-    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * layers
+    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * square_layers(model)
     return SequenceWork(token_flops(model).linear, float(quadratic))
 
 
@@ -102,8 +89,7 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
     """
     scores = scores or expected_scores(config.model, config.data)
     layout = stages_of(config.model, config.parallel)
-    shares = computed_shares(config.model, config.parallel, config.num_microbatches)
-    total = model_flops(config, scores)
+    shares, total = layout.computed_shares(config.num_microbatches), model_flops(config, scores)
     for stage in range(layout.count):
         for layer in layout.layers(stage):
             recompute = recompute_policy(config.train, layout.placement.places[stage][1], layer)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from megascale.config.run import RunConfig
+from megascale.config.model import ModelConfig
+from megascale.config.sites import SitesConfig
+from megascale.config.train import TrainConfig
 from megascale.core.units import format_bytes
 from megascale.layout.parameters import parameter_count
 
 
-def describe_sites(config: RunConfig) -> str:
+def describe_sites(sites: SitesConfig, model: ModelConfig, train: TrainConfig) -> str:
     """Say in a line what a site sends to each of the others, beside what data parallelism would; "" for one site."""
-    sites, (_, wide) = config.sites, config.train.element_bytes
     if sites.count == 1:
         return ""
-    parameters = parameter_count(config.model)
+    parameters, (_, wide) = parameter_count(model), train.element_bytes
     sent, dense = sites.sent_bytes(parameters, wide), parameters * wide
     share = f"1/{dense * sites.every / sent:,.0f}"
     return (

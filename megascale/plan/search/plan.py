@@ -63,6 +63,10 @@ class Plan:
         """Memory of a rank of every pipeline stage, by formulas."""
         return self.job.by_stage()
 
+    def fullest(self, limit: float) -> int:
+        """Bytes of the fullest rank by formulas, or of the first over `limit`."""
+        return JobMemory(self.config, self.stack.storage, self.stack.imbalance).fullest(limit).total
+
     @property
     def memory_by_stage(self) -> list[int]:
         """Bytes of a rank of every stage."""

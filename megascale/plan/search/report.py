@@ -60,7 +60,8 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
         f"{format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world_size:,.0f} a device, "
         f"MFU {e.mfu_full:.1%} full {e.mfu_causal:.1%} causal"
     )
-    yield from filter(None, (describe_documents(config.data), describe_sites(config)))
+    sites = describe_sites(config.sites, config.model, config.train)
+    yield from filter(None, (describe_documents(config.data), sites))
     stages, how = len(plan.memory_by_stage), "exact" if plan.exact else "by formulas"
     where = f" on stage {plan.fullest_stage}, the fullest of {stages}" if stages > 1 else ""
     sizes = {**vars(plan.memory), f"total, {'fits' if plan.fits else 'does not fit'}": plan.memory.total}

@@ -15,7 +15,6 @@ from megascale.config.finding import divisors
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
 from megascale.config.section import AUTO
-from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds
 from megascale.plan.search.memory_policy import MEMORY_FRACTION
 from megascale.plan.search.plan import Plan
@@ -129,7 +128,7 @@ class _BranchAndBound:
             faster |= {layout._replace(zero=zero, reshard=None, dp_shard=None) for zero in fewer}
             if (in_row and bound > in_row[0]) or not faster.isdisjoint(fitting):
                 continue
-            size = self._fullest(self._space.with_layout(layout), self.memory_limit)
+            size = self._fullest(layout, self.memory_limit)
             if size > self.memory_limit:
                 too_large += 1
                 continue
@@ -153,7 +152,7 @@ class _BranchAndBound:
         uneven = replace(plan, config=plan.config.model_copy(update={"parallel": parallel}))
         if any(run_rules(RULES, dict(uneven.config))) or uneven.parts.step_s > (1 - MIN_GAIN) * plan.parts.step_s:
             return plan
-        return uneven if self._fullest(uneven.config, self.memory_limit) <= self.memory_limit else plan
+        return uneven if uneven.fullest(self.memory_limit) <= self.memory_limit else plan
 
     def smallest(self, tps: Collection[int], below: float = math.inf) -> Plan | None:
         """Find the layout with these tp and the lowest memory; None without a layout `below` this number of bytes."""
@@ -162,14 +161,13 @@ class _BranchAndBound:
         for bound, layout in sorted(lean):
             if bound >= below:
                 break
-            size = self._fullest(self._space.with_layout(layout), below)
+            size = self._fullest(layout, below)
             if size < below:
                 below, best = size, layout
         return self._plan(best) if best else None
 
-    def _fullest(self, config: RunConfig, limit: float) -> int:
-        """Bytes of the fullest rank, or of the first over `limit`."""
-        return JobMemory(config, self._stack.storage, self._stack.imbalance).fullest(limit).total
+    def _fullest(self, layout: Layout, limit: float) -> int:
+        return Plan(self._space.with_layout(layout), self._hardware, self._stack).fullest(limit)
 
     def _plan(self, layout: Layout) -> Plan:
         return Plan(self._space.with_layout(self._bounds.in_blocks(layout)), self._hardware, self._stack)

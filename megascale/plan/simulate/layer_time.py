@@ -224,7 +224,8 @@ class LayerTimes:
         hidden, overlaps, node = self.config.model.hidden_size, self.exchange.overlaps, self.kernels.hardware.node
         if overlaps == "large":
             rows = self.stream // hidden
-            large = overlaps_on_gpus(self.config, node.devices, rows, operand, inputs=inputs, fp8=fp8)
+            p, recipe = self.config.parallel, self.config.fp8.facts if fp8 else None
+            large = overlaps_on_gpus(p, node.devices, rows, operand, inputs=inputs, fp8=recipe)
             overlaps = "all" if large else "backward"
         return replace(self.exchange, size=self.exchange.size * width // hidden, overlaps=overlaps)
 

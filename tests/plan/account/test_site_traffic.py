@@ -27,13 +27,17 @@ def test_outer_state_is_counted_as_optimizer_state(sites: dict[str, Any], tmp_pa
         assert size - own == state_bytes(config, rank // 2).optimizer  # in fp64 the weights are their own masters
 
 
+def described(folder: Path, **changes: Any) -> str:
+    config = config_of(settings(GPT, folder, **changes), folder)
+    return describe_sites(config.sites, config.model, config.train)
+
+
 def test_one_site_sends_nothing(tmp_path: Path) -> None:
-    assert describe_sites(config_of(settings(GPT, tmp_path), tmp_path)) == ""
+    assert described(tmp_path) == ""
 
 
 def test_a_plan_says_what_sites_send(tmp_path: Path) -> None:
-    keys = {"train__precision": "fp32", "sites__every": 50}
-    dense = config_of(settings(GPT, tmp_path, **SITES, **keys), tmp_path)
-    assert describe_sites(dense).endswith("1/50 of the gradients")
-    sparse = config_of(settings(GPT, tmp_path, **SITES, **keys, sites__top_k=64 / 4096, sites__bits=2), tmp_path)
-    assert "1/6,82" in describe_sites(sparse), "50 steps x 4,096 x 32 bits, by 64 x (2 + 12) bits and two levels"
+    keys = SITES | {"train__precision": "fp32", "sites__every": 50}
+    assert described(tmp_path, **keys).endswith("1/50 of the gradients")
+    sparse = described(tmp_path, **keys, sites__top_k=64 / 4096, sites__bits=2)
+    assert "1/6,82" in sparse, "50 steps x 4,096 x 32 bits, by 64 x (2 + 12) bits and two levels"
