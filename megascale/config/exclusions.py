@@ -377,14 +377,12 @@ OWN_VALIDATION = Exclusions("data.valid", unless(None), (
      "has no effect beside data.valid: all documents of data.train are for training", "remove one of them"),
 ))  # fmt: skip
 
-NO_RECIPE = _without_effect("train.precision", is_full_precision, {
-    "fp8.recipe": only("tensorwise"), "fp8.scale": only("fp32"), "fp8.schedule": only([]),
-    "fp8.fast_dgrad": only(False),
-}, hint=f"train.precision = fp8, or {REMOVE}")  # fmt: skip
-
 SWITCHED_OFF = (
     OWN_VALIDATION,
-    NO_RECIPE,
+    _without_effect("train.precision", is_full_precision, {
+        "fp8.recipe": only("tensorwise"), "fp8.scale": only("fp32"), "fp8.schedule": only([]),
+        "fp8.fast_dgrad": only(False),
+    }, hint=f"train.precision = fp8, or {REMOVE}"),
     _off("parallel.tp", only(1), ParallelConfig, "sp", on="above 1"),
     _off("parallel.cp", only(1), ParallelConfig, "cp_mode", on="above 1"),
     _without_effect("parallel.ep", only(1), {"moe.dispatcher": only("all_to_all"), "moe.token_blocks": only(1)}),

@@ -15,6 +15,7 @@ from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.rules import run_rules
 from megascale.config.run import RunConfig
 from megascale.config.site_rules import ONE_SITE, late_outer_step
+from megascale.config.train import TrainConfig
 
 LONG_STEPS = 1000  # steps after which a run with default settings has a checkpoint
 LARGE_WORLD = 8  # processes of one host: a job of several is more likely to lose one

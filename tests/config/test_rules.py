@@ -1488,7 +1488,7 @@ NAMES = {
         parallel_rules,
         site_rules,
         time_rules,
-    )  # fmt: skip
+    )
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)
 }
