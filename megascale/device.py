@@ -170,8 +170,8 @@ class PinnedBuffers:
 
 
 def _saved_view(host: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The first bytes of a buffer as a tensor."""
-    return host[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    """The first bytes of a buffer, of any dtype, as a tensor."""
+    return host.view(torch.uint8)[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _nothing() -> None:

@@ -60,7 +60,7 @@ class HostUpdates(Updates):
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:
         values = torch.stack([clipping.grad_factor, clipping.skip.double()])
-        self._buffers.read(values, _bytes(self._clipping))()
+        self._buffers.read(values, self._clipping)()
 
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
         """Update a shard. The host returns when all state is in its memory again."""
@@ -76,14 +76,14 @@ class HostUpdates(Updates):
     def _begin_on_device(self, group: OptimizerShard, lr: float, step: int, clipping: Clipping) -> Wait:
         """Issue the update of a sub-group to the device; the returned function waits until it is written back."""
         kept = [group.master, *group.state.values()]
-        loads = [self._buffers.load(_bytes(x), x.shape, x.dtype) for x in kept]
+        loads = [self._buffers.load(x, x.shape, x.dtype) for x in kept]
         for _, loaded in loads:
             loaded()
         master, *state = fetched = [x for x, _ in loads]
         on_device = replace(group, master=master, state=dict(zip(group.state, state, strict=True)))
         ElementUpdates(replace(self._on_device, shards=[on_device])).apply(0, lr, step, clipping)
         on_device.copy_to_params()
-        written = [(x, self._buffers.read(x, _bytes(host))) for x, host in zip(fetched, kept, strict=True)]
+        written = [(x, self._buffers.read(x, host)) for x, host in zip(fetched, kept, strict=True)]
 
         def finish() -> None:
             for _, wait in written:
@@ -95,7 +95,7 @@ class HostUpdates(Updates):
         """Start to copy a sub-group's gradient; the returned function updates the sub-group on the host."""
         memory = self._free.popleft()
         grad = memory[: group.grad.numel()]
-        wait = self._buffers.read(group.grad, _bytes(grad))
+        wait = self._buffers.read(group.grad, grad)
 
         def finish() -> None:
             wait()
@@ -103,13 +103,8 @@ class HostUpdates(Updates):
             on_host = replace(group, grad=grad)
             ElementUpdates(replace(self._on_host, shards=[on_host])).apply(0, lr, step, read)
             self._free.append(memory)
-            master, loaded = self._buffers.load(_bytes(group.master), group.master.shape, group.master.dtype)
+            master, loaded = self._buffers.load(group.master, group.master.shape, group.master.dtype)
             loaded()
             replace(group, master=master).copy_to_params()
 
         return finish
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """View host memory as bytes."""
-    return x.view(torch.uint8)

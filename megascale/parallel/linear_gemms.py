@@ -55,8 +55,7 @@ class LinearGemms:
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         """Return what wgrad transposes and quantizes: x in bf16, or `operand` if one scale holds for the tensor.
 
-        x: an input, or an output gradient. `operand`: x as quantized for forward or
-        dgrad.
+        x: an input, or an output gradient. `operand`: x as quantized for forward or dgrad.
         """
         return x
 
