@@ -363,11 +363,11 @@ ONE_OR_MORE: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"parallel__tp": 2},
 @pytest.mark.parametrize("recipe", only_quick(NAMES, "tensorwise"))
 @pytest.mark.parametrize("layout", only_quick(ONE_OR_MORE, "one"))
 def test_cast_transpose_kernels_change_no_gradient(recipe: str, layout: str, tmp_path: Path) -> None:
-    """Of sharded weights with scales for both directions, and of those in NVFP4, casts write one layout: dgrad
+    """Weights that are gathered as codes with scales for both directions, and those in NVFP4, have one layout: dgrad
     transposes four in each layer.
     """
     config, facts = configured(tmp_path, recipe, WIDE, **ONE_OR_MORE[layout]), RECIPES[recipe].facts
-    in_one_layout = (layout == "dp2 zero3" and facts["weight"].block.serves_transpose) or recipe == "nvfp4"
+    in_one_layout = (config.dp == 2 and facts["weight"].block.serves_transpose) or recipe == "nvfp4"
     weights = 4 * 2 // config.parallel.pp if in_one_layout else 0
     by_kernel = facts["granularity"] == "tensor"
     for plain, both, copies, turned in run_world(config.world_size, gradients_by_both, config):
