@@ -75,7 +75,7 @@ class ActivationStore:
         with saved_tensors_hooks(pack, lambda restore: restore()):
             yield
         for key, tensor in [*self._leaving.tensors.items()] if self._leaving else ():
-            if key not in block.tensors:  # which both have
+            if key not in block.tensors:  # what both have stays
                 tensor.leave()
         self._leaving = block
 

@@ -106,8 +106,8 @@ Reads = list[tuple[int, np.ndarray]]
 
 
 class Block(torch.autograd.Function):
-    """A block on a simulated device that saves tensors. Forward reads the last of them, backward all, and backward of
-    every second block none.
+    """A block on a simulated device that saves tensors, of which it reads the last in forward, and all in backward;
+    every second block reads none in backward.
     """
 
     @staticmethod
