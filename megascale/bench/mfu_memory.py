@@ -62,10 +62,8 @@ def fit_layers(config: RunConfig, total_layers: int, rank: Rank, device: Device,
 
     Raises: MegascaleError if a single layer does not fit
     """
-    batch = config.batch.model_copy(update={"total": config.batch.micro})
-    train = config.train.model_copy(update={"compile": False})
-    fp8 = config.fp8.model_copy(update=ALL_LAYERS_FP8)
-    one = config_with_layers(config, 1).model_copy(update={"batch": batch, "train": train, "fp8": fp8})
+    one = config_with_layers(config, 1)
+    one = one.changed(batch={"total": config.batch.micro}, train={"compile": False}, fp8=ALL_LAYERS_FP8)
     available, before = int(device.free_memory() * (1 - RESERVED_SHARE)), device.peak_memory()
     saved, peaks = list[int](), list[int]()
     pattern = config.model.attention_pattern or [None]
@@ -76,7 +74,7 @@ def fit_layers(config: RunConfig, total_layers: int, rank: Rank, device: Device,
             "sparse_attention": config.model.sparse_attention if sparse else None,
             "attention_pattern": letter,
         }
-        one = one.model_copy(update={"model": one.model.model_copy(update=layer)})
+        one = one.changed(model=layer)
         log(f"building {one.name} with 1 layers on {device.name}")
         run = build_run(one, device, rank)
         saved.append(saved_by_layer(run))

@@ -40,9 +40,7 @@ def measure_mfu(
     rank, device = Rank(0, 1, 0, socket.gethostname()), detect_device()
     fitted = None
     unsaved = {"every": 0, "in_memory_every": 0, "replicate": False}  # without memory for checkpoint copies
-    checkpoint = config.checkpoint.model_copy(update=unsaved)
-    whole = config.batch.model_copy(update={"rampup": None})
-    config = config.model_copy(update={"checkpoint": checkpoint, "batch": whole})
+    config = config.changed(checkpoint=unsaved, batch={"rampup": None})
     init.init_distributed(rank, device)
     try:
         least = config_with_layers(config, 1) if fit else config

@@ -35,10 +35,6 @@ def read_tensor(folder: Location, saved: manifest.Manifest, name: str, part: Reg
     return data
 
 
-def _is_whole(tensor: manifest.StoredTensor) -> bool:
-    return sum(math.prod(shard.size) for shard in tensor.shards) == math.prod(tensor.shape)
-
-
 def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
     """Read every file and yield the problems; in a damaged file every tensor is checked on its own, and of every tensor
     that all of it is there.
@@ -60,7 +56,8 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
     explained = set()
     for name, tensor in saved.tensors.items():
         files = {shard.file for shard in tensor.shards}
-        suspect = files & damaged or not files <= saved.files.keys() or not _is_whole(tensor)
+        whole = sum(math.prod(shard.size) for shard in tensor.shards) == math.prod(tensor.shape)
+        suspect = files & damaged or not files <= saved.files.keys() or not whole
         if suspect and not files & unreadable.keys():
             try:
                 read_tensor(folder, saved, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
+from megascale.config.dataset_files import count_tokens
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.units import format_count
@@ -18,10 +18,9 @@ def data_summary(config: RunConfig) -> str:
     """Describe the training data, with the largest number of epochs over a dataset, and by the lengths of the documents
     what packing pads or leaves out; empty for mock data.
     """
-    source, fractions = split_source(config.data, "train")
-    if config.data.mock or source is None:
+    blend = list(count_tokens(config.data, "train"))
+    if not blend:
         return ""
-    blend = [(1.0, source)] if isinstance(source, str) else source
     packing, buckets = config.data.packing, list[int]()
     mixture = None
     if packing in ("decompose", "best_fit"):
@@ -31,15 +30,11 @@ def data_summary(config: RunConfig) -> str:
     if mixture and packing == "decompose":  # which leaves tokens out
         buckets = [sum(samples) for samples in mixture.bucket_samples()]
     total, epochs = 0, 0.0
-    found = read_all_dataset_files([prefix for _, prefix in blend])
-    for number, (weight, prefix) in enumerate(blend):
-        files = found[prefix]
-        if isinstance(files, DataError):
-            raise files
-        tokens = files.tokens_in(*document_range(files.documents, fractions))
-        samples = config.samples * weight / sum(weight for weight, _ in blend)
+    for number, (share, _, tokens) in enumerate(blend):
+        if isinstance(tokens, DataError):
+            raise tokens
         epoch = buckets[number] if buckets else (tokens - 1) // config.model.seq_length
-        total, epochs = total + tokens, max(epochs, samples / epoch)
+        total, epochs = total + tokens, max(epochs, config.samples * share / epoch)
     count, most = (f"{len(blend)} datasets", " at most") if len(blend) > 1 else ("a dataset", "")
     text = f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}"
     if mixture and packing == "best_fit":

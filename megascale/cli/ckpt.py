@@ -268,7 +268,7 @@ def _convert_huggingface(options: argparse.Namespace) -> list[str]:
     """Convert from or to Hugging Face weights, or dense to experts. Returns what the result lacks, a line each."""
     from megascale.checkpoint import folders
     from megascale.convert import conversion
-    from megascale.convert.saved_weights import weights_folder
+    from megascale.convert.huggingface import weights_folder
     from megascale.convert.upcycling import Upcycling
 
     dtype, to = conversion.DTYPES.get(options.dtype), Upcycling(*options.experts) if options.experts else None

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megascale.cli.arguments import add_json, add_run, positive_int
-from megascale.config.batch_rampup import batch_sizes
+from megascale.config.batch_rampup import BatchSizes, batch_sizes
 from megascale.config.run import RunConfig
-from megascale.config.train import BatchConfig
 from megascale.core.errors import DataError, Exit
-from megascale.core.named_run import METRICS_FILE, no_run
+from megascale.core.named_run import no_run
+from megascale.core.run_folder import METRICS_FILE
 from megascale.data.mix.blend import ChangingBlend, Part, blend_parts
 from megascale.data.mix.mixture import Mixture
 from megascale.data.read.epoch_index import Piece
@@ -76,9 +76,8 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
         raise DataError("mock data has no documents", hint="a run with data.train")
     if step > (last := max(config.train.steps, *recorded_samples(config.folder))):
         raise DataError(f"{config.folder} has no step {step}: train.steps is {last}", hint=f"--step 1 to {last}")
-    first, count = step_range(config.batch, config.folder, step)
-    unweighted = config.data.model_copy(update={"sample_weight": None})  # a plug-in that this host may lack
-    spec = mixture_spec(config.model_copy(update={"data": unweighted}), "train")
+    first, count = step_range(batch_sizes(config.batch), config.folder, step)
+    spec = mixture_spec(config.changed(data={"sample_weight": None}), "train")  # a plug-in that this host may lack
     mixture = Mixture(spec, config.samples)
     if config.data.blend_policy:
         mixture.follow(
@@ -92,16 +91,16 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     return found
 
 
-def step_range(batch: BatchConfig, folder: Path, step: int) -> tuple[int, int]:
-    """The first sample of a step, and the number of its samples: by the configured batches, if they agree with the
-    samples in the run's metrics; else by the metrics alone.
+def step_range(sizes: BatchSizes, folder: Path, step: int) -> tuple[int, int]:
+    """The first sample of a step, and the number of its samples: by the configured batches, `sizes`, if they agree with
+    the samples in the run's metrics; else by the metrics alone.
 
     Raises: DataError for a batch that may have changed between two records
     """
     recorded = recorded_samples(folder)
     before = max(number for number in recorded if number < step)
     after = min((number for number in recorded if number >= step), default=None)
-    sizes, ends = batch_sizes(batch), [recorded[before]]
+    ends = [recorded[before]]
     for _ in range(before, after or step):
         ends.append(ends[-1] + sizes.at(ends[-1]))
     if after is None or ends[-1] == recorded[after]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megascale.cli.arguments import add_config_arguments, non_negative_int, positive_int
 from megascale.cli.command_output import warn
-from megascale.cli.run_lock import lock_run_folder, raise_limits
+from megascale.cli.run_lock import lock_run_folder, prepare_host
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.run_warnings import run_warnings
@@ -19,8 +19,6 @@ from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
 from megascale.core.run_folder import read_token
-from megascale.operate.channel.secret import sites_secret
-from megascale.operate.node import environment
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -52,10 +50,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(found)
     if options.output:
         return _write_manifest(options, config)
-    if config.sites.count > 1:
-        sites_secret()
-    environment.set_defaults(config.folder if config.world_size > 1 else None)
-    raise_limits(config, config.world_size if options.scheduler == "local" else config.world_size // options.nodes)
+    prepare_host(config, config.world_size if options.scheduler == "local" else config.world_size // options.nodes)
     warn(run_warnings(config, restarts=True))
     size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler, *_topology(options)]
     with lock_run_folder(config):

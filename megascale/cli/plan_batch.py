@@ -10,7 +10,8 @@ from megascale.cli.arguments import add_config_arguments, add_json, float_within
 from megascale.cli.plan_output import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
-from megascale.core.named_run import METRICS_FILE, check_run
+from megascale.core.named_run import check_run
+from megascale.core.run_folder import METRICS_FILE
 from megascale.layout.parameters import parameter_count
 from megascale.plan.search.batch_plan import BatchPlan, batch_json, batch_tables, critical_by_law, read_measured
 

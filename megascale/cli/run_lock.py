@@ -1,4 +1,4 @@
-"""The start of a run on a host: its folder is made and locked, and limits of the operating system are raised."""
+"""The start of a run on a host: its folder is made and locked, its environment and the system's limits are set."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, foreign_owner, lock_folder
 from megascale.core.limits import os_error_hint, raise_soft_limits
-from megascale.core.named_run import METRICS_FILE
 from megascale.core.rank import Rank
-from megascale.core.run_folder import LOGS, TOKEN_VARIABLE, check_known, read_token
+from megascale.core.run_folder import LOGS, METRICS_FILE, TOKEN_VARIABLE, check_known, read_token
+from megascale.operate.channel.secret import sites_secret
 from megascale.operate.diagnose.hang import flight
+from megascale.operate.node import environment
 from megascale.operate.node.host_limits import datasets_by_split, limit_findings, wanted_open_files
 
 
-def raise_limits(config: RunConfig, ranks: int) -> None:
-    """Raise soft limits of the operating system to the needs of `ranks` ranks on this host, which inherit the limits.
+def prepare_host(config: RunConfig, ranks: int) -> None:
+    """Set what `ranks` ranks on this host inherit: the environment, and soft limits of the operating system.
 
-    Raises: ConfigError if a hard limit is lower.
+    Raises: ConfigError if a hard limit is lower than their needs, or without the secret of several sites.
     """
+    if config.sites.count > 1:
+        sites_secret()
+    environment.set_defaults(config.folder if config.world_size > 1 else None)
     datasets, world = datasets_by_split(config.data, config.train.eval_every), config.world_size
     raise_soft_limits(wanted_open_files(datasets, world))
     if findings := list(limit_findings(datasets, world, ranks, saves=bool(config.checkpoint.every))):

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     location = run_location(options.checkpoint)  # before torch, whose import takes seconds
     from megascale.checkpoint.folders import find_checkpoint
     from megascale.convert.generate import SamplingParams, generate_text
-    from megascale.convert.saved_weights import weights_folder
+    from megascale.convert.huggingface import weights_folder
     from megascale.device import detect_device
 
     params = SamplingParams(

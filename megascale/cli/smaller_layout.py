@@ -31,9 +31,7 @@ def smaller_layout(config: RunConfig, ranks_per_node: int, nodes: int) -> Smalle
             continue
         inject = faults_of_ranks(config.fault.inject, world_size)
         ep = math.gcd(config.parallel.ep, world_size // config.parallel.pp)
-        parallel = config.parallel.model_copy(update={"dp": dp, "ep": ep})
-        fault = config.fault.model_copy(update={"inject": inject})
-        smaller = config.model_copy(update={"parallel": parallel, "fault": fault})
+        smaller = config.changed(parallel={"dp": dp, "ep": ep}, fault={"inject": inject})
         with contextlib.suppress(ConfigError):
             check_rules(smaller, "fault.shrink")
             if not list(world_findings(smaller, world_size)):

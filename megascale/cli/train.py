@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from megascale.cli.arguments import add_config_arguments
 from megascale.cli.command_output import warn
 from megascale.cli.rank_config import announce_failed_start, load_rank_config
-from megascale.cli.run_lock import begin_run, raise_limits
+from megascale.cli.run_lock import begin_run, prepare_host
 from megascale.cli.torch_import import torch_import_problem
 from megascale.config.run_warnings import run_warnings
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import STORE_VARIABLE, Rank, die_with_torchrun, local_world_size, rank_from_environment
-from megascale.operate.channel.secret import sites_secret
 from megascale.operate.node import environment
 from megascale.operate.node.failure import write_end, write_error
 from megascale.operate.store.settings import StoreSettings
@@ -40,10 +39,7 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         try:
             config = load_rank_config(options, rank)
-            if config.sites.count > 1:
-                sites_secret()  # before ranks start
-            environment.set_defaults(config.folder if config.world_size > 1 else None)
-            raise_limits(config, local_world_size(1) if rank else config.world_size)
+            prepare_host(config, local_world_size(1) if rank else config.world_size)
             # otherwise the launcher holds the lock
             if rank is None or (rank.rank == 0 and STORE_VARIABLE not in os.environ):
                 held.enter_context(begin_run(config, rank))

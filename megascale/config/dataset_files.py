@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -189,6 +189,19 @@ def document_range(documents: int, fractions: tuple[float, float]) -> tuple[int,
     """The documents [first, last) of a split."""
     first, last = (round(documents * edge) for edge in fractions)
     return first, last
+
+
+def count_tokens(data: DataConfig, split: SplitName) -> Iterator[tuple[float, str, int | DataError]]:
+    """Yield the share of every dataset in the samples of a split, its prefix and its tokens; nothing of mock data."""
+    source, fractions = split_source(data, split)
+    if data.mock or source is None:
+        return
+    blend: Blend = [(1.0, source)] if isinstance(source, str) else source
+    found, total = read_all_dataset_files([prefix for _, prefix in blend]), sum(weight for weight, _ in blend)
+    for weight, prefix in blend:
+        files = found[prefix]
+        tokens = files if isinstance(files, DataError) else files.tokens_in(*document_range(files.documents, fractions))
+        yield weight / total, prefix, tokens
 
 
 def _read_index(prefix: str) -> DatasetFiles:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -94,6 +95,11 @@ class RunConfig(RunKeys):
     def step_samples(self) -> BatchSizes:
         """The samples that each step consumes, at all sites."""
         return batch_sizes(self.batch, self.sites.count)
+
+    def changed(self, **sections: Mapping[str, Any]) -> RunConfig:
+        """Return a copy with other values by section and key, unchecked."""
+        made = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=made)
 
     @property
     def phases(self) -> list[RunConfig]:

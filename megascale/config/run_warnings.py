@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.config.backends import Fp8Config
-from megascale.config.data import Blend, DataConfig
-from megascale.config.dataset_files import DatasetFiles, document_range, read_all_dataset_files, split_source
+from megascale.config.data import DataConfig
+from megascale.config.dataset_files import count_tokens
 from megascale.config.exclusions import ONE_EXPERT, REMOVE, SWITCHED_OFF
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
@@ -80,18 +80,10 @@ def _nothing_saved(config: RunConfig, restarts: bool) -> Iterator[Finding]:
 
 def _many_epochs(config: RunConfig) -> Iterator[Finding]:
     """Warn of a dataset that is read more than MANY_EPOCHS times."""
-    source, fractions = split_source(config.data, "train")
-    if config.data.mock or source is None:
-        return
-    blend: Blend = [(1.0, source)] if isinstance(source, str) else source
-    found = read_all_dataset_files([prefix for _, prefix in blend])
-    total = sum(weight for weight, _ in blend)
-    for weight, prefix in blend:
-        files = found[prefix]
-        if not isinstance(files, DatasetFiles):
+    for share, prefix, tokens in count_tokens(config.data, "train"):
+        if not isinstance(tokens, int):
             return  # the rules report it
-        tokens = files.tokens_in(*document_range(files.documents, fractions))
-        epochs = config.samples * weight / total * config.model.seq_length / max(tokens, 1)
+        epochs = config.samples * share * config.model.seq_length / max(tokens, 1)
         if epochs > MANY_EPOCHS:
             fewer = max(1, int(config.train.steps / epochs))
             message = f"= {config.train.steps} reads {prefix} {epochs:.0f} times"

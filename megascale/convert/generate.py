@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from megascale.convert.conversion import to_huggingface
-from megascale.convert.huggingface import PretrainedWeights
-from megascale.convert.saved_weights import weights_folder
+from megascale.convert.huggingface import PretrainedWeights, weights_folder
 from megascale.convert.tokenizer_files import FramedTokenizer, load_framed
 from megascale.core.errors import CheckpointError, MegascaleError
 from megascale.core.storage import Location

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region, slices
 from megascale.config.model import ModelConfig
 from megascale.convert import dequantize
@@ -43,7 +44,7 @@ from megascale.convert.tensor_map import (
     tensor_map,
 )
 from megascale.core.errors import CheckpointError
-from megascale.core.files import exists, why_unreadable, write_text
+from megascale.core.files import exists, is_file, why_unreadable, write_text
 from megascale.core.limits import os_error_hint
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 from megascale.parallel.stateful import BALANCE_BIAS
@@ -242,6 +243,11 @@ class PretrainedWeights:
         if any(TEXT_MODEL in stored for stored in self.files):
             hint = f"tensors are named {TEXT_MODEL}NAME, as in a model of text and other inputs: {TEXT_ALONE_HINT}"
         raise CheckpointError(f"{self.folder} has no tensor {name}", hint=hint)
+
+
+def weights_folder(path: Path | None) -> Path | None:
+    """Return a folder of Hugging Face weights; None for a checkpoint, and for remote storage."""
+    return path if path and is_file(path / CONFIG_FILE) and not is_file(path / manifest.NAME) else None
 
 
 def export_model(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +13,11 @@ from torch import Tensor
 from megascale.checkpoint import folders, offline
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
-from megascale.convert.config_file import CONFIG_FILE
-from megascale.convert.huggingface import PretrainedWeights
+from megascale.convert.huggingface import PretrainedWeights, weights_folder
 from megascale.core.errors import CheckpointError
-from megascale.core.files import is_file
 from megascale.core.storage import Location
 from megascale.layout.freezing import matches
 from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, BALANCE_BIAS, WEIGHTS
-
-
-def weights_folder(path: Path | None) -> Path | None:
-    """Return a folder of Hugging Face weights; None for a checkpoint, and for remote storage."""
-    return path if path and is_file(path / CONFIG_FILE) and not is_file(path / manifest.NAME) else None
 
 
 def read_model_section(source: Location) -> dict[str, Any]:

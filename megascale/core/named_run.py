@@ -10,7 +10,6 @@ from megascale.core.files import exists, is_file, is_folder
 from megascale.core.registry import closest_name
 
 CONFIG_FILE = "config.toml"
-METRICS_FILE = "metrics.jsonl"
 
 USUAL_PARENT = Path("runs")  # the default of output_dir
 

@@ -27,6 +27,7 @@ folder made anew, or a copy of a folder at another place, is another run to copi
 """
 
 LOGS = "logs"
+METRICS_FILE = "metrics.jsonl"
 
 TOKEN_VARIABLE = "MEGASCALE_RUN_TOKEN"  # environment variable of a rank: the token that the driver has read last
 

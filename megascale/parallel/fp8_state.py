@@ -83,6 +83,7 @@ class Fp8State:
         }
         self.names = list(self.labels)
         self._mesh, self._seed, self._length, self._device = mesh, seed, model.seq_length, device
+        self.recorder = mesh.recorder
         self._numbered: tuple[MicroBatch, Tensor] | None = None
         self.step = 0
         shared = () if mesh.topology.pooled else (mesh.cp_heads, mesh.cp_keys)

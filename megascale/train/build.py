@@ -304,7 +304,7 @@ def build_stages(
         from megascale.parallel.fp8_linear import build_linear_gemms
 
         linear = partial(build_linear_gemms, state=fp8_state, tp=context.tp)
-        grouped = partial(build_grouped_gemms, state=fp8_state, recorder=context.tp.group.recorder)
+        grouped = partial(build_grouped_gemms, state=fp8_state)
         context = replace(context, linear_gemms=linear, grouped_gemms=grouped)
     stages = []
     for chunk in range(layout.vpp):
@@ -361,7 +361,9 @@ def build_experts(
     from megascale.parallel.experts.router_losses import RouterLosses
     from megascale.train.expert_steps import BIAS, CHOICES, ExpertState
 
-    state, losses, capacity = ExpertState(model, moe, mesh, device.torch_device), None, None
+    kept = {BIAS: model.balance_bias, CHOICES: moe.balance == "step"}
+    names, shape = [name for name, used in kept.items() if used], (model.total_layers, model.experts)
+    state, losses, capacity = ExpertState(names, shape, mesh, device.torch_device), None, None
     tokens = RankTokens(model.seq_length, micro, mesh.coord.tp, mesh.topology.dp, mesh.coord.dp)
     if moe.balance != "none" or moe.z_loss_weight:
         losses = RouterLosses(moe, model, tokens, mesh.group(*moe.region_axes(micro)), state.layers(CHOICES))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,10 @@ from torch import Tensor
 
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
-from megascale.config.model import ModelConfig
-from megascale.config.moe import MoeConfig
 from megascale.core.errors import MegascaleError
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.stateful import BALANCE_BIAS, GlobalTensor
-from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
+from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS
 from megascale.train.batch_totals import count_tokens
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step import is_logged_step
@@ -27,13 +25,13 @@ BIAS, CHOICES = BALANCE_BIAS, "expert_choices"
 
 
 class ExpertState(ReplicatedState):
-    """The bias of each expert, and with the balance of steps the choices of the last step, by layer of the model."""
+    """The bias of each expert, and with the balance of steps the choices of the last step, by layer of the model:
+    those of `names` in a `shape` of layers and experts.
+    """
 
-    def __init__(self, model: ModelConfig, moe: MoeConfig, mesh: Mesh, device: torch.device) -> None:
-        size = model.total_layers * model.experts
-        used = {BIAS: model.balance_bias, CHOICES: moe.balance == "step"}
-        super().__init__({name: size for name, kept in used.items() if kept}, mesh, device)
-        self._shape = model.total_layers, model.experts
+    def __init__(self, names: Iterable[str], shape: tuple[int, int], mesh: Mesh, device: torch.device) -> None:
+        super().__init__(dict.fromkeys(names, math.prod(shape)), mesh, device)
+        self._shape = shape
 
     def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
         """Have the first rank read all that the saved run had: none of it may begin anew."""
@@ -98,12 +96,3 @@ class ExpertSteps(Hook):
             bias += run.config.moe.bias_rate * (choices.mean(1, keepdim=True) - choices).sign()
         if before is not None:
             before.copy_(choices)
-
-
-def expert_metrics(model: ModelConfig, moe: MoeConfig, totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return `StepMetrics.experts` of the totals of a step; losses are means over layers."""
-    used = moe.balance != "none", moe.z_loss_weight > 0, moe.capacity_factor is not None
-    losses = {name: totals[name] for name in compress(ROUTER_TOTALS, used)}
-    layers = range(model.dense_layers, model.total_layers)
-    loads = {f"layers.{layer}": {"load": totals[vector_name(EXPERT_LOAD, layer)]} for layer in layers}
-    return loads | ({"router": losses} if losses else {})

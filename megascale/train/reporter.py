@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
-from megascale.core.named_run import METRICS_FILE
 from megascale.core.outages import Outages
+from megascale.core.run_folder import METRICS_FILE
 from megascale.layout.parts.part import Scores
 from megascale.plan.account.flops import hardware_flops, mfu, model_flops
 from megascale.record.metrics import MetricsRecord, StepMetrics

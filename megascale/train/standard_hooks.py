@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megascale.plan.account.step_totals import expert_metrics
 from megascale.train.further_losses import further_metrics
 from megascale.train.reporter import Reporter
 from megascale.train.run import Hook, Hooks, Run, StepResult
@@ -74,8 +75,6 @@ class StepRecords(Hook):
             model, train, totals = run.config.model, run.config.train, result.totals
             features = further_metrics(model, train, run.progress.step, totals)
             if model.experts:
-                from megascale.train.expert_steps import expert_metrics
-
                 features["experts"] = expert_metrics(model, run.config.moe, totals)
             kept = run.optimizer.kept.take(run.mesh, run.device.torch_device) if run.optimizer.kept else None
             self._reporter.write_step(result, run.progress, cast_stats, noise_scale, kept, **features)

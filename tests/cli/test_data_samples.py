@@ -11,7 +11,7 @@ import pytest
 
 from megascale.cli.data_samples import samples_of_step, step_range
 from megascale.cli.main import main
-from megascale.config.batch_rampup import BatchSizes
+from megascale.config.batch_rampup import BatchSizes, batch_sizes
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import DataError
@@ -82,7 +82,7 @@ def test_the_pieces_of_a_step_of_decomposed_documents(tmp_path: Path) -> None:
 
 def test_a_step_s_samples_when_the_batch_has_changed(tmp_path: Path) -> None:
     config = blend_config(tmp_path)
-    assert [step_range(config.batch, config.folder, step) for step in (1, 2, 40)] == [
+    assert [step_range(batch_sizes(config.batch), config.folder, step) for step in (1, 2, 40)] == [
         (0, 8),
         (8, 8),
         (312, 8),
@@ -93,10 +93,12 @@ def test_a_step_s_samples_when_the_batch_has_changed(tmp_path: Path) -> None:
     records += [{"step": step, "samples": 6 * step - 20} for step in (15, 20)]  # of a resume with another batch
     lines = [json.dumps(record) for record in records]
     (config.folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 16, "sam']))
-    assert [step_range(config.batch, config.folder, step) for step in (1, 5, 6, 10, 11, 15)] == [
+    assert [step_range(batch_sizes(config.batch), config.folder, step) for step in (1, 5, 6, 10, 11, 15)] == [
         (0, 4), (16, 4), (20, 4), (36, 4), (40, 6), (64, 6),
     ]  # fmt: skip
-    assert step_range(config.batch, config.folder, 22) == (108, 8), "after the last record the configuration tells"
+    assert step_range(batch_sizes(config.batch), config.folder, 22) == (108, 8), (
+        "after the last record the configuration tells"
+    )
 
 
 def test_a_step_is_right_or_refused_if_the_batch_has_changed_between_two_records(tmp_path: Path) -> None:
@@ -106,13 +108,13 @@ def test_a_step_is_right_or_refused_if_the_batch_has_changed_between_two_records
     records = [json.dumps({"step": step, "samples": sizes[step]}) for step in (1, 10, 20, 30, 40)]
     (config.folder / "metrics.jsonl").write_text("\n".join(records))
     for step in (*range(1, 11), *range(21, 41)):
-        assert step_range(config.batch, config.folder, step) == (
+        assert step_range(batch_sizes(config.batch), config.folder, step) == (
             sizes[step - 1],
             sizes[step] - sizes[step - 1],
         )
     for step in range(11, 21):
         with pytest.raises(DataError, match="60 samples in steps 11 to 20, by another"):
-            step_range(config.batch, config.folder, step)
+            step_range(batch_sizes(config.batch), config.folder, step)
 
 
 def test_weights_of_a_policy_need_all_records_from_the_first_step_on(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_a_step_of_another_ramp_up_is_right_or_refused(every: int, batch: dict[s
     answered = set()
     for step in range(1, every * (400 // every) + 1):
         with contextlib.suppress(DataError):
-            assert step_range(config.batch, config.folder, step) == (
+            assert step_range(batch_sizes(config.batch), config.folder, step) == (
                 sizes[step - 1],
                 sizes[step] - sizes[step - 1],
             )
@@ -157,7 +159,7 @@ def test_a_step_of_another_ramp_up_is_right_or_refused(every: int, batch: dict[s
     assert every != 20 or 130 in answered
     if every == 33:
         with pytest.raises(DataError, match=r"by another batch\.global or batch\.rampup than those of its config"):
-            step_range(config.batch, config.folder, 100)
+            step_range(batch_sizes(config.batch), config.folder, 100)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def test_a_step_has_the_schedule_of_its_batch(tmp_path: Path) -> None:
 
 def test_the_samples_of_a_step_are_known(tmp_path: Path) -> None:
     config = configure(tmp_path)
-    assert [step_range(config.batch, config.folder, step) for step in range(1, 8)] == [
+    assert [step_range(batch_sizes(config.batch), config.folder, step) for step in range(1, 8)] == [
         (sum(SIZES[:step]), SIZES[step]) for step in range(7)
     ]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.named_run import METRICS_FILE
+from megascale.core.run_folder import METRICS_FILE
 from megascale.operate.channel.ends import Disconnected, DriverEnd
 from megascale.operate.channel.messages import Leave, Start
 from megascale.operate.driver.alerts import AlertReader

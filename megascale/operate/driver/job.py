@@ -36,9 +36,8 @@ from megascale.operate.channel.messages import (
 )
 from megascale.operate.driver import alone, attempt_stages, decisions, end_stages
 from megascale.operate.driver.attempt import Attempt, LostNode
-from megascale.operate.driver.commands import Command, Exclude, Request, Say, Send
+from megascale.operate.driver.commands import Command, Request, Say, Send
 from megascale.operate.driver.job_state import JobState, Stage
-from megascale.operate.driver.roster import format_nodes
 from megascale.record.metrics import Alert, RebuiltStages
 
 START_S = 5.0  # seconds after an order to start ranks in which a heartbeat without ranks may be older than the order
@@ -63,12 +62,8 @@ class Job(JobState):
 
     def expect(self, names: Sequence[str], now: float) -> list[Command]:
         """The scheduler holds these nodes for the job. Those that the log excludes are given back for others."""
-        excluded = [name for name in names if name in self.roster.excluded]
-        self.do(*(Exclude(node, "it was replaced before", self.history.excluded[node]) for node in excluded))
-        if excluded:
-            self.do(Say(f"replaced before, within fault.node_exclusion_s, and given back: {format_nodes(excluded)}"))
-        if excluded and self.plan.requestable:
-            self.do(Request(len(excluded)))
+        if excluded := [name for name in names if name in self.roster.excluded]:
+            self.give_back(excluded)
         self.roster.expect([name for name in names if name not in excluded])
         return self._advance(now)
 

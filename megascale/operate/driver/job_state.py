@@ -219,6 +219,12 @@ class JobState:
         self.log({"event": "excluded", "time": now, "node": node, "reason": reason, "until": until})
         self.do(Exclude(node, reason, until))
 
+    def give_back(self, nodes: Sequence[str]) -> None:
+        """Give excluded nodes back to the scheduler, for others."""
+        self.do(*(Exclude(node, "it was replaced before", self.history.excluded[node]) for node in nodes))
+        self.do(Say(f"replaced before, within fault.node_exclusion_s, and given back: {format_nodes(nodes)}"))
+        self.do(*([Request(len(nodes))] if self.plan.requestable else []))
+
     def leave_out(self, node: str, reason: str, now: float) -> None:
         """Take out a node that failed its checks."""
         self.do(Say(f"node {node} failed its checks: {reason}"))

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megascale.core.named_run import METRICS_FILE
 from megascale.core.process import process_state
+from megascale.core.run_folder import METRICS_FILE
 from megascale.record.live_file import LIVE_FILE, LiveState, read_live_file
 from megascale.record.log_files import local_states
 from megascale.record.rank_state import RankStatus

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
-from megascale.config.run import RunConfig
 from megascale.core.files import exists
-from megascale.core.named_run import CONFIG_FILE, METRICS_FILE, RunFolderError, no_run
-from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
+from megascale.core.named_run import CONFIG_FILE, RunFolderError, no_run
+from megascale.core.run_folder import METRICS_FILE
+from megascale.operate.driver.incidents import LOG_FILE, read_history
 from megascale.operate.show.curves import MetricsFile
 from megascale.operate.show.live_reader import LiveStateReader
 from megascale.operate.show.run_config import read_run_config
@@ -33,25 +34,21 @@ class RunReader:
         self.folder = folder
         self._metrics = MetricsFile(folder / METRICS_FILE)
         self._states = LiveStateReader(folder, clock)
-        self._config: RunConfig | None = None
-        self._config_version: tuple[int, int] | None = None
-        self._history = JobHistory()
-        self._history_version: tuple[int, int] | None = None
+        self._config = lru_cache(1)(lambda version: read_run_config(folder))
+        self._history = lru_cache(1)(lambda version: read_history(folder / LOG_FILE))
 
     def read(self) -> RunView:
         """Return what the folder says now. Raises: RunFolderError, MegascaleError for an unreadable log"""
         try:
-            if (version := _version(self.folder / CONFIG_FILE)) != self._config_version:
-                self._config, self._config_version = read_run_config(self.folder), version
-            if (version := _version(self.folder / LOG_FILE)) != self._history_version:
-                self._history, self._history_version = read_history(self.folder / LOG_FILE), version
+            config = self._config(_version(self.folder / CONFIG_FILE))
+            history = self._history(_version(self.folder / LOG_FILE))
             curves = self._metrics.read()
             states = self._states.read()
         except OSError as error:
             raise _unreadable(error, self.folder) from None
         except ValueError as error:
             raise RunFolderError(str(error), hint="remove the file, or give another folder") from None
-        return with_standstill(RunView(self.folder, self._config, curves, self._history, states))
+        return with_standstill(RunView(self.folder, config, curves, history, states))
 
 
 def _unreadable(error: OSError, folder: Path) -> RunFolderError:

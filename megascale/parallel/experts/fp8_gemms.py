@@ -23,7 +23,6 @@ from megascale.parallel.experts.dispatcher import CastTokens
 from megascale.parallel.experts.grouped_linear import HIGH_PRECISION_GROUPS, GroupedGemms
 from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.linear_gemms import Operand, OperandName
-from megascale.record.recorder import Recorder
 
 ALIGNMENT = 16  # of the sum of a GEMM with scales of rows
 
@@ -35,7 +34,6 @@ class Fp8GroupedGemms(GroupedGemms):
     """
 
     state: Fp8State
-    recorder: Recorder
     _version: int = -1
     _weights: tuple[Quantized, ...] = ()
 
@@ -105,7 +103,7 @@ class Fp8GroupedGemms(GroupedGemms):
 
     def _kept_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
         if self._version != self.state.weight_version:
-            with self.recorder.memory_kind("parameters"):
+            with self.state.recorder.memory_kind("parameters"):
                 forward = self._forward_weight(weight)
                 self._weights = forward, self._dgrad_weight(weight, forward)
             self._version = self.state.weight_version
@@ -149,8 +147,8 @@ class Fp8GroupedGemms(GroupedGemms):
         return stack
 
 
-def build_grouped_gemms(layer: int, state: Fp8State, recorder: Recorder) -> GroupedGemms:
+def build_grouped_gemms(layer: int, state: Fp8State) -> GroupedGemms:
     """Return the GEMMs of a layer's experts: in FP8 in an FP8 layer, with a recipe whose scales allow it."""
     if layer not in state.layers or not any(recipe.facts["serves_experts"] for recipe in state.recipes):
         return HIGH_PRECISION_GROUPS
-    return Fp8GroupedGemms(state, recorder)
+    return Fp8GroupedGemms(state)

@@ -29,18 +29,14 @@ def with_context(config: RunConfig, tokens: int) -> RunConfig:
     """Return a resolved configuration with micro-batches of one sequence of `tokens`, a document each, as many as
     pipeline stages, without context parallelism.
     """
-    whole = {
-        "document_length": None,
-        "sequence_chunk_tokens": None,
-        "sequence_chunks_saved": 1,
-        "max_tokens_per_rank": None,
-    }
-    data = config.data.model_copy(update=whole)
-    p = config.parallel  # a rank of the pool has all of its tokens
-    parallel = p.model_copy(update={"dp": config.dp * p.cp, "cp": 1, "cp_mode": "ring", "cp_a2a_size": 1})
-    batch = config.batch.model_copy(update={"micro": 1, "total": config.dp * p.cp * p.pp, "rampup": None})
-    model = config.model.model_copy(update={"seq_length": tokens})
-    return config.model_copy(update={"model": model, "parallel": parallel, "batch": batch, "data": data})
+    whole = dict.fromkeys(("document_length", "sequence_chunk_tokens", "max_tokens_per_rank"))
+    p, dp = config.parallel, config.dp * config.parallel.cp  # a rank of the pool has all of its tokens
+    return config.changed(
+        model={"seq_length": tokens},
+        parallel={"dp": dp, "cp": 1, "cp_mode": "ring", "cp_a2a_size": 1},
+        batch={"micro": 1, "total": dp * p.pp, "rampup": None},
+        data={**whole, "sequence_chunks_saved": 1},
+    )
 
 
 def chunk_memory(job: JobMemory, stage: int, chunk_tokens: int, keep: int, longest: int) -> ChunkMemory:
@@ -48,8 +44,7 @@ def chunk_memory(job: JobMemory, stage: int, chunk_tokens: int, keep: int, longe
     `longest`: tokens of the longest sequence.
     """
     p, sizes, alone = job.config.parallel, job.sizes, with_context(job.config, chunk_tokens)
-    one = alone.batch.model_copy(update={"total": alone.dp})  # a single micro-batch
-    rank = JobMemory(alone.model_copy(update={"batch": one}), job.storage).rank(stage)
+    rank = JobMemory(alone.changed(batch={"total": alone.dp}), job.storage).rank(stage)  # a single micro-batch
     held = [layer for chunk in range(p.vpp) for layer in job.layout.layers(job.layout.index(stage, chunk))]
     chunks = -(-longest // chunk_tokens)
     kept = min(keep, chunks) + p.pp - stage - 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 
 from megascale.catalog.data import DATA_POLICIES
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
 from megascale.config.sparse_pattern import Reach
 from megascale.config.train import BatchConfig, TrainConfig
 from megascale.layout.loss import measured_losses
@@ -78,3 +80,12 @@ def score_totals(model: ModelConfig) -> Mapping[Reach | None, tuple[str, str]]:
 def vector_name(total: str, index: int) -> str:
     """The name of the sum of an element of a vector."""
     return f"{total} {index}"
+
+
+def expert_metrics(model: ModelConfig, moe: MoeConfig, totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return `StepMetrics.experts` of the totals of a step; losses are means over layers."""
+    used = moe.balance != "none", moe.z_loss_weight > 0, moe.capacity_factor is not None
+    losses = {name: totals[name] for name in compress(ROUTER_TOTALS, used)}
+    layers = range(model.dense_layers, model.total_layers)
+    loads = {f"layers.{layer}": {"load": totals[vector_name(EXPERT_LOAD, layer)]} for layer in layers}
+    return loads | ({"router": losses} if losses else {})

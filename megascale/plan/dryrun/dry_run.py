@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -89,16 +88,11 @@ def _one_step(config: RunConfig) -> RunConfig:
     """Return the configuration of a step in the steady state, on mock data, without files."""
     data = {"mock": True, "train": None, "valid": None, "reader": "rank"}
     checkpoint = {"every": 0, "in_memory_every": 0, "replicate": False}
-    sections: dict[str, dict[str, Any]] = {  # mock data and the whole batch, and only the step
-        "data": data, "batch": {"rampup": None}, "checkpoint": checkpoint,
-        "train": {
-            "eval_every": 0, "compile": False, "memory_dir": None,
-            "distill_teacher": config.train.distill_teacher and MOCK_TEACHER,
-        },
-        "fp8": {"monitor": False},
+    train = {
+        "eval_every": 0, "compile": False, "memory_dir": None,
+        "distill_teacher": config.train.distill_teacher and MOCK_TEACHER,
     }  # fmt: skip
-    update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
-    return config.model_copy(update=update)
+    return config.changed(data=data, batch={"rampup": None}, checkpoint=checkpoint, train=train, fp8={"monitor": False})
 
 
 def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:

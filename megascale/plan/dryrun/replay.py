@@ -20,7 +20,6 @@ from torch.autograd.graph import get_gradient_edge
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
-from megascale.layout.sequence_shard import sequence_shard
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.parallel.activation_store import moved_tensors
 from megascale.parallel.experts.dispatcher import ExpertChoice
@@ -350,8 +349,8 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
     m, quantized = run.config.model, fp8_layers(run.config.model, run.config.train, run.config.fp8)
     if m.position == "rope":  # one table for all layers with equal angles
         wide = torch.promote_types(run.dtypes[0], torch.float32)
-        shard = sequence_shard(run.config.parallel, m.seq_length, run.mesh.coord.cp)
-        spans = None if shard is None or run.config.data.attention_mask == "document" else shard.spans
+        sharding = run.train_loader.sharding
+        spans = None if sharding is None or run.config.data.attention_mask == "document" else sharding.row.spans
         for rope in {layer_rope(m, layer) for layer in range(m.total_layers)}:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
     anchor, kinds = torch.zeros((), requires_grad=True), distinct_blocks(m)[1]

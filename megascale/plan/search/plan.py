@@ -166,8 +166,7 @@ class Plan:
         if self.config.train.quantizes and fp8.facts["whole"]:
             yield f"{fp8.recipe} is emulated: its GEMMs are planned as those of other recipes, and run as in bf16"
         if self.config.train.quantizes:
-            train = self.config.train.model_copy(update={"precision": "bf16"})
-            bf16 = replace(self, config=self.config.model_copy(update={"train": train})).estimate.step_s
+            bf16 = replace(self, config=self.config.changed(train={"precision": "bf16"})).estimate.step_s
             if bf16 <= self.estimate.step_s:
                 yield f"bf16 is planned no slower, at {bf16:.3g} s: casts take what small GEMMs save"
 

@@ -59,10 +59,8 @@ def search(
     inside a node if any such layout fits.
     """
     island = hardware.islands.devices if hardware.islands else 0
-    uniform = config.model_copy(update={"train": config.train.model_copy(update={"memory": None})})
-    space = Space(
-        uniform if config.train.memory == AUTO else config, devices, frozenset(fixed), hardware.node.devices, island
-    )
+    uniform = config.changed(train={"memory": None}) if config.train.memory == AUTO else config
+    space = Space(uniform, devices, frozenset(fixed), hardware.node.devices, island)
     counts = Counter[str]()
     solver = _BranchAndBound(space, hardware, stack, memory_fraction)
     for tps in (solver.tps_in_node, solver.tps_across_nodes):
@@ -148,8 +146,7 @@ class _BranchAndBound:
         if layout.pp == 1 or key in self._space.fixed or self._space.config.train.recompute_model_chunks:
             return plan
         sizes = self._bounds.balanced(layout, plan.parts.slowness)
-        parallel = plan.config.parallel.model_copy(update={"layers_per_chunk": sizes})
-        uneven = replace(plan, config=plan.config.model_copy(update={"parallel": parallel}))
+        uneven = replace(plan, config=plan.config.changed(parallel={"layers_per_chunk": sizes}))
         if any(run_rules(RULES, dict(uneven.config))) or uneven.parts.step_s > (1 - MIN_GAIN) * plan.parts.step_s:
             return plan
         return uneven if uneven.fullest(self.memory_limit) <= self.memory_limit else plan

@@ -124,8 +124,7 @@ class Space:
         for key, value in values.items():
             section, _, name = key.partition(".")
             updates[section][name] = value
-        sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in updates.items()}
-        return config.model_copy(update=sections)
+        return config.changed(**updates)
 
     @cached_property
     def free(self) -> Space:

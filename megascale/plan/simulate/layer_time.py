@@ -92,9 +92,8 @@ class LayerTimes:
 
     def of_half(self) -> LayerTimes:
         """Return the times of half of a micro-batch's sequences."""
-        batch = self.config.batch.model_copy(update={"micro": self.config.batch.micro // 2})
-        exchange = replace(self.exchange, size=self.exchange.size // 2)
-        return replace(self, config=self.config.model_copy(update={"batch": batch}), exchange=exchange)
+        config = self.config.changed(batch={"micro": self.config.batch.micro // 2})
+        return replace(self, config=config, exchange=replace(self.exchange, size=self.exchange.size // 2))
 
     def in_tiles(self, tiles: int) -> LayerTimes:
         exchange = replace(self.exchange, size=self.exchange.size // tiles)
