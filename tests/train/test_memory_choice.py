@@ -96,7 +96,7 @@ def test_a_machine_without_a_profile_is_told_to_measure_it(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_choice_is_logged_and_recorded(tmp_path: Path) -> None:
-    path = write_config(tight(tmp_path, train__steps=1), tmp_path / "auto.toml")
+    path = write_config(tight(tmp_path, train__steps=3), tmp_path / "auto.toml")
     environment = os.environ | {"XDG_CONFIG_HOME": str(profiled(tmp_path / "home"))}
     command = [sys.executable, "-m", "megascale", "train", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
