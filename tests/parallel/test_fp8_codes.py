@@ -180,7 +180,8 @@ def test_codes_of_frozen_weights_are_made_again_after_a_load(
     zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their statistics are those of every step."""
-    config = configured(tmp_path, TENSORS, **BY_MODULE, **fp8("tensorwise"), **FROZEN, parallel__zero=zero)
+    keys = {**fp8("tensorwise"), **FROZEN, "parallel__zero": zero} | (BY_MODULE if zero == 1 else {})
+    config = configured(tmp_path, TENSORS, **keys)
     curves, found = run_threads(config, loaded)[0]
     monkeypatch.setattr(BucketSize, "coded", lambda *_: 0)
     expected, stats = run_threads(config, loaded)[0]
