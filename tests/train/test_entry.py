@@ -13,6 +13,7 @@ from megascale.catalog.accelerators import Peak
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.device import Device
+from megascale.ops.library import Library
 from megascale.plan.account.state_bytes import state_bytes
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.run_summary import run_summary
@@ -28,6 +29,7 @@ def a_run(folder: Path, **changes: Any) -> Any:
 
 def on_gpu(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(Library, "missing_reason", lambda library: f"{library.package} is not installed")
     return replace(run, device=Device(torch.device("cuda", 0), "nccl"))
 
 

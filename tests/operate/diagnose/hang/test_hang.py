@@ -184,7 +184,13 @@ def test_a_reduction_left_out_of_the_first_step_is_told_by_tensor_parallel_ranks
 
 
 def operations(records: dict[int, RankState]) -> int:
-    """Return the calls of a verdict and of its chain of waits, and the edges of the wait graph."""
+    """Return the calls of a verdict and of its chain of waits, and the edges of the wait graph: the least of three, as
+    the profile of Python 3.12 counts calls of other threads.
+    """
+    return min(_operations(records) for _ in range(3))
+
+
+def _operations(records: dict[int, RankState]) -> int:
     profile = cProfile.Profile()
     with profile:
         verdict, graph = hang_verdict(records, {}), wait_graph(records)
