@@ -86,6 +86,6 @@ def teacher_file(model: ModelConfig, batch: BatchConfig, train: TrainConfig, sit
     if header.top_k < train.distill_top_k:
         message = f"{path} lists {header.top_k} tokens for a label"
         yield Finding("train.distill_top_k", message, f"at most {header.top_k}")
-    if header.samples < (needed := teacher_samples(batch, train, sites.count)):
+    if train.distills and header.samples < (needed := teacher_samples(batch, train, sites.count)):
         message = f"{path} has {header.samples} samples, and the steps with a teacher read {needed}"
         yield Finding(key, message, f"a file of {needed} samples, or a smaller train.distill_until_step")

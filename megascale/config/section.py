@@ -140,8 +140,8 @@ class TableChoice(Choice):
         for key, value in table.items():
             if key in kinds:
                 values[key] = number = float(value) if kinds[key] is float and type(value) is int else value
-                is_fit = kinds[key] is bool or 2**-126 <= number < 2**128 or (number == 0 and key == WEIGHT)
-                if type(number) is not kinds[key] or not is_fit:
+                may_be_zero = kinds[key] is bool or key == WEIGHT
+                if type(number) is not kinds[key] or not (2**-126 <= number < 2**128 or (number == 0 and may_be_zero)):
                     mistakes.append(f"{key} should be {_VALUES.get(key) or _VALUES[kinds[key]]}")
             elif key != "type":
                 mistakes.append(f"{name} has no {key}")

@@ -13,8 +13,8 @@ from pathlib import Path
 from megascale.core.errors import DataError
 from megascale.core.files import why_unreadable
 
-FORMAT = b"megascale soft labels "  # begin of the first line
-MAX_LINE = 1 << 16
+FORMAT = b"megascale soft labels "  # the beginning of the first line
+MAX_LINE = 1 << 16  # bytes
 DIGEST_BYTES = 8
 ENTRY_BYTES = 8  # of a token: its id, i32, and its log-probability, f32
 WRITE_AGAIN_HINT = "write it again with `megascale data teacher`"

@@ -50,6 +50,7 @@ def visible_blocks(
     if not isinstance(reach, SparsePattern):
         blocks = mask_blocks(queries, keys, reach, starts, length)
         return (HeadBlocks(blocks),) if blocks else ()
+    assert heads, "the blocks of a pattern are those of its heads"
     near, far = list[MaskBlock](), list[HeadBlocks]()
     size, back = reach.block, (reach.local_blocks - 1) * reach.block
     for row, start, own, theirs in documents_of(queries, keys, starts, length):

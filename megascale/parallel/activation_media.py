@@ -105,10 +105,12 @@ class MovedTensor:
         self.piece = None
 
     def __del__(self) -> None:
-        if self._loading is not None:  # and nothing has read it
-            self.take()
-        self.saved()
-        self._free_piece()
+        try:
+            if self._loading is not None:  # and nothing has read it
+                self.take()
+            self.saved()
+        finally:
+            self._free_piece()
 
 
 class HostMemory:
@@ -124,6 +126,7 @@ class HostMemory:
         return MovedTensor(self, x, x.nbytes, piece, self.buffers.save(x, piece))
 
     def load(self, piece: Tensor, nbytes: int) -> Loaded:
+        """Start to copy `nbytes` bytes back to the device: the tensor, u8, and the wait for it."""
         return self.buffers.load(piece, torch.Size((nbytes,)), torch.uint8)
 
 

@@ -30,7 +30,7 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
 
         hooks.append(PolicyUpdates(run.policy, reporter))
     hooks += [StepRecords(reporter), SpikeAlert(run.config.fault, reporter), SkippedSteps(reporter)]
-    if run.config.fp8.schedule:
+    if run.config.train.quantizes and run.config.fp8.schedule:
         from megascale.train.fp8_casts import RecipeChanges
 
         hooks.append(RecipeChanges(reporter.write_message, run.config.fp8.recipe))

@@ -155,14 +155,16 @@ class Noted:
 def messages(rank: Rank, config: RunConfig, resumed: int) -> list[str]:
     from megascale.train.fp8_casts import RecipeChanges
     from megascale.train.reporter import Reporter
+    from megascale.train.standard_hooks import standard_hooks
 
     run, notes = build_run(rank, config), Noted()
     run.progress.step, run.progress.samples = resumed, resumed * BATCH
     reporter = Reporter(config, run.device, None, [notes], run.mesh.recorder)
-    hook = RecipeChanges(reporter.write_message, config.fp8.recipe)
+    hooks = [hook for hook in standard_hooks(run, reporter)._hooks if isinstance(hook, RecipeChanges)]
     for step in range(resumed, STEPS):
         run.progress.step, run.progress.samples = step, step * BATCH
-        hook.step_begins(run)
+        for hook in hooks:
+            hook.step_begins(run)
     return notes.messages
 
 
@@ -171,6 +173,7 @@ def test_the_console_names_a_change(tmp_path: Path) -> None:
     later = "step 7 and later run bf16 by fp8.schedule"
     assert run_world(1, messages, config, 0) == [["step 5 and later run rowwise by fp8.schedule", later]]
     assert run_world(1, messages, config, 7) == [[later.replace("7", "8")]]
+    assert run_world(1, messages, configured(tmp_path, [[0.5, "rowwise"]], train__precision="bf16"), 0) == [[]]
 
 
 @pytest.mark.parametrize(

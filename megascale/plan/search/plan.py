@@ -65,7 +65,7 @@ class Plan:
 
     def fullest(self, limit: float) -> int:
         """Bytes of the fullest rank by formulas, or of the first over `limit`."""
-        return JobMemory(self.config, self.stack.storage, self.stack.imbalance).fullest(limit).total
+        return self.job.fullest(limit).total
 
     @property
     def memory_by_stage(self) -> list[int]:

@@ -41,6 +41,7 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
 
 
 KindTimes = tuple[list[tuple[int, bool]], Callable[[int, bool, RecomputePolicy], PassTimes]]
+"""The kind of each layer, as the number of its block and whether it is in FP8; and the times of a kind by policy."""
 
 
 def kind_times(layers: LayerTimes) -> KindTimes:
