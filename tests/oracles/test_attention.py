@@ -149,7 +149,7 @@ def our_attention(case: Case, layer: int, weights: dict[str, Tensor]) -> tuple[A
             places[f"{part}_proj.{kind}"] = getattr(module.qkv, kind), slice(*rows[index : index + 2].tolist())
     for part in ("q_norm", "k_norm"):
         if f"{part}.weight" in weights:
-            places[f"{part}.weight"] = getattr(module, part).weight, slice(None)
+            places[f"{part}.weight"] = getattr(module.norms, part[0]).weight, slice(None)
     assert weights.keys() == {name for name, (parameter, _) in places.items() if parameter is not None}
     with torch.no_grad():
         for name, weight in weights.items():
