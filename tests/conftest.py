@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
 from megascale.cli.agent import GRPC_DEFAULTS
+
+# Files of tests are in memory, if they fit: they are many and small, which a disk takes minutes to sync and to remove.
+MEMORY, NEEDED = "/dev/shm", 4 << 30
+if os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > NEEDED:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 # Before any test imports gRPC: its handlers of fork abort children that this process starts with a `preexec_fn`.
 os.environ.update(GRPC_DEFAULTS | os.environ)

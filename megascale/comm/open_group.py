@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm.group import Group, single_rank_group
+from megascale.comm.group import Group
 from megascale.comm.lost_peer import opening_group
 from megascale.comm.nccl_options import nccl_options
 from megascale.comm.p2p_collectives import MAX_MESSAGE_BYTES, P2PTransport
@@ -69,7 +69,7 @@ def open_group(
     messages between ranks also on the same host, in the background of compute. A group of neither has no collectives.
     """
     if len(ranks) == 1:
-        return single_rank_group(name, rank)
+        return Group(name, (rank,), 0, recorder=recorder)
     options = options or GroupOptions()
     process_group = open_process_group(name, ranks, options)
     group = Group(name, tuple(ranks), list(ranks).index(rank), process_group, recorder)

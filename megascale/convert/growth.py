@@ -205,8 +205,10 @@ def _obstacles(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:
     if to.unit_scaling:
         yield Finding("model.unit_scaling", "its factors follow the sizes", "a model without it")
     if to.hidden_size % model.hidden_size:
-        multiple = f"a multiple of {model.hidden_size}"
-        yield Finding("model.hidden_size", f"elements are copied, and {to.hidden_size} is no {multiple}", multiple)
+        multiple = f"multiple of {model.hidden_size}"
+        yield Finding(
+            "model.hidden_size", f"elements are copied, and {to.hidden_size} is no {multiple}", f"a {multiple}"
+        )
     shared, sharing = to.num_heads // to.num_kv_heads, model.num_heads // model.num_kv_heads
     if shared < sharing:
         yield Finding("model.num_kv_heads", f"{sharing} heads share a key-value head, and {shared} would", "fewer")

@@ -22,7 +22,7 @@ from megascale.layout.topology import REPLICATE, Topology, inner_axes
 
 ALIGNMENT = 64  # elements to which the starts of parameters and shards are aligned: 128 bytes or more in every dtype
 
-AHEAD = 2  # sub-groups of state in host memory on their way at a time: so many gradients, and so many states
+AHEAD = 2  # sub-groups of state in host memory whose copies are on their way at a time, in each direction
 
 SHARDED: dict[int, tuple[str, ...]] = {
     0: (),

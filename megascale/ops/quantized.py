@@ -151,7 +151,7 @@ class Quantized:
         """Return data * scale * tensor_scale, an approximation of the original, in fp32."""
         if self.columnwise:
             return self.t().dequantize().t()
-        values = E2M1_VALUES.to(self.data.device)[unpack(self.data).int()] if self.packed == 2 else self.data.float()
+        values = e2m1_values(self.data.device)[unpack(self.data).int()] if self.packed == 2 else self.data.float()
         scaled = (in_blocks(values, self.block) * over_blocks(self.scale.float(), self.block)).view(self.shape)
         return scaled if self.tensor_scale is None else scaled * self.tensor_scale
 
@@ -186,8 +186,12 @@ class RowReader(NamedTuple):
         return self.make(codes.view(self.dtype), scales.view(self.scale_dtype))
 
 
-E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-E2M1_VALUES = torch.cat([E2M1_VALUES, -E2M1_VALUES])  # by code
+def e2m1_values(device: torch.device) -> Tensor:
+    """Return the values [16], f32, of E2M1 by code, computed on the device: a copy to it would hold up the host."""
+    codes = torch.arange(16, device=device)
+    exponent, fraction = codes >> 1 & 3, codes & 1
+    magnitude = (fraction + 2 * (exponent > 0)) * 2 ** exponent.clamp(min=1) / 4
+    return torch.where(codes < 8, magnitude, -magnitude)
 
 
 def unpack(data: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ def further_losses(rank: Rank, config: Any) -> list[float]:
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {}, "no size is larger"),
-    (LLAMA, {"hidden_size": 48, "head_dim": 8}, "48 is no a multiple of 32"),
+    (LLAMA, {"hidden_size": 48, "head_dim": 8}, "48 is no multiple of 32"),
     (LLAMA, {"hidden_size": 64}, "model.head_dim: 16 here, 8 in the checkpoint"),
     (LLAMA, {"num_layers": 2}, "2 is less than the checkpoint's 4"),
     (LLAMA, {"num_layers": 8, "norm_eps": 1e-6}, "model.norm_eps"),

@@ -160,7 +160,7 @@ def test_calls_bytes_flops_and_memory_equal_the_dry_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", only_quick(["static", "blockwise"], "static"))
 def test_scales_do_not_depend_on_the_halves(recipe: str, tmp_path: Path) -> None:
     """Blocks of tokens are of one sequence."""
-    sizes = {"hidden_size": 128, "ffn_size": 256, "num_kv_heads": 4, "seq_length": 128}
+    sizes = {"hidden_size": 256, "ffn_size": 512, "num_kv_heads": 4, "seq_length": 128}
     keys: dict[str, Any] = {f"model__{key}": size for key, size in sizes.items()}
     keys |= {"parallel__sp": True, "train__precision": "fp8", "fp8__recipe": recipe, "fp8__first_layers_bf16": 0}
     configs = [configure("llama", tmp_path, tp, **keys) for tp in (False, "domino")]

@@ -24,6 +24,7 @@ FP8 = {
     "parallel__sp": True, "train__recompute": "selective", "model__hidden_size": 256, "model__num_heads": 4,
     "model__num_kv_heads": 4, "model__ffn_size": 512, "model__seq_length": 128,
 }  # fmt: skip
+ONE = {"parallel__tp": 1, "parallel__sp": False}
 EXPERTS = {
     "model__experts": 8, "model__experts_per_token": 4, "model__expert_ffn_size": 32, "model__shared_ffn_size": 32,
     "model__hidden_size": 64, "parallel__dp": 2, "parallel__ep": 2,
@@ -75,8 +76,11 @@ CASES: dict[str, dict[str, Any]] = {
         "moe__token_blocks": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__ep": 4,
         "moe__balance": "sequence",
     },
-    **{f"llama fp8 {recipe}": FP8 | {"fp8__recipe": recipe} for recipe in RECIPES.names()},
-    "gpt fp8 not cut": FP8 | {"parallel__tp": 1, "parallel__sp": False, "train__recompute": "none"},
+    **{
+        f"llama fp8 {recipe}": FP8 | {"fp8__recipe": recipe} | (ONE if RECIPES[recipe].facts["whole"] else {})
+        for recipe in RECIPES.names()
+    },
+    "gpt fp8 not cut": FP8 | ONE | {"train__recompute": "none"},
 }  # fmt: skip
 
 

@@ -19,11 +19,12 @@ from megascale.catalog.recipes import ROW
 from megascale.ops.block_scaled_gemm import accumulating, decoded_matmul
 from megascale.ops.fp8 import CastRecord, Fp8Kernels
 from megascale.ops.nvfp4 import Nvfp4Quantizer
+from megascale.ops.philox import block_bytes
 from megascale.ops.quantized import ElementFormat, Quantized
 from megascale.ops.recipe import Dither, Recipe
 
 RANK = 16
-"""Singular vectors in FP8."""
+"""Singular vectors in FP8, at most 16, the bytes of a block."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def largest_vectors(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return U [m, rank], S [rank] and V [k, rank] of x, f32 [m, k], near its largest: two steps of subspace iteration
     from the same vectors for every matrix (Halko et al. 2011). What is not finite makes all of them so.
     """
-    start = torch.randn(x.shape[1], rank, generator=torch.Generator().manual_seed(0)).to(x.device)
+    numbers = (torch.arange(count, device=x.device) for count in (x.shape[1], 1))
+    start = block_bytes((0, 0), *numbers)[:, :rank] - 127.5  # drawn on the device: a copy to it would hold up the host
     finite = torch.where(x.isfinite().all(), x, torch.zeros_like(x))
     basis = torch.linalg.qr(finite @ start).Q
     basis = torch.linalg.qr(finite @ (finite.t() @ basis)).Q

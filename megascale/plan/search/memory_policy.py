@@ -102,7 +102,7 @@ class PolicySearch:
 
     def options(self, stage: int) -> list[LayerPolicy]:
         """List the policies for layers of a rank: what the device can do by itself, and the stores that it has. Of a
-        store, with the MLP in tiles, also the largest share that hides behind compute.
+        store, with the MLP in tiles, also the largest share that hides behind compute, and the next one.
         """
         found, tiles = list[LayerPolicy](["keep", "selective", "full"]), self.config.train.mlp_tiles
         stores: dict[Literal["host", "nvme"], object] = {
@@ -110,9 +110,9 @@ class PolicySearch:
             "nvme": self.config.train.memory_dir,
         }
         for store in (store for store, given in stores.items() if given):
-            shares: list[LayerPolicy] = [{store: tile / tiles} for tile in range(tiles - 1, 0, -1)]
-            hidden = (share for share in shares if not any(late for _, _, late in self._account(stage, share)))
-            found += [store, *itertools.islice(hidden, 1)]
+            shares: list[LayerPolicy] = [{store: tile / tiles} for tile in range(1, tiles)]
+            hidden = sum(not any(late for _, _, late in self._account(stage, share)) for share in shares)
+            found += [store, *shares[max(0, hidden - 1) : hidden + 1]]
         trains = [with_memory(self.config.train, [each]) for each in found]
         broken = [any(run_rules(RULES, dict(self.config) | {"train": train})) for train in trains]
         return [*itertools.compress(found, map(not_, broken))]

@@ -142,7 +142,7 @@ class Node(Link):
     """The devices of a host."""
 
     devices: Count = Field(8, description="devices of a node")
-    memory: Annotated[Count, Whole] = Field(2 << 40, description="bytes of host memory")
+    memory: Annotated[int, Whole] = Field(2 << 40, gt=0, lt=2**63, description="bytes of host memory")
     drives: Drives = Drives()
     cores: int = Field(0, ge=0, description="cores, if devices are processes; 0: a core per device")
     memory_bandwidth: Rate | None = Field(None, description="bytes/s of the host's memory, for all devices, if stated")

@@ -24,7 +24,8 @@ from tests.operate.store.tables import rows
 def test_a_bug_in_an_analysis_is_told_and_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors, told, again = [ValueError("a bug"), None], list[str](), threading.Event()
 
-    def fail_at_first(*arguments: object) -> None:
+    def fail_at_first(folder: Path, *arguments: object) -> None:
+        assert folder == run, "an analysis of another test, which has ended"
         if error := errors.pop(0):
             write_rows(Location(f"{run}/events"), TableFile("states", "n0", 0, 1, 2), rows("states", 1))
             raise error

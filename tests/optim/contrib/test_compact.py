@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megascale.comm.group import single_rank_group
 from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
 from megascale.ops.optimizer import UpdateInput
 from megascale.optim.contrib.compact import compact, projection
 from megascale.parallel.projected_gemms import ProjectedGemms
@@ -22,8 +23,9 @@ from megascale.plan.account.memory import JobMemory
 from tests.marks import only_quick
 from tests.optim.layouts import assembled
 from tests.plan.account.test_against_dry_run import sent_by
-from tests.runs import GPT, LLAMA, config_of, curve_of, settings
+from tests.runs import GPT, LLAMA, build_run, config_of, curve_of, settings
 from tests.thread_world import run_threads
+from tests.worlds import run_world
 
 FP64 = torch.empty(0, dtype=torch.float64)
 OPTIONS = {"rank": 16, "update_gap": 1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "scale": 0.25}
@@ -120,6 +122,17 @@ def test_every_layout_trains_alike(layout: str, block: str, tmp_path: Path) -> N
     whole, found = assembled([alone[0][1]]), assembled([rank[1] for rank in ranks])
     for name, values in whole.items():
         assert float((found[name] - values).norm() / values.norm().clamp(min=1e-30)) < 1e-8, name
+
+
+def curve_in_a_process(rank: Rank, config: RunConfig) -> Any:
+    return curve_of(build_run(rank, config), 3)
+
+
+def test_a_process_alone_projects_as_ranks_of_tp(tmp_path: Path) -> None:
+    """Its group of one rank knows the step, too."""
+    (alone,) = run_world(1, curve_in_a_process, of(tmp_path))
+    for curve in run_threads(of(tmp_path, parallel__tp=2), lambda run: curve_of(run, 3)):
+        assert sum(curve, ()) == pytest.approx(sum(alone, ()), rel=1e-10)
 
 
 @pytest.mark.parametrize(

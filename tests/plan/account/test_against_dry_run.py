@@ -38,7 +38,9 @@ def compare(config: RunConfig, rank: int) -> tuple[int, float]:
 
     dry = dry_run(config, rank)
     assert step_traffic(config, dry.coord) == sent_by(dry)
-    assert rank_flops(config, dry.coord.pp, dry.coord.cp) == dry.flops.total()
+    of_model, counted = rank_flops(config, dry.coord.pp, dry.coord.cp), dry.flops.total()
+    decomposes = config.train.precision == "fp8" and config.fp8.recipe == "metis"
+    assert of_model < counted if decomposes else of_model == counted, "the GEMMs of factors are no work of the model"
     planned, state, peak = JobMemory(config).rank(dry.coord.pp), dry.state, dry.peak.total()
     assert (planned.gradients, planned.optimizer) == (state["gradients"], state["optimizer"])
     if config.train.precision != "fp8":  # FP8 weights are quantized in the step

@@ -74,13 +74,19 @@ def ready(tmp_path: Path, node: str) -> Callable[[], bool]:
     return lambda: log.exists() and "ready" in log.read_text()
 
 
+async def both(scheduler: LocalScheduler, node: str) -> list[int]:
+    """Return the agent and the rank of a node: a process that begins has no environment yet."""
+    await until(lambda: len(scheduler.processes(node)) == 2)
+    return scheduler.processes(node)
+
+
 def test_an_agent_knows_its_node_its_driver_and_the_secret(tmp_path: Path) -> None:
     async def use(scheduler: LocalScheduler) -> None:
         await scheduler.start_agent("node1")
         await until(ready(tmp_path, "node1"))
         line = (tmp_path / "agent-node1.log").read_text().splitlines()[0]
         assert line == f"node1 127.0.0.1:4000 127.0.0.1 {SECRET}"
-        agent, rank = scheduler.processes("node1")
+        agent, rank = await both(scheduler, "node1")
         for pid in (agent, rank):
             assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
             assert SECRET.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
@@ -93,7 +99,7 @@ def test_a_lost_agent_is_told_and_its_node_is_replaced(tmp_path: Path) -> None:
         assert [node.name for node in await scheduler.nodes()] == ["node0", "node1"]
         await scheduler.start_agent("node0")
         await until(ready(tmp_path, "node0"))
-        agent, rank = scheduler.processes("node0")
+        agent, rank = await both(scheduler, "node0")
         os.kill(agent, signal.SIGKILL)
         end = await scheduler.next_end()
         assert (end.node, end.status) == ("node0", -signal.SIGKILL)
