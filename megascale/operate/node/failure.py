@@ -132,5 +132,5 @@ def read_records(logs: Path) -> dict[int, dict[str, Any]]:
     for path in logs.glob(ERROR_FILE_NAME.format("*")):
         with contextlib.suppress(OSError, ValueError):  # as on a file system that is away
             records.append(read_record(path) or {})
-    known = sorted((record for record in records if record), key=lambda record: record["time"])
+    known = sorted((record for record in records if record), key=lambda record: (record["time"], record["rank"]))
     return {record["rank"]: record for record in known}
