@@ -203,3 +203,13 @@ def test_a_search_of_layouts_gives_policies_to_the_fastest() -> None:
     assert all(one <= two * (1 + 1e-9) for one, two in zip(*steps, strict=True))
     assert sum(steps[0]) < sum(steps[1])
     assert all(plan.fits and len(plan.config.train.memory or ()) == 32 for plan in chosen.best)
+
+
+def test_a_share_that_nearly_hides_is_an_option() -> None:
+    """A quarter of an MLP that adds 1% to a layer is faster than layers that are recomputed."""
+    keys = ["model.seq_length=32768", "batch.global=8", "train.mlp_tiles=4", "train.memory=auto", "parallel.dp=4"]
+    config = limited(load_config(CONFIG, keys), 45_000_000_000)
+    chosen, share = with_policies(config, H100, STACK), given(config, [{"host": 0.25}])
+    seconds, of_share = (StepParts(each, H100, STACK).step_s for each in (chosen, share))
+    assert JobMemory(share).fullest().total < config.train.memory_limit * MEMORY_FRACTION
+    assert seconds <= of_share
