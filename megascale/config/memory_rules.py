@@ -45,11 +45,8 @@ def saved_tensors_folder(train: TrainConfig) -> Iterator[Finding]:
         yield Finding(key, "train.memory moves tensors to files, which need a folder", "a folder on a local disk")
     elif folder is not None and not moves:
         yield Finding(key, "has no effect without nvme in train.memory", "nvme in train.memory, or remove the key")
-    elif folder is not None and not (Path(folder).is_absolute() and _may_be_written(folder)):
+    elif folder is not None and not (  # hosts of a run may have a folder that this one lacks
+        Path(folder).is_absolute() and (not os.path.lexists(folder) or os.access(folder, os.W_OK | os.X_OK))
+    ):
         message = f"{folder!r} is not the absolute path of a writable folder"
         yield Finding(key, message, "a folder on a local disk, the same on every host")
-
-
-def _may_be_written(folder: str) -> bool:
-    """Return False for what is no writable folder here; hosts of a run may have a folder that this one lacks."""
-    return not os.path.lexists(folder) or os.access(folder, os.W_OK | os.X_OK)

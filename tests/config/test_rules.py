@@ -1601,6 +1601,11 @@ def test_ranks_without_a_divisor_of_the_experts_are_told_how_many_share_them() -
     assert not list(expert_parallel(model, ParallelConfig(ep=8, dp=8)))
 
 
+def test_a_folder_of_saved_tensors_may_be_on_the_hosts_alone(tmp_path: Path) -> None:
+    """A job is planned elsewhere."""
+    config_of(settings(GPT, tmp_path, train__memory=["nvme"], train__memory_dir=str(tmp_path / "absent")), tmp_path)
+
+
 @given(st.integers(1, 5000), st.none() | st.integers(1, 100))
 def test_divisors(n: int, limit: int | None) -> None:
     assert divisors(n, limit) == [d for d in range(1, min(n, limit or n) + 1) if math.gcd(n, d) == d]
