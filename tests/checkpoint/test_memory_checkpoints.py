@@ -31,6 +31,7 @@ from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.operate.channel import handshake
 from megascale.operate.node.stored_copies import RUN_FILE
 from tests.checkpoint.test_checkpoints import config_in, state_of
+from tests.checkpoint.test_saver import hold
 from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
 from tests.worlds import RankFailed, run_world
@@ -376,8 +377,11 @@ def lose_a_neighbour(rank: Rank, config: Any, during: bool) -> list[str]:
     for step in range(1, 5):
         train_step(run, run.train_loader.batch(run.progress.samples))
         run.buffers.finish_param_gather()
+        killed = during and step == 2 and rank.rank == 1
+        if killed:
+            hold(run.checkpoints.saver.writer_pid)  # the copy is under way until it is killed
         run.checkpoints.save_to_memory(run.progress)
-        if during and step == 2 and rank.rank == 1:
+        if killed:
             os.kill(run.checkpoints.saver.writer_pid, signal.SIGKILL)
         copied = run.checkpoints.wait_for_save()
         errors.append(str(copied.error or ""))
