@@ -14,7 +14,9 @@ elements have no moments.
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +29,8 @@ from megascale.config.attention_pattern import has_states
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach
-from megascale.core.errors import CheckpointError, ConfigError, Problem
+from megascale.config.toml_writer import toml_value
+from megascale.core.errors import ConfigError, Problem
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Coord, Topology
@@ -39,22 +42,8 @@ SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "
 FREE = ("preset", "seq_length", "dropout", "init_std", "mup_base_width", "window", "exits")
 """The keys without an effect on the function, and those compared layer by layer."""
 
-IN, OUT, QUERIES, KEYS, OTHER = "in", "out", "queries", "keys", "other"
-"""Roles of a dimension: input from or output to the residual stream; rows of heads; any other."""
-
-ROLES = {
-    "embedding.token": (OTHER, OUT), "embedding.position": (OTHER, OUT), "head": (OTHER, IN),
-    "attention.q": (QUERIES, IN), "attention.k": (KEYS, IN), "attention.v": (KEYS, IN), "attention.out": (OUT, QUERIES),
-    "attention.sinks": (QUERIES,), "attention.gate": (QUERIES, IN), "attention.norm": (OTHER,),
-    "attention.q_norm": (OTHER,), "attention.k_norm": (OTHER,),
-    "attention.q_latent": (OTHER, IN), "attention.kv_latent": (OTHER, IN), "attention.k_rope": (OTHER, IN),
-    "attention.q_rope": (QUERIES, IN), "attention.q_latent_norm": (OTHER,), "attention.kv_latent_norm": (OTHER,),
-    "mlp.gate": (OTHER, IN), "mlp.up": (OTHER, IN), "mlp.down": (OUT, OTHER),
-    "shared.gate": (OTHER, IN), "shared.up": (OTHER, IN), "shared.down": (OUT, OTHER), "shared_gate": (OTHER, IN),
-    "experts.gate_up": (OTHER, OTHER, OTHER, IN), "experts.up": (OTHER, OTHER, IN),
-    "experts.down": (OTHER, OUT, OTHER), "router": (OTHER, IN), "merge": (OTHER, OTHER),
-}  # fmt: skip
-"""Roles of the dimensions of a weight by the name of its module; its bias has those of its outputs."""
+IN, OUT, HEADS, OTHER = "in", "out", "heads", "other"
+"""Roles of a dimension: input from or output to the residual stream; query heads; any other, with new elements last."""
 
 OBSTACLES: tuple[tuple[str, Callable[[ModelConfig], object], str], ...] = (
     ("num_layers", lambda m: m.residual_tau, "a layer that adds nothing scales the residual stream"),
@@ -125,14 +114,19 @@ class ModelGrowth:
         shared = OUT in self._roles(name) and not self._divides_logits(name)
         return self._spread(name, old) / (self.copies**power if shared else 1)
 
+    @cached_property
+    def _probes(self) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes of the tensors in models of twice the width, and of twice the heads."""
+        sizes = ({key: 2 * getattr(self.to, key)} for key in ("hidden_size", "num_heads"))
+        models = (self.to.model_copy(update={"explicit_head_dim": self.to.head_dim} | size) for size in sizes)
+        return [{tensor.name: tensor.shape for p in all_params(model) for tensor in p.parts} for model in models]
+
     def _roles(self, name: str) -> tuple[str, ...]:
-        """Return the roles of the dimensions of a tensor. Raises: CheckpointError for a tensor without a rule"""
-        found, dims = NUMBERED.fullmatch(name), len(self.tensors[name][1].shape)
-        module = (found[3] if found else name).removesuffix(".weight").removesuffix(".bias")
-        if module not in ROLES and not module.endswith("norm"):
-            what = f"{name}: there is no rule by which this tensor grows"
-            raise CheckpointError(what, hint="a model.block among those of docs/configuration.md")
-        return ROLES.get(module, (OUT,))[:dims]
+        """Return the roles of the dimensions of a tensor."""
+        param, tensor = self.tensors[name]
+        shapes = zip(tensor.shape, *(probe[name] for probe in self._probes), strict=True)
+        *roles, last = (OUT if wide > size else HEADS if many > size else OTHER for size, wide, many in shapes)
+        return *roles, IN if last == OUT and param.kind in ("matrix", "head") else last
 
     def _divides_logits(self, name: str) -> bool:
         """True for the final norm before a tied head, whose weights for all copies are the same."""
@@ -157,20 +151,14 @@ class ModelGrowth:
             if role in (IN, OUT):
                 values = torch.cat([values] * (shape[dim] // old.shape[dim]), dim)
                 continue
-            sizes = _sizes(self.to, role, shape[dim])
-            values = values.unflatten(dim, _sizes(self.model, role, old.shape[dim]))
+            models = (self.model, self.to) if role == HEADS else ()
+            before, after = [(m.num_kv_heads, m.num_heads // m.num_kv_heads) for m in models] or [(), ()]
+            sizes = *after, shape[dim] // math.prod(after)
+            values = values.unflatten(dim, (*before, -1))
             grown = values.new_zeros(*values.shape[:dim], *sizes, *values.shape[dim + len(sizes) :])
             grown[tuple(map(slice, values.shape))] = values
             values = grown.flatten(dim, dim + len(sizes) - 1)
         return values
-
-
-def _sizes(model: ModelConfig, role: str, size: int) -> tuple[int, ...]:
-    """Return the sizes by which elements along a dimension are counted: key-value heads, heads of each, rows."""
-    keys, queries = model.num_kv_heads, model.num_heads
-    if role == QUERIES:
-        return keys, queries // keys, size // queries
-    return (keys, size // keys) if role == KEYS else (size,)
 
 
 def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> ModelGrowth:
@@ -194,27 +182,25 @@ def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> M
 
 def _obstacles(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:
     """Yield the keys that change the function, the sizes that shrink, and other obstacles to an exact growth."""
-    for key in (field.alias or name for name, field in ModelConfig.model_fields.items() if name not in FREE):
-        old, new = (each.position_rows if key == "positions" else getattr(each, key) for each in (model, to))
-        if key in SIZES and new < old:
-            yield Finding(f"model.{key}", f"{new} is less than the checkpoint's {old}", f"{old} or more")
-        elif key not in SIZES and old != new:
-            yield Finding(f"model.{key}", f"{new} here, {old} in the checkpoint", f"{key} = {old}")
     if all(getattr(model, key) == getattr(to, key) for key in SIZES):
         yield Finding("model", "no size is larger than the checkpoint's", f"a larger {', '.join(SIZES)}")
     if to.unit_scaling:
         yield Finding("model.unit_scaling", "its factors follow the sizes", "a model without it")
-    if to.hidden_size % model.hidden_size:
-        multiple = f"multiple of {model.hidden_size}"
-        yield Finding(
-            "model.hidden_size", f"elements are copied, and {to.hidden_size} is no {multiple}", f"a {multiple}"
-        )
-    shared, sharing = to.num_heads // to.num_kv_heads, model.num_heads // model.num_kv_heads
-    if shared < sharing:
-        yield Finding("model.num_kv_heads", f"{sharing} heads share a key-value head, and {shared} would", "fewer")
-    for key, holds, reason in OBSTACLES:
-        if getattr(to, key) != getattr(model, key) and holds(to):
-            yield Finding(f"model.{key}", reason, f"{key} = {getattr(model, key)}")
+    sharing, shared = (each.num_heads // each.num_kv_heads for each in (model, to))
+    for key in (field.alias or name for name, field in ModelConfig.model_fields.items() if name not in FREE):
+        old, new = (each.position_rows if key == "positions" else getattr(each, key) for each in (model, to))
+        message, hint = "", f"leave out {key}" if old is None else f"{key} = {toml_value(old)}"
+        if key not in SIZES and old != new:
+            here, there = ("none" if value is None else toml_value(value) for value in (new, old))
+            message = f"{here} here, {there} in the checkpoint"
+        elif key in SIZES and new < old:
+            message, hint = f"{new} is less than the checkpoint's {old}", f"{old} or more"
+        elif key == "hidden_size" and new % old:
+            message, hint = f"elements are copied, and {new} is no multiple of {old}", f"a multiple of {old}"
+        elif key == "num_kv_heads" and shared < sharing:
+            message, hint = f"{sharing} heads share a key-value head, and {shared} would", "fewer"
+        reasons = [reason for grown, holds, reason in OBSTACLES if grown == key and old != new and holds(to)]
+        yield from (Finding(f"model.{key}", each, hint) for each in ([message] if message else reasons))
 
 
 def _places(model: ModelConfig, to: ModelConfig) -> tuple[int, ...]:
@@ -229,8 +215,7 @@ def _places(model: ModelConfig, to: ModelConfig) -> tuple[int, ...]:
     return ()
 
 
-def _layers(model: ModelConfig) -> list[tuple[Reach, bool]]:
-    """List the layers' windows or sparse patterns, and whether they have experts."""
-    sparse = model.sparse_pattern.by_layer(model.num_layers) if model.sparse_pattern else [None] * model.num_layers
-    windows = (pattern or model.given_window(layer) for layer, pattern in enumerate(sparse))
-    return [(window, model.has_experts(layer)) for layer, window in enumerate(windows)]
+def _layers(model: ModelConfig) -> list[tuple[Reach | None, bool]]:
+    """List the layers' windows, also if longer than the sequence, or sparse patterns, and whether they have experts."""
+    windows = model.model_copy(update={"seq_length": sys.maxsize}).windows
+    return [(windows[layer], model.has_experts(layer)) for layer in range(model.num_layers)]
