@@ -24,7 +24,7 @@ from megascale.layout.parts.microbatch_sizes import FP32, CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
-from megascale.plan.account.sizes import coded_elements, gathered_bytes
+from megascale.plan.account.sizes import coded_elements, step_gather_bytes
 from megascale.plan.account.stage_matrices import exchange_axes, sent_elements, stage_places
 from megascale.schedule.lower import compute_order
 from megascale.schedule.resharding import count_gathers
@@ -90,9 +90,8 @@ class BucketTraffic:
         c, topology = self.config, topology_of(self.config.parallel)
         for _, bucket in self._buckets:
             axes, size = bucket.inner_axes or bucket.reduce_axes, BucketSize.of(bucket)
-            rest, coded = gathered_bytes(c, size), coded_elements(c, size)
-            gathers = bucket.shard_axes.state and size.gathers_each_step(c.parallel.zero, c.fp8.facts["weight"], coded)
-            if not gathers or topology.size(*axes) == 1:
+            rest, coded = step_gather_bytes(c, size), coded_elements(c, size)
+            if not (rest and bucket.shard_axes.state) or topology.size(*axes) == 1:
                 continue
             group, times = group_name(topology, axes), self._gathers(bucket)
             if coded:
