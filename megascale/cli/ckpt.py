@@ -303,7 +303,7 @@ def _convert_huggingface(options: argparse.Namespace) -> list[str]:
 
 def _grow(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
-    from megascale.convert.grown_checkpoint import grow
+    from megascale.convert.growth import grow
 
     if exists(options.output):
         raise OutputError(f"{options.output} is there already", hint="give a new folder for the result")

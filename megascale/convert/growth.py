@@ -1,4 +1,4 @@
-"""Growth of a model in width and depth that keeps its function (`ModelGrowth`).
+"""Growth of a checkpoint to one of a wider and deeper model that keeps its function (`grow`).
 
     hidden_size x k    tensors that write the residual stream have every row k times; readers have W / k + R_i
                        for copy i, with random R_i of sum 0, by which the gradients of copies differ
@@ -8,8 +8,9 @@
                        of the norms after a branch, which are zero
 
 A tied head reads k copies of each column: the gain of the final norm is divided by k. Gradients of a tensor that writes
-the residual stream are 1 / k of the old ones, and so are first moments; second moments 1 / k^2. New
-elements have no moments.
+the residual stream are 1 / k of the old ones, and so are first moments; second moments 1 / k^2. New elements have no
+moments. All other state stays as saved: the next run has the same step, samples and tokens, and the same place in the
+learning rate's schedule. State is by global name, for any layout.
 """
 
 from __future__ import annotations
@@ -17,24 +18,33 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megascale.catalog.layers import NORMS
+from megascale.checkpoint import offline
+from megascale.checkpoint.companions import copy_companions
+from megascale.checkpoint.format import manifest
 from megascale.config.attention_pattern import has_states
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach
 from megascale.config.toml_writer import toml_value
-from megascale.core.errors import ConfigError, Problem
+from megascale.convert.saved_weights import saved_model
+from megascale.core.errors import CheckpointError, ConfigError, Problem
+from megascale.core.files import atomic_folder
+from megascale.core.storage import Location
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Coord, Topology
 from megascale.model.initialize import init_parameters
+from megascale.parallel.stateful import AVERAGE, BALANCE_BIAS, WEIGHTS
 
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "expert_ffn_size", "shared_ffn_size")
 """The keys of `[model]` that may grow."""
@@ -57,6 +67,58 @@ OBSTACLES: tuple[tuple[str, Callable[[ModelConfig], object], str], ...] = (
 """Keys that cannot grow in some models, and why."""
 
 NUMBERED = re.compile(r"(layers|exits)\.(\d+)\.(.+)")
+
+MOMENTS = {"exp_avg": 1, "momentum": 1, "exp_avg_sq": 2}  # state that follows the gradient, to a power
+LAYERED = (BALANCE_BIAS, "expert_choices")  # vectors [layers x experts]
+BEGIN_ANEW = ("fp8_history", "low")  # state by operand, and what rounding has left of compensated weights
+
+
+def grow(source: Location, output: Path, to: ModelConfig, seed: int, where: str) -> list[str]:
+    """Make a checkpoint of the model `to` with the function of that of `source`. Returns lines on state that begins
+    anew. `seed`: of new weights; `where`: the file of `to`.
+
+    Raises: ConfigError if the model cannot grow to it, CheckpointError if the checkpoint is unreadable or has state
+        that cannot grow; OSError
+    """
+    saved = manifest.read(source)
+    growth = plan_growth(saved_model(source, saved), to, seed, where)
+    config = {**saved.facts.config, "model": to.model_dump(mode="json", by_alias=True)}
+    with atomic_folder(output) as folder:
+        companions = copy_companions(source, Location(str(folder)))
+        offline.write_state(folder, _tensors(source, saved, growth), config, companions, saved.facts.progress)
+    kinds = {name.partition(".")[0] for name in saved.tensors}
+    return [f"{kind} begins anew" for kind in BEGIN_ANEW if kind in kinds]
+
+
+def _tensors(source: Location, saved: manifest.Manifest, growth: ModelGrowth) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the grown checkpoint."""
+    read, kinds = partial(offline.read_tensor, source, saved), defaultdict[str, list[str]](list)
+    for kind, _, of in (name.partition(".") for name in saved.tensors):
+        if kind not in BEGIN_ANEW:
+            kinds[of].append(kind)  # of state, by tensor
+    olds, suffix = {name: growth.source(name) for name in growth.tensors}, partial(re.sub, r"^layers\.\d+", "")
+    others = kinds.keys() - olds.values()
+    for name in (name for name in saved.tensors if name.partition(".")[2] in others):
+        yield name, _by_layer(growth, read(name)) if name in LAYERED else read(name)
+    alike = {suffix(of): of for of in kinds}  # in a layer that has the state which new layers have
+    for name, old in olds.items():
+        like = old or alike[suffix(name)]
+        for kind in kinds[like]:
+            stored, values = saved.tensors[f"{kind}.{like}"], read(f"{kind}.{old}") if old else None
+            if f"{kind}." == WEIGHTS or kind.startswith(AVERAGE):
+                grown = growth.weight(name, values)
+            elif kind in MOMENTS and stored.shape == saved.tensors[f"{WEIGHTS}{like}"].shape:
+                grown = growth.moment(name, values, MOMENTS[kind])
+            else:
+                what = f"{source}: {kind}.{like}, state of its optimizer, has no rule by which it grows"
+                raise CheckpointError(what, hint="go on with adamw, lion or muon before, whose moments grow")
+            yield f"{kind}.{name}", grown.to(stored.torch_dtype)
+
+
+def _by_layer(growth: ModelGrowth, values: Tensor) -> Tensor:
+    """Return a vector [layers x experts] of the grown model, with zeros for new layers."""
+    rows = values.view(growth.model.total_layers, -1)
+    return torch.cat([torch.zeros_like(rows[0]) if old is None else rows[old] for old in growth.olds])
 
 
 @dataclass(frozen=True)
