@@ -323,7 +323,7 @@ def _spectrum(options: argparse.Namespace) -> int:
     frozen = frozen_tensors(kinds, options.top)
     if options.output is not None:
         write_text(options.output, section_to_toml("train", {"freeze": frozen}) + "\n")
-    snr = {name: each.snr for modules in kinds.values() for each in modules for name in each.tensors}
+    snr = {name: value for weights in kinds.values() for names, value in weights.items() for name in names}
     lines = [f"{value:8.3g} {' ' if name in frozen else '*'} {name}" for name, value in snr.items()]
     _say(options, {"snr": snr, "freeze": frozen}, [*lines, "SNR of each weight; *: trained, the others freeze"])
     return Exit.OK

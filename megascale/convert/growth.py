@@ -215,11 +215,10 @@ class ModelGrowth:
                 continue
             models = (self.model, self.to) if role == HEADS else ()
             before, after = [(m.num_kv_heads, m.num_heads // m.num_kv_heads) for m in models] or [(), ()]
-            sizes = *after, shape[dim] // math.prod(after)
-            values = values.unflatten(dim, (*before, -1))
-            grown = values.new_zeros(*values.shape[:dim], *sizes, *values.shape[dim + len(sizes) :])
-            grown[tuple(map(slice, values.shape))] = values
-            values = grown.flatten(dim, dim + len(sizes) - 1)
+            kept = *before, old.shape[dim] // math.prod(before)
+            places = torch.arange(shape[dim]).view(*after, -1)[tuple(map(slice, kept))].flatten()
+            grown = values.new_zeros(*values.shape[:dim], shape[dim], *values.shape[dim + 1 :])
+            values = grown.index_copy_(dim, places, values)
         return values
 
 

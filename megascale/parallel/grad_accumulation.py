@@ -106,10 +106,12 @@ def leaving(parameters: Iterable[Tensor], left: WeightGradients) -> Iterator[Non
 
 
 def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) -> bool:
-    """Leave work(parameter, *operands) for W in an I. Returns False if it is to be done at once."""
+    """Leave work(parameter, *operands) for W in an I. Returns False if it is to be done at once; True for a frozen
+    parameter, which has none.
+    """
     if (left := left_for_w(parameter)) is not None:
         left.add(partial(work, parameter, *detached(operands)))
-    return left is not None
+    return left is not None or is_frozen(parameter)
 
 
 def detached(operands: Sequence[object]) -> list[object]:
@@ -139,7 +141,7 @@ def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad
 
 def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
     """Add a gradient of any dtype to the gradient of `weight`; a returned gradient has the weight's dtype."""
-    if is_frozen(weight) or leaves(accumulate_grad, weight, gradient):
+    if leaves(accumulate_grad, weight, gradient):
         return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
@@ -167,7 +169,7 @@ def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
 
 def accumulate_embedding_grad(table: Tensor, index: Tensor, grad: Tensor) -> Tensor | None:
     """Add row i of grad [t, h] to row index[i] of the gradient of `table`."""
-    if is_frozen(table) or leaves(accumulate_embedding_grad, table, index, grad):
+    if leaves(accumulate_embedding_grad, table, index, grad):
         return None
     main: Tensor | None = getattr(table, "main_grad", None)
     into = torch.zeros_like(table) if main is None else main
