@@ -96,8 +96,7 @@ def left_for_w(parameter: Tensor) -> WeightGradients | None:
 @contextmanager
 def leaving(parameters: Iterable[Tensor], left: WeightGradients) -> Iterator[None]:
     """Leave the work on the gradients of parameters, of a backward in a `with` block, in a queue for its W."""
-    trained = (parameter for parameter in parameters if not is_frozen(parameter))
-    accumulations: list[Accumulation] = [parameter.accumulation for parameter in trained]  # type: ignore[attr-defined]
+    accumulations = [each.accumulation for each in parameters if not is_frozen(each)]  # type: ignore[attr-defined]
     for accumulation in accumulations:
         accumulation.left = left
     yield
@@ -121,11 +120,9 @@ def detached(operands: Sequence[object]) -> list[object]:
 
 def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add grad^T x to the gradient of `weight` [n, k], for grad [t, n] and x [t, k]."""
-    if is_frozen(weight):
-        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
-        return grad.t() @ x
+        return grad.t() @ x if weight.requires_grad else None
     accumulation: Accumulation = getattr(weight, "accumulation", ALWAYS_ADDED)
     accumulation.wgrad(main, grad, x, accumulation.mark_begun())
     return None
@@ -155,11 +152,9 @@ def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
 
 def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
     """Add the sum over rows of grad [t, n] to the gradient of `bias` [n]."""
-    if is_frozen(bias):
-        return None
     main: Tensor | None = getattr(bias, "main_grad", None)
     if main is None:
-        return grad.sum(0)
+        return grad.sum(0) if bias.requires_grad else None
     if _mark_begun(bias):
         main += grad.sum(0, dtype=main.dtype)
     else:
