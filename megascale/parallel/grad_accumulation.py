@@ -87,10 +87,10 @@ def is_frozen(parameter: Tensor) -> bool:
     return not parameter.requires_grad and not hasattr(parameter, "main_grad")
 
 
-def left_for_w(parameter: Tensor) -> WeightGradients | None:
-    """Return the queue for the work on a parameter's gradient in an I; None if it is done at once."""
-    accumulation: Accumulation = getattr(parameter, "accumulation", ALWAYS_ADDED)
-    return accumulation.left
+def left_for_w(*parameters: Tensor) -> WeightGradients | None:
+    """Return the queue for the work on the gradients of parameters in an I; None if it is done at once."""
+    queues = (getattr(parameter, "accumulation", ALWAYS_ADDED).left for parameter in parameters)
+    return next((queue for queue in queues if queue is not None), None)
 
 
 @contextmanager

@@ -212,6 +212,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OLMO2 | {"unit_scaling": True}, {"num_layers": 8}, "its factors follow the sizes"),
     (OLMO2 | {"residual_tau": 0.2}, {"num_layers": 8}, "a layer that adds nothing scales"),
     (GPT, {"num_layers": 8, "seq_length": 32}, "model.positions"),
+    (LLAMA, {"num_layers": 8, "sparse_attention": {"local_blocks": 1, "stride": 2}}, "leave out sparse_attention"),
+    (LLAMA | {"sparse_attention": SPARSE}, {"sparse_attention": None}, "sparse_attention = {local_blocks = 1, stride"),
 ]
 
 
