@@ -19,7 +19,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from megascale.convert.saved_weights import saved_model
 from megascale.core.errors import CheckpointError, ConfigError, Problem
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
+from megascale.layout.freezing import matches
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Coord, Topology
@@ -82,27 +83,35 @@ def grow(source: Location, output: Path, to: ModelConfig, seed: int, where: str)
     """
     saved = manifest.read(source)
     growth = plan_growth(saved_model(source, saved), to, seed, where)
-    config = {**saved.facts.config, "model": to.model_dump(mode="json", by_alias=True)}
+    train = saved.facts.config.get("train") or {}
+    freeze, model = train.get("freeze", []), to.model_dump(mode="json", by_alias=True)
+    likes = growth.likes(freeze)
+    frozen = [name for name, like in likes.items() if matches(like, freeze)]  # layers have other numbers
+    config = {**saved.facts.config, "model": model, "train": {**train, "freeze": frozen}}
     with atomic_folder(output) as folder:
         companions = copy_companions(source, Location(str(folder)))
-        offline.write_state(folder, _tensors(source, saved, growth), config, companions, saved.facts.progress)
+        offline.write_state(folder, _tensors(source, saved, growth, likes), config, companions, saved.facts.progress)
     kinds = {name.partition(".")[0] for name in saved.tensors}
     return [f"{kind} begins anew" for kind in BEGIN_ANEW if kind in kinds]
 
 
-def _tensors(source: Location, saved: manifest.Manifest, growth: ModelGrowth) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of the grown checkpoint."""
+def _tensors(
+    source: Location, saved: manifest.Manifest, growth: ModelGrowth, likes: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the grown checkpoint. `likes`: those with the same kinds of state before."""
     read, kinds = partial(offline.read_tensor, source, saved), defaultdict[str, list[str]](list)
     for kind, _, of in (name.partition(".") for name in saved.tensors):
         if kind not in BEGIN_ANEW:
             kinds[of].append(kind)  # of state, by tensor
-    olds, suffix = {name: growth.source(name) for name in growth.tensors}, partial(re.sub, r"^layers\.\d+", "")
-    others = kinds.keys() - olds.values()
+    others = kinds.keys() - likes.values()
     for name in (name for name in saved.tensors if name.partition(".")[2] in others):
-        yield name, _by_layer(growth, read(name)) if name in LAYERED else read(name)
-    alike = {suffix(of): of for of in kinds}  # in a layer that has the state which new layers have
-    for name, old in olds.items():
-        like = old or alike[suffix(name)]
+        values = read(name)
+        if name in LAYERED:  # with zeros for new layers
+            rows = values.view(growth.model.total_layers, -1)
+            values = torch.cat([torch.zeros_like(rows[0]) if old is None else rows[old] for old in growth.olds])
+        yield name, values
+    for name, like in likes.items():
+        old = growth.source(name)
         for kind in kinds[like]:
             stored, values = saved.tensors[f"{kind}.{like}"], read(f"{kind}.{old}") if old else None
             if f"{kind}." == WEIGHTS or kind.startswith(AVERAGE):
@@ -115,12 +124,6 @@ def _tensors(source: Location, saved: manifest.Manifest, growth: ModelGrowth) ->
             yield f"{kind}.{name}", grown.to(stored.torch_dtype)
 
 
-def _by_layer(growth: ModelGrowth, values: Tensor) -> Tensor:
-    """Return a vector [layers x experts] of the grown model, with zeros for new layers."""
-    rows = values.view(growth.model.total_layers, -1)
-    return torch.cat([torch.zeros_like(rows[0]) if old is None else rows[old] for old in growth.olds])
-
-
 @dataclass(frozen=True)
 class ModelGrowth:
     """The growth of a model to another model, accepted by `plan_growth`. `olds`: the number of each layer before, None
@@ -131,11 +134,6 @@ class ModelGrowth:
     to: ModelConfig
     olds: tuple[int | None, ...]
     seed: int
-
-    @property
-    def copies(self) -> int:
-        """The copies of an element of the residual stream."""
-        return self.to.hidden_size // self.model.hidden_size
 
     @cached_property
     def tensors(self) -> dict[str, tuple[ParamSpec, TensorSpec]]:
@@ -150,6 +148,14 @@ class ModelGrowth:
         old = self.olds[int(found[2]) - behind]
         return None if old is None else f"{found[1]}.{old + behind}.{found[3]}"
 
+    def likes(self, freeze: Sequence[str]) -> dict[str, str]:
+        """Return for each tensor the one before that has the same kinds of state: of a new layer, the same in another
+        layer, if possible one that the patterns `freeze` do not match.
+        """
+        suffix, olds = partial(re.sub, r"^layers\.\d+", ""), [t.name for p in all_params(self.model) for t in p.parts]
+        alike = {suffix(name): name for name in sorted(olds, key=lambda name: not matches(name, freeze))}
+        return {name: self.source(name) or alike[suffix(name)] for name in self.tensors}
+
     def weight(self, name: str, old: Tensor | None) -> Tensor:
         """Return a weight of the grown model, f64; `old`: before."""
         param, tensor = self.tensors[name]
@@ -158,13 +164,13 @@ class ModelGrowth:
         drawn = drawn.double()
         if old is None:
             return drawn if (value := self._silent(name)) is None else torch.full_like(drawn, value)
-        values = self._spread(name, old)
+        values, copies = self._spread(name, old), tensor.shape[-1] // old.shape[-1]
         if self._divides_logits(name):
             offset = self._offset(name)
-            return (values + offset) / self.copies - offset
+            return (values + offset) / copies - offset
         if OUT in roles:
             return values
-        if roles[-1] == IN and (copies := tensor.shape[-1] // old.shape[-1]) > 1:
+        if roles[-1] == IN and copies > 1:
             noise = drawn.unflatten(-1, (copies, -1))
             values = values / copies + (noise - noise.mean(-2, keepdim=True)).flatten(-2)
         return torch.where(self._spread(name, torch.ones_like(old)) > 0, values, drawn)
@@ -174,7 +180,7 @@ class ModelGrowth:
         if old is None:
             return torch.zeros(self.tensors[name][1].shape)
         shared = OUT in self._roles(name) and not self._divides_logits(name)
-        return self._spread(name, old) / (self.copies**power if shared else 1)
+        return self._spread(name, old) / ((self.to.hidden_size // self.model.hidden_size) ** power if shared else 1)
 
     @cached_property
     def _probes(self) -> list[dict[str, tuple[int, ...]]]:

@@ -105,9 +105,7 @@ def leaving(parameters: Iterable[Tensor], left: WeightGradients) -> Iterator[Non
 
 
 def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) -> bool:
-    """Leave work(parameter, *operands) for W in an I. Returns False if it is to be done at once; True for a frozen
-    parameter, which has none.
-    """
+    """Leave work(parameter, *operands) for W in an I, if it is trained. Returns False if it is to be done at once."""
     if (left := left_for_w(parameter)) is not None:
         left.add(partial(work, parameter, *detached(operands)))
     return left is not None or is_frozen(parameter)

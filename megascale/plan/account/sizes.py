@@ -38,9 +38,7 @@ def gathered_bytes(config: RunConfig, bucket: BucketSize) -> int:
 
 
 def step_gather_bytes(config: RunConfig, bucket: BucketSize) -> int:
-    """Size the weights of a bucket that a step gathers: none of frozen ones, but for shards, and for codes whose scales
-    follow a history.
-    """
+    """Size the weights that a step gathers: of frozen ones shards, and codes whose scales follow a history."""
     follows = config.fp8.facts["weight"].scaling == "delayed" and coded_elements(config, bucket) > 0
     stays = bucket.frozen and config.parallel.zero < 3 and not follows
     return 0 if stays else gathered_bytes(config, bucket)
