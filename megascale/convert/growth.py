@@ -105,11 +105,11 @@ def _tensors(
             kinds[of].append(kind)  # of state, by tensor
     others = kinds.keys() - likes.values()
     for name in (name for name in saved.tensors if name.partition(".")[2] in others):
-        values = read(name)
+        whole = read(name)
         if name in LAYERED:  # with zeros for new layers
-            rows = values.view(growth.model.total_layers, -1)
-            values = torch.cat([torch.zeros_like(rows[0]) if old is None else rows[old] for old in growth.olds])
-        yield name, values
+            rows = whole.view(growth.model.total_layers, -1)
+            whole = torch.cat([torch.zeros_like(rows[0]) if old is None else rows[old] for old in growth.olds])
+        yield name, whole
     for name, like in likes.items():
         old = growth.source(name)
         for kind in kinds[like]:
@@ -220,7 +220,7 @@ class ModelGrowth:
                 values = torch.cat([values] * (shape[dim] // old.shape[dim]), dim)
                 continue
             models = (self.model, self.to) if role == HEADS else ()
-            before, after = [(m.num_kv_heads, m.num_heads // m.num_kv_heads) for m in models] or [(), ()]
+            before, after = [(m.num_kv_heads, m.num_heads // m.num_kv_heads) for m in models] or [(1, 1), (1, 1)]
             kept = *before, old.shape[dim] // math.prod(before)
             places = torch.arange(shape[dim]).view(*after, -1)[tuple(map(slice, kept))].flatten()
             grown = values.new_zeros(*values.shape[:dim], shape[dim], *values.shape[dim + 1 :])
