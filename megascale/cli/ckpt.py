@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.cli import ckpt_growth
-from megascale.cli.arguments import add_json, add_run, checked, read_digits
+from megascale.cli.arguments import add_json, add_run, checked, local_path, read_digits
 from megascale.cli.command_output import OutputError, warn
 from megascale.cli.run_location import run_location
 from megascale.config.loading import load_config
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 
 EXPERTS = checked("a number of experts from 1 to 65536", read_digits, lambda number: 0 < number <= 1 << 16)
+
+SHARE = checked("a share above 0 and below 1", float, lambda number: 0 < number < 1)
 
 CHECKPOINT = "folder or URL of a checkpoint, or of a run (its newest checkpoint)"
 
@@ -67,7 +68,7 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
 def _add_convert(sub: argparse.ArgumentParser) -> None:
     others = "SYSTEM:FOLDER, such as torchtitan:outputs/checkpoint/step-1000"
     sub.add_argument("source", metavar="SOURCE", help=f"{CHECKPOINT}; or of Hugging Face weights; or {others}")
-    sub.add_argument("output", metavar="DIR", type=_folder, help=f"a new folder for the result, or {others}")
+    sub.add_argument("output", metavar="DIR", type=local_path, help=f"a new folder for the result, or {others}")
     config = "of SYSTEM:FOLDER: configuration of the run that goes on with it, which has the model and the batch"
     sub.add_argument("--config", metavar="FILE.toml", help=config)
     sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
@@ -78,6 +79,21 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
     experts = "make a checkpoint of a dense model with N experts in place of each MLP, K for a token (upcycling)"
     sub.add_argument("--experts", metavar=("N", "K"), nargs=2, type=EXPERTS, help=experts)
     sub.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
+
+
+def _add_grow(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("source", metavar="FROM", help=CHECKPOINT)
+    sub.add_argument("config", metavar="TO.toml", help="configuration of the run that goes on, with the larger model")
+    sub.add_argument("output", metavar="DIR", type=local_path, help="a new folder for the result")
+
+
+def _add_spectrum(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("source", metavar="CHECKPOINT", help=CHECKPOINT)
+    top = "share of the weights of each kind that are trained, those with the largest SNR (default: 0.5)"
+    sub.add_argument("--top", metavar="SHARE", type=SHARE, default=0.5, help=top)
+    output = "write [train] with freeze, the weights that are not, for `extends`"
+    sub.add_argument("--output", metavar="FILE.toml", type=local_path, help=output)
+    add_json(sub)
 
 
 def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -> None:
@@ -285,10 +301,32 @@ def _convert_huggingface(options: argparse.Namespace) -> list[str]:
     return conversion.to_huggingface(source, options.output, dtype, options.tokenizer, options.eod, options.average)
 
 
-def _folder(text: str) -> Path:
-    if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text} is a URL: give a local folder, and upload the result")
-    return Path(text)
+def _grow(options: argparse.Namespace) -> int:
+    from megascale.checkpoint import folders
+    from megascale.convert.growth import grow
+
+    if exists(options.output):
+        raise OutputError(f"{options.output} is there already", hint="give a new folder for the result")
+    config = load_config(options.config, skip_sections=["data"])
+    source = folders.find_checkpoint(run_location(options.source))
+    warn(grow(source, options.output, config.model, config.train.seed, options.config))
+    print(f"{options.output}: {format_bytes(Location(str(options.output)).size())}")
+    return Exit.OK
+
+
+def _spectrum(options: argparse.Namespace) -> int:
+    from megascale.checkpoint import folders
+    from megascale.config.toml_writer import section_to_toml
+    from megascale.convert.spectrum import frozen_tensors, measure
+
+    kinds = measure(folders.find_checkpoint(run_location(options.source)))
+    frozen = frozen_tensors(kinds, options.top)
+    if options.output is not None:
+        write_text(options.output, section_to_toml("train", {"freeze": frozen}) + "\n")
+    snr = {name: value for weights in kinds.values() for names, value in weights.items() for name in names}
+    lines = [f"{value:8.3g} {' ' if name in frozen else '*'} {name}" for name, value in snr.items()]
+    _say(options, {"snr": snr, "freeze": frozen}, [*lines, "SNR of each weight; *: trained, the others freeze"])
+    return Exit.OK
 
 
 def _file(text: str) -> Path:
@@ -338,6 +376,6 @@ VERBS = {
     "copies": (_add_copies, _explained(_copies)),
     "model": (_add_model, _explained(_model)),
     "convert": (_add_convert, _explained(_convert)),
-    "grow": (ckpt_growth.add_grow, _explained(ckpt_growth.grow)),
-    "spectrum": (ckpt_growth.add_spectrum, _explained(ckpt_growth.spectrum)),
+    "grow": (_add_grow, _explained(_grow)),
+    "spectrum": (_add_spectrum, _explained(_spectrum)),
 }

@@ -28,7 +28,6 @@ HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugg
 MOCK_TEACHER = "mock"  # value of `train.distill_teacher` for random soft labels
 
 Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
-Names = list[Annotated[str, Field(min_length=1)]]
 PositiveFloat = Annotated[Float32, Field(gt=0)]
 Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -125,7 +124,7 @@ class TrainConfig(Section):
         description="coefficient of the squared log of the softmax's denominator in the gradient, 1e-4 in PaLM; the "
         "reported loss stays the cross-entropy",
     )
-    freeze: Names = Field(
+    freeze: list[Annotated[str, Field(min_length=1)]] = Field(
         [],
         description='patterns of the names of parameters that are not trained, such as "layers.*.mlp.*" '
         "([frozen parameters](recipes.md#freeze-parameters))",

@@ -1,4 +1,4 @@
-"""Growth of a model in width and depth that keeps its function (`ModelGrowth`).
+"""Growth of a checkpoint to one of a wider and deeper model that keeps its function (`grow`).
 
     hidden_size x k    tensors that write the residual stream have every row k times; readers have W / k + R_i
                        for copy i, with random R_i of sum 0, by which the gradients of copies differ
@@ -8,30 +8,44 @@
                        of the norms after a branch, which are zero
 
 A tied head reads k copies of each column: the gain of the final norm is divided by k. Gradients of a tensor that writes
-the residual stream are 1 / k of the old ones, and so are first moments; second moments 1 / k^2. New
-elements have no moments.
+the residual stream are 1 / k of the old ones, and so are first moments; second moments 1 / k^2. New elements have no
+moments. All other state stays as saved: the next run has the same step, samples and tokens, and the same place in the
+learning rate's schedule. State is by global name, for any layout.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megascale.catalog.layers import NORMS
+from megascale.checkpoint import offline
+from megascale.checkpoint.companions import copy_companions
+from megascale.checkpoint.format import manifest
 from megascale.config.attention_pattern import has_states
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach
+from megascale.config.toml_writer import toml_value
+from megascale.convert.saved_weights import saved_model
 from megascale.core.errors import CheckpointError, ConfigError, Problem
+from megascale.core.files import atomic_folder
+from megascale.core.storage import Location
+from megascale.layout.freezing import matches
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Coord, Topology
 from megascale.model.initialize import init_parameters
+from megascale.parallel.stateful import AVERAGE, BALANCE_BIAS, WEIGHTS
 
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "expert_ffn_size", "shared_ffn_size")
 """The keys of `[model]` that may grow."""
@@ -39,22 +53,8 @@ SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "
 FREE = ("preset", "seq_length", "dropout", "init_std", "mup_base_width", "window", "exits")
 """The keys without an effect on the function, and those compared layer by layer."""
 
-IN, OUT, QUERIES, KEYS, OTHER = "in", "out", "queries", "keys", "other"
-"""Roles of a dimension: input from or output to the residual stream; rows of heads; any other."""
-
-ROLES = {
-    "embedding.token": (OTHER, OUT), "embedding.position": (OTHER, OUT), "head": (OTHER, IN),
-    "attention.q": (QUERIES, IN), "attention.k": (KEYS, IN), "attention.v": (KEYS, IN), "attention.out": (OUT, QUERIES),
-    "attention.sinks": (QUERIES,), "attention.gate": (QUERIES, IN), "attention.norm": (OTHER,),
-    "attention.q_norm": (OTHER,), "attention.k_norm": (OTHER,),
-    "attention.q_latent": (OTHER, IN), "attention.kv_latent": (OTHER, IN), "attention.k_rope": (OTHER, IN),
-    "attention.q_rope": (QUERIES, IN), "attention.q_latent_norm": (OTHER,), "attention.kv_latent_norm": (OTHER,),
-    "mlp.gate": (OTHER, IN), "mlp.up": (OTHER, IN), "mlp.down": (OUT, OTHER),
-    "shared.gate": (OTHER, IN), "shared.up": (OTHER, IN), "shared.down": (OUT, OTHER), "shared_gate": (OTHER, IN),
-    "experts.gate_up": (OTHER, OTHER, OTHER, IN), "experts.up": (OTHER, OTHER, IN),
-    "experts.down": (OTHER, OUT, OTHER), "router": (OTHER, IN), "merge": (OTHER, OTHER),
-}  # fmt: skip
-"""Roles of the dimensions of a weight by the name of its module; its bias has those of its outputs."""
+IN, OUT, HEADS, OTHER = "in", "out", "heads", "other"
+"""Roles of a dimension: input from or output to the residual stream; query heads; any other, with new elements last."""
 
 OBSTACLES: tuple[tuple[str, Callable[[ModelConfig], object], str], ...] = (
     ("num_layers", lambda m: m.residual_tau, "a layer that adds nothing scales the residual stream"),
@@ -69,6 +69,60 @@ OBSTACLES: tuple[tuple[str, Callable[[ModelConfig], object], str], ...] = (
 
 NUMBERED = re.compile(r"(layers|exits)\.(\d+)\.(.+)")
 
+MOMENTS = {"exp_avg": 1, "momentum": 1, "exp_avg_sq": 2}  # state that follows the gradient, to a power
+LAYERED = (BALANCE_BIAS, "expert_choices")  # vectors [layers x experts]
+BEGIN_ANEW = ("fp8_history", "low")  # state by operand, and what rounding has left of compensated weights
+
+
+def grow(source: Location, output: Path, to: ModelConfig, seed: int, where: str) -> list[str]:
+    """Make a checkpoint of the model `to` with the function of that of `source`. Returns lines on state that begins
+    anew. `seed`: of new weights; `where`: the file of `to`.
+
+    Raises: ConfigError if the model cannot grow to it, CheckpointError if the checkpoint is unreadable or has state
+        that cannot grow; OSError
+    """
+    saved = manifest.read(source)
+    growth = plan_growth(saved_model(source, saved), to, seed, where)
+    train = saved.facts.config.get("train") or {}
+    freeze, model = train.get("freeze", []), to.model_dump(mode="json", by_alias=True)
+    likes = growth.likes(freeze)
+    frozen = [name for name, like in likes.items() if matches(like, freeze)]  # layers have other numbers
+    config = {**saved.facts.config, "model": model, "train": {**train, "freeze": frozen}}
+    with atomic_folder(output) as folder:
+        companions = copy_companions(source, Location(str(folder)))
+        offline.write_state(folder, _tensors(source, saved, growth, likes), config, companions, saved.facts.progress)
+    kinds = {name.partition(".")[0] for name in saved.tensors}
+    return [f"{kind} begins anew" for kind in BEGIN_ANEW if kind in kinds]
+
+
+def _tensors(
+    source: Location, saved: manifest.Manifest, growth: ModelGrowth, likes: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the grown checkpoint. `likes`: those with the same kinds of state before."""
+    read, kinds = partial(offline.read_tensor, source, saved), defaultdict[str, list[str]](list)
+    for kind, _, of in (name.partition(".") for name in saved.tensors):
+        if kind not in BEGIN_ANEW:
+            kinds[of].append(kind)  # of state, by tensor
+    others = kinds.keys() - likes.values()
+    for name in (name for name in saved.tensors if name.partition(".")[2] in others):
+        whole = read(name)
+        if name in LAYERED:  # with zeros for new layers
+            rows = whole.view(growth.model.total_layers, -1)
+            whole = torch.cat([torch.zeros_like(rows[0]) if old is None else rows[old] for old in growth.olds])
+        yield name, whole
+    for name, like in likes.items():
+        old = growth.source(name)
+        for kind in kinds[like]:
+            stored, values = saved.tensors[f"{kind}.{like}"], read(f"{kind}.{old}") if old else None
+            if f"{kind}." == WEIGHTS or kind.startswith(AVERAGE):
+                grown = growth.weight(name, values)
+            elif kind in MOMENTS and stored.shape == saved.tensors[f"{WEIGHTS}{like}"].shape:
+                grown = growth.moment(name, values, MOMENTS[kind])
+            else:
+                what = f"{source}: {kind}.{like}, state of its optimizer, has no rule by which it grows"
+                raise CheckpointError(what, hint="go on with adamw, lion or muon before, whose moments grow")
+            yield f"{kind}.{name}", grown.to(stored.torch_dtype)
+
 
 @dataclass(frozen=True)
 class ModelGrowth:
@@ -80,11 +134,6 @@ class ModelGrowth:
     to: ModelConfig
     olds: tuple[int | None, ...]
     seed: int
-
-    @property
-    def copies(self) -> int:
-        """The copies of an element of the residual stream."""
-        return self.to.hidden_size // self.model.hidden_size
 
     @cached_property
     def tensors(self) -> dict[str, tuple[ParamSpec, TensorSpec]]:
@@ -99,6 +148,14 @@ class ModelGrowth:
         old = self.olds[int(found[2]) - behind]
         return None if old is None else f"{found[1]}.{old + behind}.{found[3]}"
 
+    def likes(self, freeze: Sequence[str]) -> dict[str, str]:
+        """Return for each tensor the one before that has the same kinds of state: of a new layer, the same in another
+        layer, if possible one that the patterns `freeze` do not match.
+        """
+        suffix, olds = partial(re.sub, r"^layers\.\d+", ""), [t.name for p in all_params(self.model) for t in p.parts]
+        alike = {suffix(name): name for name in sorted(olds, key=lambda name: not matches(name, freeze))}
+        return {name: self.source(name) or alike[suffix(name)] for name in self.tensors}
+
     def weight(self, name: str, old: Tensor | None) -> Tensor:
         """Return a weight of the grown model, f64; `old`: before."""
         param, tensor = self.tensors[name]
@@ -107,13 +164,13 @@ class ModelGrowth:
         drawn = drawn.double()
         if old is None:
             return drawn if (value := self._silent(name)) is None else torch.full_like(drawn, value)
-        values = self._spread(name, old)
+        values, copies = self._spread(name, old), tensor.shape[-1] // old.shape[-1]
         if self._divides_logits(name):
             offset = self._offset(name)
-            return (values + offset) / self.copies - offset
+            return (values + offset) / copies - offset
         if OUT in roles:
             return values
-        if roles[-1] == IN and (copies := tensor.shape[-1] // old.shape[-1]) > 1:
+        if roles[-1] == IN and copies > 1:
             noise = drawn.unflatten(-1, (copies, -1))
             values = values / copies + (noise - noise.mean(-2, keepdim=True)).flatten(-2)
         return torch.where(self._spread(name, torch.ones_like(old)) > 0, values, drawn)
@@ -123,16 +180,21 @@ class ModelGrowth:
         if old is None:
             return torch.zeros(self.tensors[name][1].shape)
         shared = OUT in self._roles(name) and not self._divides_logits(name)
-        return self._spread(name, old) / (self.copies**power if shared else 1)
+        return self._spread(name, old) / ((self.to.hidden_size // self.model.hidden_size) ** power if shared else 1)
+
+    @cached_property
+    def _probes(self) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes of the tensors in models of twice the width, and of twice the heads."""
+        sizes = ({key: 2 * getattr(self.to, key)} for key in ("hidden_size", "num_heads"))
+        models = (self.to.model_copy(update={"explicit_head_dim": self.to.head_dim} | size) for size in sizes)
+        return [{tensor.name: tensor.shape for p in all_params(model) for tensor in p.parts} for model in models]
 
     def _roles(self, name: str) -> tuple[str, ...]:
-        """Return the roles of the dimensions of a tensor. Raises: CheckpointError for a tensor without a rule"""
-        found, dims = NUMBERED.fullmatch(name), len(self.tensors[name][1].shape)
-        module = (found[3] if found else name).removesuffix(".weight").removesuffix(".bias")
-        if module not in ROLES and not module.endswith("norm"):
-            what = f"{name}: there is no rule by which this tensor grows"
-            raise CheckpointError(what, hint="a model.block among those of docs/configuration.md")
-        return ROLES.get(module, (OUT,))[:dims]
+        """Return the roles of the dimensions of a tensor."""
+        param, tensor = self.tensors[name]
+        shapes = zip(tensor.shape, *(probe[name] for probe in self._probes), strict=True)
+        *roles, last = (OUT if wide > size else HEADS if many > size else OTHER for size, wide, many in shapes)
+        return *roles, IN if last == OUT and param.kind in ("matrix", "head") else last
 
     def _divides_logits(self, name: str) -> bool:
         """True for the final norm before a tied head, whose weights for all copies are the same."""
@@ -157,20 +219,13 @@ class ModelGrowth:
             if role in (IN, OUT):
                 values = torch.cat([values] * (shape[dim] // old.shape[dim]), dim)
                 continue
-            sizes = _sizes(self.to, role, shape[dim])
-            values = values.unflatten(dim, _sizes(self.model, role, old.shape[dim]))
-            grown = values.new_zeros(*values.shape[:dim], *sizes, *values.shape[dim + len(sizes) :])
-            grown[tuple(map(slice, values.shape))] = values
-            values = grown.flatten(dim, dim + len(sizes) - 1)
+            models = (self.model, self.to) if role == HEADS else ()
+            before, after = [(m.num_kv_heads, m.num_heads // m.num_kv_heads) for m in models] or [(1, 1), (1, 1)]
+            kept = *before, old.shape[dim] // math.prod(before)
+            places = torch.arange(shape[dim]).view(*after, -1)[tuple(map(slice, kept))].flatten()
+            grown = values.new_zeros(*values.shape[:dim], shape[dim], *values.shape[dim + 1 :])
+            values = grown.index_copy_(dim, places, values)
         return values
-
-
-def _sizes(model: ModelConfig, role: str, size: int) -> tuple[int, ...]:
-    """Return the sizes by which elements along a dimension are counted: key-value heads, heads of each, rows."""
-    keys, queries = model.num_kv_heads, model.num_heads
-    if role == QUERIES:
-        return keys, queries // keys, size // queries
-    return (keys, size // keys) if role == KEYS else (size,)
 
 
 def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> ModelGrowth:
@@ -194,27 +249,25 @@ def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> M
 
 def _obstacles(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:
     """Yield the keys that change the function, the sizes that shrink, and other obstacles to an exact growth."""
-    for key in (field.alias or name for name, field in ModelConfig.model_fields.items() if name not in FREE):
-        old, new = (each.position_rows if key == "positions" else getattr(each, key) for each in (model, to))
-        if key in SIZES and new < old:
-            yield Finding(f"model.{key}", f"{new} is less than the checkpoint's {old}", f"{old} or more")
-        elif key not in SIZES and old != new:
-            yield Finding(f"model.{key}", f"{new} here, {old} in the checkpoint", f"{key} = {old}")
     if all(getattr(model, key) == getattr(to, key) for key in SIZES):
         yield Finding("model", "no size is larger than the checkpoint's", f"a larger {', '.join(SIZES)}")
     if to.unit_scaling:
         yield Finding("model.unit_scaling", "its factors follow the sizes", "a model without it")
-    if to.hidden_size % model.hidden_size:
-        multiple = f"multiple of {model.hidden_size}"
-        yield Finding(
-            "model.hidden_size", f"elements are copied, and {to.hidden_size} is no {multiple}", f"a {multiple}"
-        )
-    shared, sharing = to.num_heads // to.num_kv_heads, model.num_heads // model.num_kv_heads
-    if shared < sharing:
-        yield Finding("model.num_kv_heads", f"{sharing} heads share a key-value head, and {shared} would", "fewer")
-    for key, holds, reason in OBSTACLES:
-        if getattr(to, key) != getattr(model, key) and holds(to):
-            yield Finding(f"model.{key}", reason, f"{key} = {getattr(model, key)}")
+    sharing, shared = (each.num_heads // each.num_kv_heads for each in (model, to))
+    for key in (field.alias or name for name, field in ModelConfig.model_fields.items() if name not in FREE):
+        old, new = (each.position_rows if key == "positions" else getattr(each, key) for each in (model, to))
+        message, hint = "", f"leave out {key}" if old is None else f"{key} = {toml_value(old)}"
+        if key not in SIZES and old != new:
+            here, there = ("none" if value is None else toml_value(value) for value in (new, old))
+            message = f"{here} here, {there} in the checkpoint"
+        elif key in SIZES and new < old:
+            message, hint = f"{new} is less than the checkpoint's {old}", f"{old} or more"
+        elif key == "hidden_size" and new % old:
+            message, hint = f"elements are copied, and {new} is no multiple of {old}", f"a multiple of {old}"
+        elif key == "num_kv_heads" and shared < sharing:
+            message, hint = f"{sharing} heads share a key-value head, and {shared} would", "fewer"
+        reasons = [reason for grown, holds, reason in OBSTACLES if grown == key and old != new and holds(to)]
+        yield from (Finding(f"model.{key}", each, hint) for each in ([message] if message else reasons))
 
 
 def _places(model: ModelConfig, to: ModelConfig) -> tuple[int, ...]:
@@ -229,8 +282,7 @@ def _places(model: ModelConfig, to: ModelConfig) -> tuple[int, ...]:
     return ()
 
 
-def _layers(model: ModelConfig) -> list[tuple[Reach, bool]]:
-    """List the layers' windows or sparse patterns, and whether they have experts."""
-    sparse = model.sparse_pattern.by_layer(model.num_layers) if model.sparse_pattern else [None] * model.num_layers
-    windows = (pattern or model.given_window(layer) for layer, pattern in enumerate(sparse))
-    return [(window, model.has_experts(layer)) for layer, window in enumerate(windows)]
+def _layers(model: ModelConfig) -> list[tuple[Reach | None, bool]]:
+    """List the layers' windows, also if longer than the sequence, or sparse patterns, and whether they have experts."""
+    windows = model.model_copy(update={"seq_length": sys.maxsize}).windows
+    return [(windows[layer], model.has_experts(layer)) for layer in range(model.num_layers)]

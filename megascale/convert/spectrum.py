@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -28,11 +28,8 @@ from megascale.layout.parameters import all_params
 NORMAL_IQR = 1.349  # interquartile range of a normal distribution of standard deviation 1
 
 
-class ModuleSnr(NamedTuple):
-    """The SNR of a weight, with the names of its tensors."""
-
-    tensors: tuple[str, ...]
-    snr: float
+Snrs = dict[tuple[str, ...], float]
+"""The SNR of weights, by the names of the tensors that each is made of."""
 
 
 def signal_to_noise(matrix: Tensor) -> float:
@@ -45,25 +42,24 @@ def signal_to_noise(matrix: Tensor) -> float:
     return float(signal / noise / values[0]) if values[0] > 0 else 0.0
 
 
-def measure(source: Location) -> dict[str, list[ModuleSnr]]:
+def measure(source: Location) -> dict[str, Snrs]:
     """Measure the weights of all linear layers of a checkpoint, by their kinds, names without the number of the layer;
     of a stack of matrices, such as experts', the mean. Raises: CheckpointError
     """
     saved = manifest.read(source)
-    weights, found = SavedWeights(source, saved), dict[str, list[ModuleSnr]]()
+    weights, found = SavedWeights(source, saved), defaultdict[str, Snrs](dict)
     for parameter in (each for each in all_params(saved_model(source, saved)) if each.kind == "matrix"):
         names = tuple(tensor.name for tensor in parameter.parts)
         matrices = torch.cat([*map(weights.read, names)], -2)
-        matrices = matrices.view(-1, *matrices.shape[-2:])
-        snr = math.fsum(map(signal_to_noise, matrices)) / len(matrices)
-        found.setdefault(re.sub(r"^layers\.\d+", "layers.*", parameter.name), []).append(ModuleSnr(names, snr))
+        values = [*map(signal_to_noise, matrices.view(-1, *matrices.shape[-2:]))]
+        found[re.sub(r"^layers\.\d+", "layers.*", parameter.name)][names] = math.fsum(values) / len(values)
     return found
 
 
-def frozen_tensors(kinds: Mapping[str, Sequence[ModuleSnr]], top: float) -> list[str]:
-    """List the tensors of the modules of each kind that are not among its `top` share, at least one, by SNR."""
+def frozen_tensors(kinds: Mapping[str, Snrs], top: float) -> list[str]:
+    """List the tensors of the weights of each kind that are not among its `top` share, at least one, by SNR."""
     frozen = list[str]()
-    for modules in kinds.values():
-        last = sorted(modules, key=lambda module: -module.snr)[max(1, math.ceil(top * len(modules))) :]
-        frozen += [name for module in modules if module in last for name in module.tensors]
+    for weights in kinds.values():
+        last = sorted(weights, key=lambda names: -weights[names])[max(1, math.ceil(top * len(weights))) :]
+        frozen += [name for names in weights if names in last for name in names]
     return frozen

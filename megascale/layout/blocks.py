@@ -26,13 +26,10 @@ BlockSpec = tuple[Part, ...]
 RECENT = 16  # models whose blocks are cached: the layouts of a search share a model
 
 
-def block_spec(model: ModelConfig, layer: int, freeze: Sequence[str] = ()) -> BlockSpec:
+def block_spec(model: ModelConfig, layer: int) -> BlockSpec:
     """The parts of layer number `layer` of a model, in forward order. From `num_layers` on, those of multi-token
-    prediction. `freeze`: patterns of the tensors that are not trained.
+    prediction.
     """
-    if freeze:
-        frozen = frozen_names(model, layer, freeze)
-        return tuple(part.freeze(frozen) for part in block_spec(model, layer))
     block = described(BLOCKS[model.block], model, layer)
     if layer < model.num_layers:
         return block
@@ -43,6 +40,8 @@ def block_spec(model: ModelConfig, layer: int, freeze: Sequence[str] = ()) -> Bl
 
 def frozen_names(model: ModelConfig, layer: int, freeze: Sequence[str]) -> frozenset[str]:
     """The names of parameters of a layer that match `freeze`, in its block, and that of the token embedding."""
+    if not freeze:
+        return frozenset()
     name, own = f"layers.{layer}", {TOKEN_EMBEDDING} if matches(TOKEN_EMBEDDING, freeze) else set()
     params = [param for part in block_spec(model, layer) for param in part.params(name, model)]
     return frozenset(own | {p.name.removeprefix(f"{name}.") for p in mark_frozen(params, freeze) if p.frozen})
@@ -61,7 +60,7 @@ def distinct_blocks(model: ModelConfig, freeze: tuple[str, ...] = ()) -> tuple[t
     layer the index of its block in the list.
     """
     layers = range(model.total_layers)
-    kinds = [(block_spec(model, layer, freeze), freeze and frozen_names(model, layer, freeze)) for layer in layers]
+    kinds = [(block_spec(model, layer), frozen_names(model, layer, freeze)) for layer in layers]
     distinct = list(dict.fromkeys(kinds))
     return tuple(block for block, _ in distinct), tuple(map(distinct.index, kinds))
 

@@ -183,12 +183,6 @@ class BucketSize(NamedTuple):
         within = all(kind == "layers" and int(number) in layers for kind, _, number in numbers)
         return self.fp8_numel if serves and within else 0
 
-    def gathers_each_step(self, zero: int, weight: QuantizerSpec, coded: int) -> bool:
-        """Return True if a step gathers the weights: not frozen ones, but for shards, and for a `coded` number of
-        elements whose scales follow a history.
-        """
-        return not self.frozen or zero == 3 or (coded > 0 and weight.scaling == "delayed")
-
     def shard(self, topology: Topology) -> int:
         """Count the elements of a shard over the inner ranks of those whose gradients are summed."""
         return self.numel // topology.size(*inner_axes(self.reduce_axes))

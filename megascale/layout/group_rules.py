@@ -9,7 +9,7 @@ from typing import Any
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
-from megascale.layout.freezing import mark_frozen, matches
+from megascale.layout.freezing import matches
 from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.layout.parameters import all_params, pipeline_vocabulary
 
@@ -82,20 +82,18 @@ def _meant_params(model: ModelConfig, table: Mapping[str, Any]) -> str:
 
 def freeze_findings(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Finding]:
     """Check that every pattern matches, that no weight is frozen in part, and that some parameter is trained."""
-    key, parameters = "train.freeze", all_params(model)
-    tensors = [tensor.name for parameter in parameters for tensor in parameter.parts]
+    key, weights = "train.freeze", [[tensor.name for tensor in parameter.parts] for parameter in all_params(model)]
     for pattern in patterns:
-        if not any(matches(name, [pattern]) for name in tensors):
+        if not any(matches(name, [pattern]) for names in weights for name in names):
             yield Finding(key, f"{pattern} matches no parameter", "patterns of names as in `megascale ckpt show`")
-    marked = mark_frozen(parameters, patterns)
-    for names in ([tensor.name for tensor in parameter.parts] for parameter in marked):
-        others = [name for name in names if not matches(name, patterns)]
+    trained = [[name for name in names if not matches(name, patterns)] for names in weights]
+    for names, others in zip(weights, trained, strict=True):
         if 0 < len(others) < len(names):
             found, rest = next(name for name in names if name not in others), ", ".join(others)
             message = f"{found} is in one weight with {rest}, which is trained or frozen as a whole"
             yield Finding(key, message, f"also {rest}, or none of them")
             return
-    if all(parameter.frozen for parameter in marked):
+    if not any(trained):
         yield Finding(key, "all parameters are frozen: nothing is trained", "fewer patterns")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -77,10 +78,8 @@ class ShardedCodes:
             if coded and (bucket.layout.shard_axes.weight or bucket.storage.inner.size > 1):
                 bucket.keep_codes(coded)
                 alike.setdefault((bucket.frozen, size.reduce_axes), []).append(bucket)
-        self._weights = [self._shard(each) for each in alike.values()]
-        self._kept = [
-            bucket for each in self._weights for bucket in each.buckets if bucket.sharded.gathered is not None
-        ]
+        self._weights, self._coded = [*map(self._shard, alike.values())], [*chain(*alike.values())]
+        self._kept = [bucket for bucket in self._coded if bucket.sharded.gathered is not None]
         for bucket in self._kept:
             bucket.bind_weights(None)
             if (memory := bucket.sharded.gathered) is not None:
@@ -90,8 +89,8 @@ class ShardedCodes:
         """Cast this rank's shards after an update of the weights, and gather what is kept; of frozen ones after a load
         alone, unless scales follow a history. A collective call.
         """
-        spec, buckets = self._quantizer.spec, [bucket for each in self._weights for bucket in each.buckets]
-        changed = {each for each in buckets if each.outdated or spec.scaling == "delayed" or not each.frozen}
+        delayed = self._quantizer.spec.scaling == "delayed"
+        changed = {each for each in self._coded if each.outdated or delayed or not each.frozen}
         for weights in self._weights:
             if changed.issuperset(weights.buckets):
                 self._scale(weights)

@@ -87,17 +87,16 @@ def is_frozen(parameter: Tensor) -> bool:
     return not parameter.requires_grad and not hasattr(parameter, "main_grad")
 
 
-def left_for_w(parameter: Tensor) -> WeightGradients | None:
-    """Return the queue for the work on a parameter's gradient in an I; None if it is done at once."""
-    accumulation: Accumulation = getattr(parameter, "accumulation", ALWAYS_ADDED)
-    return accumulation.left
+def left_for_w(*parameters: Tensor) -> WeightGradients | None:
+    """Return the queue for the work on the gradients of parameters in an I; None if it is done at once."""
+    queues = (getattr(parameter, "accumulation", ALWAYS_ADDED).left for parameter in parameters)
+    return next((queue for queue in queues if queue is not None), None)
 
 
 @contextmanager
 def leaving(parameters: Iterable[Tensor], left: WeightGradients) -> Iterator[None]:
     """Leave the work on the gradients of parameters, of a backward in a `with` block, in a queue for its W."""
-    trained = (parameter for parameter in parameters if not is_frozen(parameter))
-    accumulations: list[Accumulation] = [parameter.accumulation for parameter in trained]  # type: ignore[attr-defined]
+    accumulations = [each.accumulation for each in parameters if not is_frozen(each)]  # type: ignore[attr-defined]
     for accumulation in accumulations:
         accumulation.left = left
     yield
@@ -106,10 +105,10 @@ def leaving(parameters: Iterable[Tensor], left: WeightGradients) -> Iterator[Non
 
 
 def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) -> bool:
-    """Leave work(parameter, *operands) for W in an I. Returns False if it is to be done at once."""
+    """Leave work(parameter, *operands) for W in an I, if it is trained. Returns False if it is to be done at once."""
     if (left := left_for_w(parameter)) is not None:
         left.add(partial(work, parameter, *detached(operands)))
-    return left is not None
+    return left is not None or is_frozen(parameter)
 
 
 def detached(operands: Sequence[object]) -> list[object]:
@@ -119,11 +118,9 @@ def detached(operands: Sequence[object]) -> list[object]:
 
 def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add grad^T x to the gradient of `weight` [n, k], for grad [t, n] and x [t, k]."""
-    if is_frozen(weight):
-        return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
-        return grad.t() @ x
+        return grad.t() @ x if weight.requires_grad else None
     accumulation: Accumulation = getattr(weight, "accumulation", ALWAYS_ADDED)
     accumulation.wgrad(main, grad, x, accumulation.mark_begun())
     return None
@@ -139,7 +136,7 @@ def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad
 
 def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
     """Add a gradient of any dtype to the gradient of `weight`; a returned gradient has the weight's dtype."""
-    if is_frozen(weight) or leaves(accumulate_grad, weight, gradient):
+    if leaves(accumulate_grad, weight, gradient):
         return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
@@ -153,11 +150,9 @@ def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
 
 def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
     """Add the sum over rows of grad [t, n] to the gradient of `bias` [n]."""
-    if is_frozen(bias):
-        return None
     main: Tensor | None = getattr(bias, "main_grad", None)
     if main is None:
-        return grad.sum(0)
+        return grad.sum(0) if bias.requires_grad else None
     if _mark_begun(bias):
         main += grad.sum(0, dtype=main.dtype)
     else:
@@ -167,7 +162,7 @@ def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
 
 def accumulate_embedding_grad(table: Tensor, index: Tensor, grad: Tensor) -> Tensor | None:
     """Add row i of grad [t, h] to row index[i] of the gradient of `table`."""
-    if is_frozen(table) or leaves(accumulate_embedding_grad, table, index, grad):
+    if leaves(accumulate_embedding_grad, table, index, grad):
         return None
     main: Tensor | None = getattr(table, "main_grad", None)
     into = torch.zeros_like(table) if main is None else main

@@ -242,12 +242,10 @@ class ParamAndGradBuffers:
                 bucket.reduce_partial_grads(sequence=self._sequence)
             yield bucket
 
-    def start_param_gather(self, bucket: Bucket, *, loaded: bool = False) -> None:
-        """Start the all-gather of a bucket's weights, which are updated, as frozen ones never are, or `loaded`. Call in
-        the order in which forwards need the buckets.
+    def start_param_gather(self, bucket: Bucket) -> None:
+        """Start the all-gather of a bucket's weights, which are updated or loaded. Call in the order in which forwards
+        need the buckets.
         """
-        if bucket.frozen and not loaded:
-            return
         bucket.outdated = True
         with bucket.group.recorder.scope(bucket.chunk):
             bucket.storage.start_gather()

@@ -294,7 +294,6 @@ def _saved_sources(
     and the queue for the work on gradients of parameters in an I (`left_for_w`), for which sources are `detached`.
     """
     trained = [(i, layer) for i, layer in enumerate(ctx.layers) if not is_frozen(layer.weight)]
-    parameters = (each for layer in ctx.layers for each in (layer.weight, layer.bias) if each is not None)
-    left = next((queue for queue in map(left_for_w, parameters) if queue is not None), None)
+    left = left_for_w(*(each for layer in ctx.layers for each in (layer.weight, layer.bias) if each is not None))
     saved = iter(ctx.saved_tensors if left is None else detached(ctx.saved_tensors))
     return [partial(function, *islice(saved, count)) for count, function in ctx.restore], trained, left

@@ -132,4 +132,4 @@ def copy_masters_and_gather(run: Run) -> None:
     """Cast master weights from outside of a step to the compute dtype, and all-gather the parameters."""
     run.optimizer.copy_masters_to_weights()
     for bucket in run.buffers.buckets:
-        run.buffers.start_param_gather(bucket, loaded=True)
+        run.buffers.start_param_gather(bucket)

@@ -58,7 +58,8 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
             if not totals["tokens"]:  # the mean gradient is 0 / 0, and the updates are skipped on the device
                 totals["grad_norm"] = 0.0
             check_step_finite(run, totals["local_loss"], totals["loss"], totals["grad_norm"])
-        run.buffers.start_param_gather(bucket)  # overlaps the next update and the next batch's loading
+        if not bucket.frozen:
+            run.buffers.start_param_gather(bucket)  # overlaps the next update and the next batch's loading
     recorder.step = 0  # events between steps belong to step 0
     tokens = totals["tokens"]
     tokens = tokens if tokens % 1 else int(tokens)  # a sum of weights is no whole number

@@ -117,6 +117,6 @@ def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _gather(buffers: ParamAndGradBuffers) -> None:
-    for bucket in buffers.buckets:
+    for bucket in buffers.trained:
         buffers.start_param_gather(bucket)
     buffers.finish_param_gather()

@@ -172,6 +172,20 @@ def test_training_goes_on_without_a_jump(layout: dict[str, Any], tmp_path: Path)
     assert max(loss for loss, _ in curve) < 1.1 * expected[0][0]
 
 
+def test_frozen_layers_have_other_numbers(tmp_path: Path) -> None:
+    """State of a layer that was frozen begins at zero; new layers have the kinds of state of trained ones."""
+    freeze = ["layers.3.*", "layers.*.mlp.*"]
+    source = trained(LLAMA, tmp_path / "small", train__freeze=freeze)
+    path = grown(source, LLAMA | LARGER, tmp_path)
+    saved = manifest.read(Location(str(path)))
+    frozen = saved.facts.config["train"]["freeze"]
+    moved = "layers.6.attention.out.weight"
+    assert moved in frozen and "layers.7.mlp.up.weight" in frozen and "layers.3.attention.out.weight" not in frozen
+    assert f"exp_avg.{moved}" not in saved.tensors and "exp_avg.layers.7.attention.out.weight" in saved.tensors
+    keys = {"checkpoint__every": 100, "checkpoint__resume": str(path), "train__freeze": ["layers.0.*"]}
+    run_world(1, train_and_save, config_of(settings(LLAMA | LARGER, tmp_path / "on", **keys), tmp_path), 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FURTHER)
 def test_losses_of_exits_and_depths_stay(name: str, tmp_path: Path) -> None:
@@ -212,6 +226,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OLMO2 | {"unit_scaling": True}, {"num_layers": 8}, "its factors follow the sizes"),
     (OLMO2 | {"residual_tau": 0.2}, {"num_layers": 8}, "a layer that adds nothing scales"),
     (GPT, {"num_layers": 8, "seq_length": 32}, "model.positions"),
+    (LLAMA, {"num_layers": 8, "sparse_attention": {"local_blocks": 1, "stride": 2}}, "leave out sparse_attention"),
+    (LLAMA | {"sparse_attention": SPARSE}, {"sparse_attention": None}, "sparse_attention = {local_blocks = 1, stride"),
 ]
 
 

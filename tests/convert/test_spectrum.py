@@ -12,7 +12,7 @@ from megascale.checkpoint import offline
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.model import ModelConfig
-from megascale.convert.spectrum import ModuleSnr, frozen_tensors, signal_to_noise
+from megascale.convert.spectrum import frozen_tensors, signal_to_noise
 from megascale.convert.tensor_map import model_tensors
 from tests.runs import LLAMA, settings, write_config
 
@@ -31,9 +31,9 @@ def test_noise_has_no_signal_and_a_low_rank_part_has_much(shape: tuple[int, int]
 
 def test_every_kind_keeps_its_share() -> None:
     kinds = {
-        "layers.*.out": [ModuleSnr((f"layers.{i}.out",), float(i)) for i in range(4)],
-        "layers.*.qkv": [ModuleSnr((f"layers.{i}.q", f"layers.{i}.k"), float(-i)) for i in range(4)],
-        "layers.*.router": [ModuleSnr(("layers.3.router",), 0.0)],
+        "layers.*.out": {(f"layers.{i}.out",): float(i) for i in range(4)},
+        "layers.*.qkv": {(f"layers.{i}.q", f"layers.{i}.k"): float(-i) for i in range(4)},
+        "layers.*.router": {("layers.3.router",): 0.0},
     }
     assert frozen_tensors(kinds, 0.5) == [
         "layers.0.out", "layers.1.out", "layers.2.q", "layers.2.k", "layers.3.q", "layers.3.k",

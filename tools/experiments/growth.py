@@ -24,7 +24,7 @@ from width_transfer import SEQUENCE, Bytes
 from megascale.checkpoint import folders
 from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
-from megascale.convert.grown_checkpoint import grow
+from megascale.convert.growth import grow
 from megascale.convert.spectrum import frozen_tensors, measure
 from megascale.core.rank import Rank
 from megascale.core.storage import Location

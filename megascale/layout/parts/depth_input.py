@@ -5,9 +5,8 @@ W [norm(embedding of the token); norm(hidden state)]        W [h, 2 h], equal on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import norm_params
@@ -20,12 +19,9 @@ from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 
 @dataclass(frozen=True)
 class DepthInput(Part):
-    """Both norms and the projection W of `hidden` elements; the embedding has its weight from the model, which may be
-    `frozen`.
-    """
+    """Both norms and the projection W of `hidden` elements; the embedding has its weight from the model."""
 
     hidden: int
-    frozen: bool = False
 
     @property
     def token_weights(self) -> int:
@@ -35,9 +31,6 @@ class DepthInput(Part):
     def whole_numel(self) -> int:
         return self.token_weights
 
-    def freeze(self, frozen: Collection[str]) -> Self:
-        return replace(self, frozen=TOKEN_EMBEDDING in frozen)
-
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         norms = (norm_params(f"{block}.{norm}", model) for norm in ("embedding_norm", "hidden_norm"))
         merge = LinearSpec("merge", "merge", 2 * self.hidden, (("merge", self.hidden),), fp8=False)
@@ -46,7 +39,7 @@ class DepthInput(Part):
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of the embedding."""
         width = self.hidden * sizes.compute
-        if backward and not self.frozen:
+        if backward and TOKEN_EMBEDDING not in sizes.frozen:
             yield from sizes.gather("embedding gradient", sizes.rows, width)
         elif not backward:
             yield sizes.reduce("embedding", sizes.rows, width)

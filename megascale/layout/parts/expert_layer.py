@@ -8,10 +8,9 @@ gathers the tokens of all ranks, and sends the sums of its rows by token back.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, compress
-from typing import Self
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import ActivationSpec
@@ -35,8 +34,7 @@ SharedExpert = tuple[ColumnParallel, ActivationSpec, RowParallel]
 class ExpertLayer(Part):
     """`experts` of inner `width`, of which a token has `chosen`. `inputs`: elements of the activation's input, twice
     the width if gated. `normalized`: the weights of a token's experts add up to 1. `bias`: of the experts' layers;
-    `router_bias`: of the router's. `shared_gate`: a learned gate scales the output of the `shared` expert. `frozen`:
-    the first or the last layers of the experts are not trained.
+    `router_bias`: of the router's. `shared_gate`: a learned gate scales the output of the `shared` expert.
     """
 
     experts: int
@@ -49,7 +47,6 @@ class ExpertLayer(Part):
     shared_gate: bool
     bias: bool
     router_bias: bool
-    frozen: tuple[bool, bool] = (False, False)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -93,13 +90,6 @@ class ExpertLayer(Part):
             gate = LinearSpec("shared_gate", "shared gate", self.hidden, (("shared_gate", 1),), fp8=False)
             params += linear_params(f"{block}.shared_gate", model, gate)
         return params
-
-    def freeze(self, frozen: Collection[str]) -> Self:
-        first, shared = "gate_up" if self.inputs > self.width else "up", self.shared
-        if shared is not None:
-            shared = shared[0].freeze(frozen), shared[1], shared[2].freeze(frozen)
-        stacks = f"experts.{first}.weight" in frozen, "experts.down.weight" in frozen
-        return replace(self, shared=shared, frozen=stacks)
 
     def expert_traffic(self, sizes: MicroBatchSizes, backward: bool = False, again: bool = False) -> Iterator[CommOp]:
         """List the exchanges of counts or choices, once, and of rows or tokens: with a weight for each slot to the
@@ -260,9 +250,9 @@ class ExpertLayer(Part):
         shapes = (self.inputs, self.hidden), (self.hidden, self.width)
         blocks = sizes.token_blocks  # each reads the weights
         gemms = times.grouped_linears(shapes, local, rows / local / blocks, fp8) * blocks
-        if any(self.frozen):
-            stay = times.grouped_linears(compress(shapes, self.frozen), local, rows / local / blocks, fp8) * blocks
-            gemms += PassTimes(backward=stay.weights * -1, weights=stay.weights * -1)
+        frozen = {"experts.gate_up.weight", "experts.up.weight"} & sizes.frozen, "experts.down.weight" in sizes.frozen
+        stay = times.grouped_linears(compress(shapes, frozen), local, rows / local / blocks, fp8).weights * -blocks
+        gemms += PassTimes(backward=stay, weights=stay)
         total += gemms
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)), gemms)
         return sum((part.seconds(times, fp8) for part in self.parts), start=total)

@@ -11,9 +11,8 @@ Attention runs with v padded to the width of q and k, which all kernels take. `L
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.attention import AttentionSpec
@@ -66,9 +65,6 @@ class LatentProjections(Part):
         """Name the rows of a head in each part."""
         parts = tuple(replace(part, head_dim=part.shape[0] // self.heads) for part in param.parts)
         return replace(param, parts=parts)
-
-    def freeze(self, frozen: Collection[str]) -> Self:
-        return replace(self, queries=self.queries.freeze(frozen), keys=self.keys.freeze(frozen))
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of the column-parallel layers, and of the shared key, whose gradient is a sum."""

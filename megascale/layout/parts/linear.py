@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
@@ -55,14 +55,9 @@ class LinearGroup(Part):
         params = (linear_params(f"{block}.{layer.name}", model, layer, self.sharded) for layer in self.layers)
         return list(itertools.chain(*params))
 
-    def freeze(self, frozen: Collection[str]) -> Self:
-        layers = (replace(layer, frozen=f"{layer.name}.weight" in frozen) for layer in self.layers)
-        return replace(self, layers=tuple(layers))
-
-    @property
-    def trained(self) -> tuple[LinearSpec, ...]:
-        """The layers with a wgrad."""
-        return tuple(layer for layer in self.layers if not layer.frozen)
+    def trained(self, sizes: MicroBatchSizes) -> list[bool]:
+        """Return for each layer whether it has a wgrad."""
+        return [f"{layer.name}.weight" not in sizes.frozen for layer in self.layers]
 
     def fp8_operands(self) -> Iterator[str]:
         """The input, weight and output gradient of the layers. A common input or gradient is named by the first."""
@@ -74,7 +69,7 @@ class LinearGroup(Part):
                 yield f"{layer.name}.gradient"
 
     def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
-        first, column = self.layers[0], self.sharded == 0
+        first, column, wgrad = self.layers[0], self.sharded == 0, backward and any(self.trained(sizes))
         operand, label = ("gradient", f"{self.label} gradient") if backward else ("input", self.label)
         size = first.inputs if column else first.outputs
         if column != backward:
@@ -83,7 +78,7 @@ class LinearGroup(Part):
                 yield from sizes.amaxes(first.name, operand, 0)
             yield from sizes.gather(f"{label} scales", sizes.rows, scales)
             yield from sizes.gather(label, sizes.rows, width, overlap=True)
-            if backward and sizes.split and self.trained:  # in W again: until then the gradient would fill memory
+            if wgrad and sizes.split:  # in W again: until then the gradient would fill memory
                 yield from sizes.gather(f"{self.label} wgrad gradient scales", sizes.rows, scales)
                 yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, width, overlap=True)
             if backward:
@@ -91,7 +86,7 @@ class LinearGroup(Part):
             return
         for layer in self.layers:
             yield from sizes.amaxes(layer.name, operand, sizes.rows * sizes.batch)
-        if backward and self.trained:  # for wgrad
+        if wgrad:
             width, scales = sizes.sent("input", sizes.input_rank or size)
             yield from sizes.gather(f"{self.label} wgrad input scales", sizes.rows, scales)
             yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, width)
@@ -103,7 +98,8 @@ class LinearGroup(Part):
 
     def _wgrad_amaxes(self, sizes: MicroBatchSizes, column: str) -> Iterator[CommOp]:
         """List the all-reduces of the amaxes of the operand of wgrad whose features tp shards."""
-        for layer in self.trained if not sizes.recipe[column].block.serves_transpose else ():
+        serves = sizes.recipe[column].block.serves_transpose
+        for layer in () if serves else compress(self.layers, self.trained(sizes)):
             yield from sizes.amaxes(layer.name, column, 0)
 
     def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
@@ -112,24 +108,21 @@ class LinearGroup(Part):
         inputs = [layer.inputs // (1 if column else tp) for layer in self.layers][: 1 if column else None]
         gradients = [layer.outputs // (tp if column else 1) for layer in self.layers][: None if column else 1]
         yield from sizes.token_amaxes(*(("gradient", gradients) if backward else ("input", inputs)))
-        if backward and self.trained:
-            of_trained = [not layer.frozen for layer in self.layers]
-            yield from sizes.token_amaxes("input_column", inputs if column else [*compress(inputs, of_trained)])
-            yield from sizes.token_amaxes(
-                "gradient_column", [*compress(gradients, of_trained)] if column else gradients
-            )
+        if backward and any(trained := self.trained(sizes)):
+            yield from sizes.token_amaxes("input_column", inputs if column else [*compress(inputs, trained)])
+            yield from sizes.token_amaxes("gradient_column", [*compress(gradients, trained)] if column else gradients)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
         rows, columns = (times.sizes.tp, 1) if self.sharded == 0 else (1, times.sizes.tp)
         shapes, first = [(layer.outputs // rows, layer.inputs // columns) for layer in self.layers], self.layers[0]
         enters = self.sharded == 0
         width = first.inputs if enters else first.outputs
-        frozen = [shape for shape, layer in zip(shapes, self.layers, strict=True) if layer.frozen]
-        total = times.linears(shapes, fp8, enters, width)
-        if not frozen:
+        total, trained = times.linears(shapes, fp8, enters, width), self.trained(times.sizes)
+        if all(trained):
             return total
+        frozen = (shape for shape, is_trained in zip(shapes, trained, strict=True) if not is_trained)
         spared = times.linears(frozen, fp8, enters, width).weights * -1
-        spared = spared if not self.trained else replace(spared, tp=0.0)  # the others' wgrad needs the same input
+        spared = replace(spared, tp=0.0) if any(trained) else spared  # the others' wgrad needs the same input
         return total + PassTimes(backward=spared, weights=spared)
 
 

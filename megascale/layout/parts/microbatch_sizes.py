@@ -62,7 +62,8 @@ class MicroBatchSizes:
     layers run FP8 GEMMs. `ep`: ranks that exchange tokens, in `token_blocks`, and if `gathers_tokens` by an
     all-gather; `imbalance`: rows of the fullest of them, over the mean. `split`: backwards are split.
     `cast_where_used`: FP8 operands of weights are not kept for the step. `spans`: most spans of consecutive tokens of a
-    rank. `input_rank`: elements of a token that linear layers save in place of an input; 0: all.
+    rank. `input_rank`: elements of a token that linear layers save in place of an input; 0: all. `frozen`: the names in
+    a block of weights that are not trained, and of the token embedding.
     """
 
     model: ModelConfig
@@ -89,6 +90,7 @@ class MicroBatchSizes:
     cast_where_used: bool = False
     spans: int = 1
     input_rank: int = 0
+    frozen: frozenset[str] = frozenset()
 
     @property
     def tokens(self) -> int:

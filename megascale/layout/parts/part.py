@@ -7,9 +7,9 @@ their kind, so that a new kind of part is one class. Sizes are before tensor par
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach
@@ -51,7 +51,7 @@ class LinearSpec:
     `name`: path inside the block, such as 'attention.qkv'. `label`: name in the event log. `parts`: logical parts of
     the weight with their rows, stacked along dimension 0. `fp8`: FP8 may run this GEMM; a router, for example, stays
     in the compute dtype. `bias`: the layer has a bias. `head_dim`: rows of an attention head, of which the parts are
-    stacks; None for other layers. `frozen`: the weight is not trained. `alone`: no other operation saves the input.
+    stacks; None for other layers. `alone`: no other operation saves the input.
     """
 
     name: str
@@ -61,7 +61,6 @@ class LinearSpec:
     fp8: bool = True
     bias: bool = False
     head_dim: int | None = None
-    frozen: bool = False
     alone: bool = True
 
     @property
@@ -142,10 +141,6 @@ class Part(ABC):
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         """The parameters. `block`: name of the block."""
         return []
-
-    def freeze(self, frozen: Collection[str]) -> Self:
-        """Return the part with its linear layers whose weights have one of these names in the block as not trained."""
-        return self
 
     def fp8_operands(self) -> Iterable[str]:
         """The operands that FP8 quantizes, such as 'mlp.up.weight'."""

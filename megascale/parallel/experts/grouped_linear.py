@@ -11,7 +11,7 @@ from megascale.ops.grouped_gemm import RowGroups, add_biases_, bias_gradients, g
 from megascale.ops.quantized import Quantized
 from megascale.ops.wgrad import Wgrad
 from megascale.parallel.experts.dispatcher import CastTokens
-from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, is_frozen, leaves
+from megascale.parallel.grad_accumulation import ALWAYS_ADDED, Accumulation, accumulate_grad, leaves
 from megascale.parallel.linear_gemms import Operand
 
 
@@ -96,7 +96,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _accumulate(weight: Tensor, grad: Tensor, x: Operand, groups: RowGroups, gemms: GroupedGemms) -> Tensor | None:
     """Add each expert's grad^T x to the main gradient of `weight`; without one, return the gradient."""
-    if is_frozen(weight) or leaves(_accumulate, weight, grad, x, groups, gemms):
+    if leaves(_accumulate, weight, grad, x, groups, gemms):
         return None
     main: Tensor | None = getattr(weight, "main_grad", None)
     accumulation: Accumulation = getattr(weight, "accumulation", ALWAYS_ADDED)
@@ -129,6 +129,6 @@ class _RouterLogits(torch.autograd.Function):
 
 def _accumulate_router(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add grad^T x in the dtype of `grad` to the gradient of a router's weight."""
-    if is_frozen(weight) or leaves(_accumulate_router, weight, grad, x):
+    if leaves(_accumulate_router, weight, grad, x):
         return None
     return accumulate_grad(weight, grad.t() @ x.to(grad.dtype))

@@ -24,7 +24,7 @@ from megascale.layout.parts.microbatch_sizes import FP32, CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
-from megascale.plan.account.sizes import coded_elements, gathered_bytes
+from megascale.plan.account.sizes import coded_elements, step_gather_bytes
 from megascale.plan.account.stage_matrices import exchange_axes, sent_elements, stage_places
 from megascale.schedule.lower import compute_order
 from megascale.schedule.resharding import count_gathers
@@ -90,26 +90,21 @@ class BucketTraffic:
         c, topology = self.config, topology_of(self.config.parallel)
         for _, bucket in self._buckets:
             axes, size = bucket.inner_axes or bucket.reduce_axes, BucketSize.of(bucket)
-            rest, coded = gathered_bytes(c, size), coded_elements(c, size)
-            gathers = bucket.shard_axes.state and size.gathers_each_step(c.parallel.zero, c.fp8.facts["weight"], coded)
-            if not gathers or topology.size(*axes) == 1:
+            sent, coded = step_gather_bytes(c, size), coded_elements(c, size)
+            if not (sent and bucket.shard_axes.state) or topology.size(*axes) == 1:
                 continue
-            group, times = group_name(topology, axes), self._gathers(bucket)
-            if coded:
-                yield CommOp(group, "all_gather", bucket.numel, "weights", times=times)
-                rest -= bucket.numel
-                yield from [CommOp(group, "all_reduce", rest, "rest", times=times)] if rest else []
-            else:
-                yield CommOp(group, "all_gather", rest, "weights", times=times)
+            group, times, gathered = group_name(topology, axes), self._gathers(bucket), bucket.numel if coded else sent
+            yield CommOp(group, "all_gather", gathered, "weights", times=times)
+            if sent > gathered:
+                yield CommOp(group, "all_reduce", sent - gathered, "rest", times=times)
 
     def _amaxes(self) -> Iterator[CommOp]:
         """List the reductions of the amaxes of weights that are gathered as codes."""
         c, topology, blocks = self.config, topology_of(self.config.parallel), Counter[tuple[str, ...]]()
         weight: QuantizerSpec = c.fp8.facts["weight"]
         over_tp = Counter[tuple[str, ...]]()
-        found = (bucket for _, bucket in self._buckets if weight.scaling == "current" and not bucket.frozen)
-        for bucket in found:
-            coded = coded_elements(c, BucketSize.of(bucket))
+        for _, bucket in self._buckets if weight.scaling == "current" else ():
+            coded = 0 if bucket.frozen else coded_elements(c, BucketSize.of(bucket))
             for slot in (slot for slot in bucket.slots if slot.stop <= coded):
                 shape = slot.parameter.local_shape(topology)
                 count = math.prod(weight.block.grid(math.prod(shape[:-1]), shape[-1]))

@@ -12,7 +12,6 @@ documents count, in both conventions (`account.attended`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from megascale.layout.parameters import layer_params
 from megascale.layout.parts.part import Scores, TokenFlops
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
+from megascale.layout.topology import Topology
 from megascale.plan.account.attended import expected_scores, scores_per_token, square_layers
 
 if TYPE_CHECKING:
@@ -38,26 +38,15 @@ def token_flops(
     """Count the model FLOPs of training per token. `scores`: per token, by default of sequences of `seq_length`;
     `shares`: by layer, of the tokens that it computes, by default all; `freeze`: patterns of weights without wgrad.
     """
-    total, scores = TokenFlops(head_flops(model)), scores or scores_per_token(model)
+    total, scores = TokenFlops(head_flops(model, freeze)), scores or scores_per_token(model)
+    active = model.experts_per_token / model.experts if model.experts else 1.0
     for layer in range(model.total_layers):
         forward = sum((part.flops(scores) for part in block_spec(model, layer)), TokenFlops(0))
-        total += forward * (3 * (shares[layer] if shares else 1))
-    return total + TokenFlops(-_frozen_wgrads(model, shares, freeze) if freeze else 0.0)
-
-
-def _frozen_wgrads(model: ModelConfig, shares: Mapping[int, float] | None, freeze: Sequence[str]) -> float:
-    """Count the FLOPs per token of the wgrad GEMMs that frozen weights do not have."""
-    active, total = model.experts_per_token / model.experts if model.experts else 1.0, 0.0
-    for layer in range(model.total_layers):
-        for param in mark_frozen(layer_params(model, layer), freeze):
-            if param.frozen and param.kind == "matrix":
-                numel = sum(math.prod(tensor.shape) for tensor in param.parts)
-                computed = (active if "ep" in param.sharding else 1.0) * (shares[layer] if shares else 1.0)
-                total += 2 * numel * computed
-    heads = {TOKEN_EMBEDDING if model.tie_embeddings else HEAD: 1 + model.mtp_layers}
-    heads |= {f"{exit_name(after)}.{HEAD}": 1 for after in model.exits}
-    frozen = sum(uses for name, uses in heads.items() if matches(name, freeze))
-    return total + 2 * model.hidden_size * model.vocab_size * frozen
+        params = mark_frozen(layer_params(model, layer), freeze) if freeze else ()
+        frozen = (param for param in params if param.frozen and param.kind == "matrix")
+        stay = sum(param.local_numel(Topology()) * (active if "ep" in param.sharding else 1) for param in frozen)
+        total += (forward * 3 + TokenFlops(-2 * stay)) * (shares[layer] if shares else 1)
+    return total
 
 
 def model_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:
@@ -74,11 +63,13 @@ def sequence_flops(model: ModelConfig) -> SequenceWork:
     return SequenceWork(token_flops(model).linear, float(quadratic))
 
 
-def head_flops(model: ModelConfig) -> float:
+def head_flops(model: ModelConfig, freeze: Sequence[str] = ()) -> float:
     """Count the FLOPs per token of the heads, a part of `TokenFlops.linear`: for the next token, for those further
     ahead, and of early exits.
     """
-    return 6 * model.hidden_size * model.vocab_size * (1 + model.mtp_layers + len(model.exits))
+    heads = [TOKEN_EMBEDDING if model.tie_embeddings else HEAD] * (1 + model.mtp_layers)
+    heads += [f"{exit_name(after)}.{HEAD}" for after in model.exits]
+    return 2 * model.hidden_size * model.vocab_size * sum(2 if matches(name, freeze) else 3 for name in heads)
 
 
 def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:

@@ -143,11 +143,9 @@ class JobMemory:
         config, p, sizes = self.config, self.config.parallel, self.sizes
         m, units = self._microbatches, self._units(stage)
         received = sizes.stream if stage else 0  # the input of a dropped chunk
-        sharded = p.zero == 3 or self._coded
-        partly = p.zero == 2 and bool(config.train.freeze)
-        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if sharded or partly else []
-        units = [*map(_trained_units, units, held)] if partly else units
-        chunks = [*map(self._sharded_chunk, units, held)] if p.zero == 3 else [*map(self._chunk, units)]
+        known = p.zero == 3 or self._coded or (p.zero == 2 and config.train.freeze)
+        held = bucket_sizes(config.model, p, config.overlap, config.train, stage) if known else [[]] * len(units)
+        chunks = [*map(self._sharded_chunk if p.zero == 3 else self._chunk, units, held)]
         if p.zero >= 2:
             pairs = zip(chunks, self._fused(stage), strict=False)  # a chunk of the vocabulary has no loss in forward
             chunks[: p.vpp] = [chunk._replace(fused=fused) for chunk, fused in pairs]
@@ -311,29 +309,23 @@ class JobMemory:
         units = [*map(self._units, range(self.layout.placement.p))]
         return [stage for stage in range(len(units)) if stage == 0 or units[stage] != units[stage - 1]]
 
-    def _chunk(self, units: Sequence[UnitBytes]) -> ChunkBytes:
+    def _chunk(self, units: Sequence[UnitBytes], buckets: Sequence[BucketSize]) -> ChunkBytes:
         """Account for a chunk. In ZeRO-2 a backward writes unsharded gradients, then reduced to shards: unit by unit,
-        or with overlap in the background until the next backward.
+        or with overlap in the background until the next backward. All units have an equal share of trained elements.
         """
         chunk, overlap = activations.chunk_bytes(units), self.config.overlap.dp and not self._coded
         if self.config.parallel.zero != 2:
             return ChunkBytes(chunk, chunk.backward)
-        size, topology = self.sizes.wide, topology_of(self.config.parallel)
+        trained = 1 - sum(b.numel for b in buckets if b.frozen) / max(1, sum(b.numel for b in buckets))
+        size, topology = trained * self.sizes.wide, topology_of(self.config.parallel)
         counts = topology.size(*inner_axes(DATA_AXES)), topology.edp_shard
         # with one rank the shard is the gradient itself
         dense, experts = (size / ranks if ranks > 1 or not overlap else 0.0 for ranks in counts)
-        unsharded = size * chunk.elements
+        unsharded = int(size * chunk.elements)
         follows = activations.chunk_bytes(units, (dense, experts), overlap).backward
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
         chunk = chunk._replace(backward=chunk.backward + unsharded)
         return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)
-
-
-def _trained_units(units: Sequence[UnitBytes], buckets: Sequence[BucketSize]) -> list[UnitBytes]:
-    """Return a chunk's units with the elements of trained parameters, a share that all have."""
-    numel = sum(bucket.numel for bucket in buckets)
-    share = sum(bucket.numel for bucket in buckets if not bucket.frozen) / max(1, numel)
-    return [unit._replace(elements=int(share * unit.elements), experts=int(share * unit.experts)) for unit in units]
 
 
 def _by_module(buckets: Sequence[BucketSize]) -> list[list[BucketSize]]:

@@ -37,6 +37,13 @@ def gathered_bytes(config: RunConfig, bucket: BucketSize) -> int:
     return compute * (bucket.numel - coded) + (bucket.numel if coded else 0)
 
 
+def step_gather_bytes(config: RunConfig, bucket: BucketSize) -> int:
+    """Size the weights that a step gathers: of frozen ones shards, and codes whose scales follow a history."""
+    follows = config.fp8.facts["weight"].scaling == "delayed" and coded_elements(config, bucket) > 0
+    stays = bucket.frozen and config.parallel.zero < 3 and not follows
+    return 0 if stays else gathered_bytes(config, bucket)
+
+
 def micro_batch_sizes(config: RunConfig, imbalance: float = 1.0) -> MicroBatchSizes:
     """Return the sizes of a micro-batch of a resolved configuration, outside FP8. `imbalance`: of the loads of experts,
     as in `MicroBatchSizes`; at most that of their capacity.

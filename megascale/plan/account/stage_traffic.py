@@ -13,7 +13,7 @@ from itertools import chain
 
 from megascale.catalog.recipes import TENSOR
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
+from megascale.layout.blocks import BlockSpec, block_spec, frozen_names, is_skippable, tile_mlp
 from megascale.layout.chunks import bucket_sizes, count_heads, fp8_layers, stages_of
 from megascale.layout.freezing import matches
 from megascale.layout.loss import loss_chunks
@@ -77,22 +77,23 @@ class StageTraffic:
         fp8 = fp8_layers(config.model, config.train, config.fp8)
         parts = 2 if config.overlap.tp == "domino" else 1  # of a micro-batch's sequences
         batch = self.sizes.batch // parts
-        sizes = {quantized: replace(self.sizes, batch=batch, fp8=quantized) for quantized in (False, True)}
         for chunk in range(p.vpp):
             layers = self.layout.layers(self.layout.index(self.stage, chunk))
             kinds = Counter(
                 (
-                    block_spec(config.model, layer, config.train.freeze),
+                    block_spec(config.model, layer),
+                    frozen_names(config.model, layer, config.train.freeze),
                     layer in fp8,
                     f"layers.{layer}" in self._coded,
                     recompute_policy(config.train, chunk, layer),
                 )
                 for layer in layers
             )
-            for (block, quantized, coded, recompute), count in kinds.items():
-                sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
-                sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
-                sent += expert_traffic(sizes[quantized], block, recompute) if p.ep > 1 else []
+            for (block, frozen, quantized, coded, recompute), count in kinds.items():
+                sizes = replace(self.sizes, batch=batch, fp8=quantized, frozen=frozen)
+                sent = list(context_traffic(sizes, block, recompute)) if p.cp > 1 else []
+                sent += block_traffic(sizes, block, recompute) if p.tp > 1 else []
+                sent += expert_traffic(sizes, block, recompute) if p.ep > 1 else []
                 visits = self.layout.placement.visits(self.stage, chunk, m)
                 yield from (each._replace(times=parts * count * visits) for each in sent)
                 amaxes = self._weight_amaxes(block, recompute, visits, coded) if p.tp > 1 and quantized else ()

@@ -234,8 +234,7 @@ class ReplayModule(nn.Module):
         cost = cache.costs[key]
         if cost.choice is not None:
             batch.expert_choices[self._layer] = _without_values(cost.choice)
-        trained = (parameter for parameter in self._module[0].parameters() if parameter.requires_grad)
-        return _Replay.apply(x, self._anchor, cache, cost, self._layer, next(trained, self._anchor))
+        return _Replay.apply(x, self._anchor, cache, cost, self._layer, [*self._module[0].parameters()])
 
 
 @contextmanager
@@ -258,9 +257,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, cost_cache: ModuleCostCache, cost: ModuleCost, layer: int,
-        parameter: Tensor,
+        parameters: Sequence[Tensor],
     ) -> Tensor:  # fmt: skip
-        ctx.cost_cache, ctx.cost, ctx.parameter = cost_cache, cost, parameter
+        ctx.cost_cache, ctx.cost, ctx.parameters = cost_cache, cost, parameters
         ctx.layer, ctx.input_meta = layer, (x.shape, x.dtype, x.requires_grad)
         _replay(cost_cache, cost.forward, layer)  # whose peak has what moves
         moved = [x.new_empty(cost.moved, dtype=torch.uint8)] if cost.moved else []
@@ -271,7 +270,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cost_cache, cost, layer, left = ctx.cost_cache, ctx.cost, ctx.layer, left_for_w(ctx.parameter)
+        cost_cache, cost, layer, left = ctx.cost_cache, ctx.cost, ctx.layer, left_for_w(*ctx.parameters)
         assert cost.backward is not None, "the module was measured with gradients"
         operands = *ctx.saved_tensors[: cost.saves_input], *grads  # what has moved comes back, and the block before it
         _replay(cost_cache, cost.backward, layer)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
-from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
+from megascale.layout.blocks import BlockSpec, distinct_blocks, frozen_names, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
@@ -51,7 +52,11 @@ def kind_times(layers: LayerTimes) -> KindTimes:
     c = layers.config
     (distinct, numbers), fp8 = distinct_blocks(c.model, tuple(c.train.freeze)), fp8_layers(c.model, c.train, c.fp8)
     part, parts = (layers.of_half(), 2) if c.overlap.tp == "domino" else (layers, 1)
-    times = cache(lambda number, fp8, recompute: block_times(part, distinct[number], fp8, recompute) * parts)
+    of_kinds = [
+        replace(part, frozen=frozen_names(c.model, numbers.index(kind), c.train.freeze))
+        for kind in range(len(distinct))
+    ]
+    times = cache(lambda kind, fp8, recompute: block_times(of_kinds[kind], distinct[kind], fp8, recompute) * parts)
     return [(number, layer in fp8) for layer, number in enumerate(numbers)], times
 
 

@@ -46,7 +46,7 @@ def cast_bytes(spec: QuantizerSpec, from_codes: bool) -> int:
 @dataclass(frozen=True)
 class LayerTimes:
     """Times of a model's units and their operations (`layout.parts.times.OperationTimes`) on one tensor-parallel rank,
-    for one micro-batch, or one of its `tiles` of tokens.
+    for one micro-batch, or one of its `tiles` of tokens. `frozen`: as of `MicroBatchSizes`.
     """
 
     config: RunConfig
@@ -55,6 +55,7 @@ class LayerTimes:
     context: ContextRoutes
     experts: ExpertRoute
     tiles: int = 1
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
     def from_config(cls, config: RunConfig, hardware: Hardware, stack: Stack) -> LayerTimes:
@@ -88,7 +89,7 @@ class LayerTimes:
 
     @cached_property
     def sizes(self) -> MicroBatchSizes:
-        return micro_batch_sizes(self.config, self.kernels.stack.imbalance)
+        return replace(micro_batch_sizes(self.config, self.kernels.stack.imbalance), frozen=self.frozen)
 
     def of_half(self) -> LayerTimes:
         """Return the times of half of a micro-batch's sequences."""

@@ -13,7 +13,7 @@ from megascale.layout.chunks import BucketSize, bucket_sizes, fp8_layers, held_c
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.recompute_policy import joined_chunks
 from megascale.layout.stages import Place
-from megascale.plan.account.sizes import coded_elements, gathered_bytes
+from megascale.plan.account.sizes import step_gather_bytes
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
@@ -93,9 +93,7 @@ class PipelineTimes:
 
     def _sent(self, bucket: BucketSize) -> tuple[tuple[str, ...], int, int]:
         """Return the axes of a bucket, the elements of gradients that are reduced, and the bytes that are gathered."""
-        c, coded = self.config, coded_elements(self.config, bucket)
-        gathers = bucket.gathers_each_step(c.parallel.zero, c.fp8.facts["weight"], coded)
-        return bucket.reduce_axes, 0 if bucket.frozen else bucket.numel, gathered_bytes(c, bucket) if gathers else 0
+        return bucket.reduce_axes, 0 if bucket.frozen else bucket.numel, step_gather_bytes(self.config, bucket)
 
     @cached_property
     def buckets(self) -> dict[Place, Buckets]:
