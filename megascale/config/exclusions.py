@@ -320,7 +320,7 @@ ZCLIP = _off("optimizer.zclip", only(False), OptimizerConfig, "zclip_threshold",
 
 SKIPPED_STEPS = _off("optimizer.skip_sigma", only(0), OptimizerConfig, "skip_window", on="above 0")
 
-NO_OFFLOAD = _off("optimizer.offload", only("none"), OptimizerConfig, "offload_stride", "offload_subgroup", on="= host")
+NO_OFFLOAD = _off("optimizer.offload", only("none"), OptimizerConfig, "offload_stride", on="= host")
 
 NO_CHECKPOINTS = _off("checkpoint.every", only(0), CheckpointConfig, "in_memory_every", hint="checkpoint.every above 0")
 NO_COPIES = _off(

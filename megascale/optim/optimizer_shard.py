@@ -114,7 +114,8 @@ def new_shard(
     weights, grad, kept = bucket.shard_weights, bucket.grad, None if bucket.frozen else host
 
     def zeros(size: int) -> Tensor:
-        return grad.new_zeros(size) if kept is None else host_tensor(kept, size, grad.dtype).zero_()
+        nbytes = size * grad.itemsize
+        return grad.new_zeros(size) if kept is None else kept.allocate(nbytes).view(grad.dtype).zero_()
 
     state = {name: zeros(sum(item.numel for item in found)) for name, found in state_ranges(ranges).items()}
     master = weights if compensated or weights.dtype == grad.dtype else weights.to(grad.dtype)
@@ -123,11 +124,6 @@ def new_shard(
     elif compensated and not bucket.frozen:
         state[LOW] = torch.zeros_like(weights)
     return OptimizerShard(bucket, master, state, ranges, bucket.shard[0], weights, grad)
-
-
-def host_tensor(host: HostBuffers, size: int, dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor [size] in host memory."""
-    return host.allocate(size * dtype.itemsize).view(dtype)
 
 
 def global_tensors(optimizer_shards: Sequence[OptimizerShard], mesh: Mesh) -> dict[str, GlobalTensor]:
