@@ -120,9 +120,7 @@ class HostBuffers(Protocol):
 
 
 class PlainBuffers:
-    """The memory of a CPU, whose work is done when a call returns. `memory`: torch's name of it, `meta` in a dry run,
-    whose `device` is another.
-    """
+    """The memory of a CPU, or in a dry run of torch's device `meta`, whose work is done when a call returns."""
 
     def __init__(self, memory: str = "cpu", device: torch.device | None = None) -> None:
         self._memory, self._device = memory, device
@@ -150,7 +148,8 @@ class PinnedBuffers:
 
     def allocate(self, nbytes: int) -> Tensor:
         memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # whole pages, shared with nothing
-        weakref.finalize(memory, self._pin(memory)).atexit = False  # then CUDA may be gone
+        pinned = weakref.finalize(memory.untyped_storage(), self._pin(memory))  # until nothing views it
+        pinned.atexit = False  # then CUDA may be gone
         return memory
 
     def save(self, x: Tensor, host: Tensor) -> Wait:
