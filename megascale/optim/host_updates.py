@@ -52,7 +52,7 @@ class HostUpdates(Updates):
                 (shard.part(*elements), stride > 0 and number % stride == 0)
                 for elements, number in zip(ranges, own, strict=False)
             ])  # fmt: skip
-        grads = [group.grad.nbytes for groups in self.sub_groups for group, _ in groups]
+        grads = [group.grad.nbytes for groups in self.sub_groups for group, on_device in groups if not on_device]
         self._free = deque(self._buffers.allocate(max(grads)) for _ in range(AHEAD if grads else 0))
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:

@@ -111,8 +111,8 @@ def host_state_bytes(config: RunConfig) -> int:
     if config.optimizer.offload == "none":
         return 0
     shards, state = fullest_shards(config)
-    _, largest = sub_groups(0, max(shards))[0]
-    return state + config.train.element_bytes[1] * (sum(shards) + AHEAD * largest)
+    read = 0 if config.optimizer.offload_stride == 1 else AHEAD * sub_groups(0, max(shards))[0][1]
+    return state + config.train.element_bytes[1] * (sum(shards) + read)
 
 
 def fetched_bytes(config: RunConfig, stage: int) -> int:
