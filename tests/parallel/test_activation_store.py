@@ -91,7 +91,7 @@ class SimulatedBuffers:
         source, target = self.device.memory(x), host.view(torch.float32).numpy()
         return self._copy("save", lambda: np.copyto(target, source))
 
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
+    def load(self, host: Tensor) -> tuple[Tensor, Wait]:
         x, target = self.device.empty()
         source = host.view(torch.float32).numpy()
         return x, self._copy("load", lambda: np.copyto(target, source))
