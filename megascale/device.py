@@ -110,30 +110,33 @@ class HostBuffers(Protocol):
         """Allocate a flat buffer of bytes."""
 
     def save(self, x: Tensor, host: Tensor) -> Wait:
-        """Start to copy x to the first bytes of a buffer. Until the returned wait, neither may be written or freed."""
+        """Start to copy x to a tensor like it in a buffer. Until the returned wait, neither may be written or freed."""
 
     def read(self, x: Tensor, host: Tensor) -> Wait:
         """Save x for the host, which waits itself in the returned wait."""
 
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
+    def load(self, host: Tensor) -> tuple[Tensor, Wait]:
         """Start to copy a saved tensor to the device. Until the returned wait, it may not be read, nor host written."""
 
 
 class PlainBuffers:
-    """The memory of a CPU, whose work is done when a call returns."""
+    """The memory of a CPU, or in a dry run of torch's device `meta`, whose work is done when a call returns."""
+
+    def __init__(self, memory: str = "cpu", device: torch.device | None = None) -> None:
+        self._memory, self._device = memory, device
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._memory)
 
     def save(self, x: Tensor, host: Tensor) -> Wait:
-        _saved_view(host, x.shape, x.dtype).copy_(x)
+        host.copy_(x)
         return _nothing
 
     def read(self, x: Tensor, host: Tensor) -> Wait:
         return self.save(x, host)
 
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
-        return _saved_view(host, shape, dtype).clone(), _nothing
+    def load(self, host: Tensor) -> tuple[Tensor, Wait]:
+        return torch.empty_like(host, device=self._device).copy_(host), _nothing
 
 
 class PinnedBuffers:
@@ -145,18 +148,19 @@ class PinnedBuffers:
 
     def allocate(self, nbytes: int) -> Tensor:
         memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # whole pages, shared with nothing
-        weakref.finalize(memory, self._pin(memory)).atexit = False  # then CUDA may be gone
+        pinned = weakref.finalize(memory.untyped_storage(), self._pin(memory))  # until nothing views it
+        pinned.atexit = False  # then CUDA may be gone
         return memory
 
     def save(self, x: Tensor, host: Tensor) -> Wait:
-        return self._wait_for(self._copy(self._save, _saved_view(host, x.shape, x.dtype), x))
+        return self._wait_for(self._copy(self._save, host, x))
 
     def read(self, x: Tensor, host: Tensor) -> Wait:
-        return self._copy(self._save, _saved_view(host, x.shape, x.dtype), x).synchronize
+        return self._copy(self._save, host, x).synchronize
 
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
-        x = torch.empty(shape, dtype=dtype, device=self._device)
-        return x, self._wait_for(self._copy(self._load, x, _saved_view(host, shape, dtype)))
+    def load(self, host: Tensor) -> tuple[Tensor, Wait]:
+        x = torch.empty_like(host, device=self._device)
+        return x, self._wait_for(self._copy(self._load, x, host))
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:
         """Start a copy in a stream unknown to the allocator: the caller waits before either tensor is freed."""
@@ -167,11 +171,6 @@ class PinnedBuffers:
 
     def _wait_for(self, copied: torch.cuda.Event) -> Wait:
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
-
-
-def _saved_view(host: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The first bytes of a buffer, of any dtype, as a tensor."""
-    return host.view(torch.uint8)[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _nothing() -> None:

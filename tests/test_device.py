@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 
 from megascale import device
 from megascale.core.errors import ConfigError
-from megascale.device import Device, DeviceError, StreamTimer, detect_device
+from megascale.device import Device, DeviceError, PinnedBuffers, StreamTimer, detect_device
 
 PACKAGE = Path(device.__file__).parent
 
@@ -160,6 +161,21 @@ def test_an_event_is_used_again_once_nothing_refers_to_its_mark(monkeypatch: pyt
         assert timer.seconds(timer.mark()) == pytest.approx(begin + number)
         assert timer.seconds(kept) == pytest.approx(begin)
     assert Event.made == 3, "the base of times, the mark that is kept, and the others in turn"
+
+
+def test_host_memory_is_pinned_as_long_as_it_is_viewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    pinned = list[int]()
+
+    def pin(memory: torch.Tensor) -> Callable[[], None]:
+        pinned.append(memory.data_ptr())
+        return pinned.clear
+
+    view = PinnedBuffers(torch.device("cpu"), pin).allocate(4096).view(torch.float32)[8:]
+    view.fill_(1.0)
+    assert pinned == [view.data_ptr() - 32]
+    del view
+    assert not pinned
 
 
 def test_cuda_is_named_in_this_file_alone() -> None:

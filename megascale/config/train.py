@@ -262,9 +262,6 @@ class OptimizerConfig(Section):
         description="with offload, every how many sub-groups one is updated on the device; 1: all, 0: none; auto: by "
         "the rates of the hardware's profile",
     )
-    offload_subgroup: Count = Field(
-        1 << 24, description="elements of a sub-group of offload, which is updated at a time"
-    )
     lr: Float32 = Field(gt=0, description="learning rate after the warm-up")
     min_lr: Float32 = Field(0.0, ge=0, description="learning rate at the end")
     warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up from 0 to lr")

@@ -22,7 +22,8 @@ from megascale.layout.topology import REPLICATE, Topology, inner_axes
 
 ALIGNMENT = 64  # elements to which the starts of parameters and shards are aligned: 128 bytes or more in every dtype
 
-AHEAD = 2  # sub-groups of state in host memory whose copies are on their way at a time, in each direction
+SUB_GROUP = 1 << 24  # elements of state in host memory that are updated at a time, a multiple of ALIGNMENT
+AHEAD = 2  # sub-groups whose copies are on their way at a time, in each direction
 
 SHARDED: dict[int, tuple[str, ...]] = {
     0: (),
@@ -241,11 +242,9 @@ class BucketLayout:
         return zip(self.slots, [*(slot.start for slot in self.slots[1:]), self.numel], strict=True)
 
 
-def sub_group_size(elements: int) -> int:
-    """Return the size of equal runs of a shard that are updated one after another, at least `elements`: aligned as
-    parameters are, so that a kernel's vectors of elements are those of a whole shard.
-    """
-    return _align(elements, ALIGNMENT)
+def sub_groups(start: int, stop: int) -> list[tuple[int, int]]:
+    """Cut a shard into sub-groups, in which a kernel's vectors of elements are those of the whole shard."""
+    return [(first, min(first + SUB_GROUP, stop)) for first in range(start, stop, SUB_GROUP)]
 
 
 def split_by_reduction(parameters: Iterable[ParamSpec]) -> list[list[ParamSpec]]:

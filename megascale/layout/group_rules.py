@@ -99,10 +99,8 @@ def freeze_findings(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Fin
 
 def _option_findings(where: str, group: ParamGroup, options: Mapping[str, Any]) -> Iterator[Finding]:
     """Check the names, types and ranges of a rule's options."""
-    known, words = (
-        group.facts["options"],
-        {bool: "true or false", str: "text", int: "a whole number", float: "a number"},
-    )
+    known = group.facts["options"]
+    words = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
     for key, value in options.items():
         if key not in known:
             hint = f"its options: {', '.join(known) or 'none'}"
@@ -112,7 +110,7 @@ def _option_findings(where: str, group: ParamGroup, options: Mapping[str, Any]) 
             continue
         default, choices = known[key], group.facts["choices"].get(key)
         hint = f"{key} = {str(default).lower()}, the default"
-        if not _is_like(value, default):
+        if type(value) is not type(default) and (type(value), type(default)) != (int, float):
             yield Finding(where, f"{group.rule}: {key} is {value!r}, not {words[type(default)]}", hint)
         elif choices and value not in choices:
             yield Finding(where, f"{group.rule}: {key} is {value!r}", f"one of {', '.join(choices)}")
@@ -133,8 +131,3 @@ def _in_range(key: str, value: Any, kind: type) -> bool:
     if key == "clip_threshold":
         return bool(0 < value < MOST)
     return bool(0 <= value < (1 if key.startswith(("beta", "momentum")) else MOST))
-
-
-def _is_like(value: Any, default: Any) -> bool:
-    """True if a value has the type of an option's default; a whole number may stand for a float."""
-    return type(value) is type(default) or (type(default) is float and type(value) is int)

@@ -129,14 +129,8 @@ class ParamGroup:
         drawn = max(1, int(options.get("density", 1.0) * rows * columns))
         own = {"r": rank, "c": min(options.get("rank", columns), columns), "h": options.get("history", 1), "d": drawn}
         a, b = (max(2, min(size, options.get("block", size))) for size in (rows, columns))
-        blocks = {
-            "a": a,
-            "b": b,
-            "x": -(-rows // a),
-            "y": -(-columns // b),
-            "t": a * (a - 1) // 2,
-            "u": b * (b - 1) // 2,
-        }
+        blocks = {"a": a, "b": b, "x": -(-rows // a), "y": -(-columns // b)}
+        blocks |= {"t": a * (a - 1) // 2, "u": b * (b - 1) // 2}
         capped = {"M": rows if rows <= most else 1, "N": columns if columns <= most else 1}
         return {"m": rows, "n": columns, "s": short, "l": long, **own, **blocks, **capped}
 

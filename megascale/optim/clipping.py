@@ -24,12 +24,6 @@ class Clipping:
     skip: Tensor
 
 
-def local_sq_norm(bucket: Bucket, *, tp: int) -> Tensor:
-    """Sum the squares of the gradient in a bucket's shard that this rank counts: an f64 device scalar."""
-    counted = bucket.grad[: counted_elements(bucket, tp=tp)]
-    return sum_of_squares(counted) if len(counted) else counted.new_zeros((), dtype=torch.float64)
-
-
 def counted_elements(bucket: Bucket, *, tp: int) -> int:
     """Count the elements at the beginning of a bucket's shard that this rank contributes to sums over the job. `tp`:
     its index among the tp ranks.

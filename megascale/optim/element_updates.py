@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -64,34 +65,31 @@ def build_rule(shard: OptimizerShard, group: ParamGroup, parts: Parts) -> Elemen
     return cast(type[Elementwise], rule)(segments, parts.config.model_copy(update=own))
 
 
+@dataclass
 class FunctionRule:
     """An `Elementwise` rule by a function: w = w - lr (direction + weight_decay w), chunk by chunk. `counted`: elements
     at the beginning of each segment that this rank counts in `kept`.
     """
 
+    segments: Sequence[Segment]
+    weight_decay: float
+    rule: UpdateRule
+    options: Mapping[str, Any]
+    kept: KeptUpdates | None
+    counted: Sequence[int]
     state_names: tuple[str, ...] = ()  # the card has them
 
-    def __init__(
-        self, segments: Sequence[Segment], weight_decay: float, rule: UpdateRule, options: Mapping[str, Any],
-        kept: KeptUpdates | None, counted: Sequence[int],
-    ) -> None:  # fmt: skip
-        self._segments = segments
-        self._kept, self._counted = kept, counted
-        self._decay = weight_decay
-        self._rule = rule
-        self._options = options
-
     def step(self, lr: float, step: int, grad_factor: Tensor, skip: Tensor) -> None:
-        for segment, counted in zip(self._segments, self._counted, strict=True):
+        for segment, counted in zip(self.segments, self.counted, strict=True):
             for start in range(0, segment.weight.numel(), CHUNK):
                 part = slice(start, start + CHUNK)
                 state = {name: values[part] for name, values in segment.state.items()}
                 weight, grad = segment.weight[part], segment.grad[part] * grad_factor.to(segment.grad.dtype)
                 residual = None if segment.residual is None else segment.residual[part]
-                given = UpdateInput(grad, state, step, self._options, weight=whole(weight, residual), lr=lr)
-                direction, new_state = self._rule(given)
-                decay = self._decay if segment.weight_decay else 0.0
-                apply_direction(weight, residual, direction, lr, decay, skip, self._kept, counted - start)
+                given = UpdateInput(grad, state, step, self.options, weight=whole(weight, residual), lr=lr)
+                direction, new_state = self.rule(given)
+                decay = self.weight_decay if segment.weight_decay else 0.0
+                apply_direction(weight, residual, direction, lr, decay, skip, self.kept, counted - start)
                 copy_unless(skip, state, new_state)
 
 

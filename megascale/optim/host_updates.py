@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.device import Wait
-from megascale.layout.buckets import AHEAD, sub_group_size
+from megascale.layout.buckets import AHEAD, sub_groups
 from megascale.optim.clipping import Clipping
 from megascale.optim.element_updates import ElementUpdates
-from megascale.optim.optimizer_shard import OptimizerShard, host_tensor
+from megascale.optim.optimizer_shard import OptimizerShard
 from megascale.optim.updates import Parts, Updates
 
 
@@ -44,67 +43,57 @@ class HostUpdates(Updates):
         assert parts.host is not None, "the state is in host memory"
         self._buffers, self._on_device = parts.host, parts
         self._on_host = replace(parts, rules={name: OPTIMIZERS[name].load() for name in parts.rules})
-        size, stride = sub_group_size(parts.config.offload_subgroup), parts.config.offload_stride or 0
-        self.sub_groups, numbers = list[list[tuple[OptimizerShard, bool]]](), itertools.count(1)
+        stride, numbers = parts.config.offload_stride or 0, itertools.count(1)
+        self.sub_groups = list[list[tuple[OptimizerShard, bool]]]()
         for shard in parts.shards:
             own = itertools.count(1) if shard.bucket.tied else numbers  # the same on both stages of a tied embedding
-            stop = shard.start + shard.grad.numel()  # no elements if frozen
+            ranges = sub_groups(shard.start, shard.start + shard.grad.numel())  # none if frozen
             self.sub_groups.append([
-                (shard.part(start, min(start + size, stop)), stride > 0 and number % stride == 0)
-                for start, number in zip(range(shard.start, stop, size), own, strict=False)
+                (shard.part(*elements), stride > 0 and number % stride == 0)
+                for elements, number in zip(ranges, own, strict=False)
             ])  # fmt: skip
-        grads = [group.grad for groups in self.sub_groups for group, on_device in groups if not on_device]
-        sizes = AHEAD * [max(map(Tensor.numel, grads))] if grads else []
-        self._free = deque(host_tensor(self._buffers, size, grads[0].dtype) for size in sizes)
-        self._clipping = host_tensor(self._buffers, 2, torch.float64)
+        grads = [group.grad.nbytes for groups in self.sub_groups for group, on_device in groups if not on_device]
+        self._free = deque(self._buffers.allocate(max(grads)) for _ in range(AHEAD if grads else 0))
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:
-        values = torch.stack([clipping.grad_factor, clipping.skip.double()])
-        self._buffers.read(values, self._clipping)()
+        self._clipping = replace(clipping, grad_factor=clipping.grad_factor.cpu(), skip=clipping.skip.cpu())
 
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
         """Update a shard. The host returns when all state is in its memory again."""
-        begun = deque[Wait](), deque[Wait]()
+        begun = deque[Iterator[None]](), deque[Iterator[None]]()
         for group, on_device in self.sub_groups[index]:
             if len(begun[on_device]) == AHEAD:
-                begun[on_device].popleft()()
-            begin = self._begin_on_device if on_device else self._begin_on_host
-            begun[on_device].append(begin(group, lr, step, clipping))
-        for finish in itertools.chain(*begun):
-            finish()
+                next(begun[on_device].popleft(), None)
+            update = self._update_on_device(group, lr, step, clipping) if on_device else self._update(group, lr, step)
+            next(update)
+            begun[on_device].append(update)
+        for update in itertools.chain(*begun):
+            next(update, None)
 
-    def _begin_on_device(self, group: OptimizerShard, lr: float, step: int, clipping: Clipping) -> Wait:
-        """Issue the update of a sub-group to the device; the returned function waits until it is written back."""
+    def _update_on_device(self, group: OptimizerShard, lr: float, step: int, clipping: Clipping) -> Iterator[None]:
+        """Issue the update of a sub-group to the device; then wait until it is written back."""
         kept = [group.master, *group.state.values()]
-        loads = [self._buffers.load(x, x.shape, x.dtype) for x in kept]
-        for _, loaded in loads:
-            loaded()
-        master, *state = fetched = [x for x, _ in loads]
+        master, *state = fetched = [self._load(x) for x in kept]
         on_device = replace(group, master=master, state=dict(zip(group.state, state, strict=True)))
         ElementUpdates(replace(self._on_device, shards=[on_device])).apply(0, lr, step, clipping)
         on_device.copy_to_params()
-        written = [(x, self._buffers.read(x, host)) for x, host in zip(fetched, kept, strict=True)]
-
-        def finish() -> None:
-            for _, wait in written:
-                wait()
-
-        return finish
-
-    def _begin_on_host(self, group: OptimizerShard, lr: float, step: int, clipping: Clipping) -> Wait:
-        """Start to copy a sub-group's gradient; the returned function updates the sub-group on the host."""
-        memory = self._free.popleft()
-        grad = memory[: group.grad.numel()]
-        wait = self._buffers.read(group.grad, grad)
-
-        def finish() -> None:
+        written = [self._buffers.read(x, host) for x, host in zip(fetched, kept, strict=True)]
+        yield
+        for wait in written:
             wait()
-            read = replace(clipping, grad_factor=self._clipping[0], skip=self._clipping[1].float())
-            on_host = replace(group, grad=grad)
-            ElementUpdates(replace(self._on_host, shards=[on_host])).apply(0, lr, step, read)
-            self._free.append(memory)
-            master, loaded = self._buffers.load(group.master, group.master.shape, group.master.dtype)
-            loaded()
-            replace(group, master=master).copy_to_params()
 
-        return finish
+    def _update(self, group: OptimizerShard, lr: float, step: int) -> Iterator[None]:
+        """Start to copy a sub-group's gradient; then update the sub-group on the host."""
+        memory = self._free.popleft()
+        on_host = replace(group, grad=memory[: group.grad.nbytes].view(group.grad.dtype))
+        wait = self._buffers.read(group.grad, on_host.grad)
+        yield
+        wait()
+        ElementUpdates(replace(self._on_host, shards=[on_host])).apply(0, lr, step, self._clipping)
+        self._free.append(memory)
+        replace(group, master=self._load(group.master)).copy_to_params()
+
+    def _load(self, host: Tensor) -> Tensor:
+        x, loaded = self._buffers.load(host)
+        loaded()
+        return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,12 +88,10 @@ class OptimizerShard:
     def tensors(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yield master weights ("") and state by name, with their start in the bucket."""
         yield "", self.start, self.master
-        for name in self.state:
-            yield from ((name, item.start, values) for item, values in self._state_parts(name))
-
-    def _state_parts(self, name: str) -> Iterator[tuple[SlotRange, Tensor]]:
-        ranges = self._ranges_of.get(name) or [SlotRange(self.bucket.layout.slots[0], *self.bucket.shard)]
-        return zip(ranges, self.state[name].split([item.numel for item in ranges]), strict=True)
+        for name, values in self.state.items():
+            ranges = self._ranges_of.get(name) or [SlotRange(self.bucket.layout.slots[0], *self.bucket.shard)]
+            parts = values.split([item.numel for item in ranges])
+            yield from ((name, item.start, part) for item, part in zip(ranges, parts, strict=True))
 
     @cached_property
     def _ranges_of(self) -> dict[str, list[SlotRange]]:
@@ -114,7 +113,8 @@ def new_shard(
     weights, grad, kept = bucket.shard_weights, bucket.grad, None if bucket.frozen else host
 
     def zeros(size: int) -> Tensor:
-        return grad.new_zeros(size) if kept is None else host_tensor(kept, size, grad.dtype).zero_()
+        nbytes = size * grad.itemsize
+        return grad.new_zeros(size) if kept is None else kept.allocate(nbytes).view(grad.dtype).zero_()
 
     state = {name: zeros(sum(item.numel for item in found)) for name, found in state_ranges(ranges).items()}
     master = weights if compensated or weights.dtype == grad.dtype else weights.to(grad.dtype)
@@ -123,11 +123,6 @@ def new_shard(
     elif compensated and not bucket.frozen:
         state[LOW] = torch.zeros_like(weights)
     return OptimizerShard(bucket, master, state, ranges, bucket.shard[0], weights, grad)
-
-
-def host_tensor(host: HostBuffers, size: int, dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor [size] in host memory."""
-    return host.allocate(size * dtype.itemsize).view(dtype)
 
 
 def global_tensors(optimizer_shards: Sequence[OptimizerShard], mesh: Mesh) -> dict[str, GlobalTensor]:
@@ -142,28 +137,15 @@ def global_tensors(optimizer_shards: Sequence[OptimizerShard], mesh: Mesh) -> di
         for state, start, flat in optimizer_shard.tensors():
             elements = (start, start + flat.numel())
             low, high = bucket.storage.share if elements == bucket.shard else elements
-            for name, shape, shard in _tensor_shards(optimizer_shard, flat[low - start : high - start], low, mesh):
-                key = (f"{state}." if state else WEIGHTS) + name
-                tensor = tensors.setdefault(key, GlobalTensor(shape, flat.dtype, []))
-                tensor.shards.append(shard)
+            for item in bucket.layout.param_ranges(low, high):
+                parameter, first = item.slot.parameter, item.slot.start
+                shapes = {tensor.name: tensor.shape for tensor in parameter.parts}
+                for box in shard_slices(parameter, mesh.topology, mesh.coord, item.start - first, item.stop - first):
+                    data = flat[first + box.start - start :][: math.prod(box.size)].view(box.size)
+                    key = (f"{state}." if state else WEIGHTS) + box.name
+                    tensor = tensors.setdefault(key, GlobalTensor(shapes[box.name], flat.dtype, []))
+                    tensor.shards.append(TensorShard(box.offset, box.size, data))
     return tensors
-
-
-def _tensor_shards(
-    optimizer_shard: OptimizerShard, flat: Tensor, first: int, mesh: Mesh
-) -> Iterator[tuple[str, tuple[int, ...], TensorShard]]:
-    """Yield name, global shape and shard of every tensor with elements in `flat`, which begins at `first` in the
-    bucket.
-    """
-    for item in optimizer_shard.bucket.layout.param_ranges(first, first + flat.numel()):
-        slot = item.slot
-        shapes = {tensor.name: tensor.shape for tensor in slot.parameter.parts}
-        for box in shard_slices(
-            slot.parameter, mesh.topology, mesh.coord, item.start - slot.start, item.stop - slot.start
-        ):
-            start = slot.start + box.start - first
-            data = flat[start : start + torch.Size(box.size).numel()].view(box.size)
-            yield box.name, shapes[box.name], TensorShard(box.offset, box.size, data)
 
 
 def gather_shares(optimizer_shards: Sequence[OptimizerShard]) -> None:

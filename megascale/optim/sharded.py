@@ -21,7 +21,7 @@ from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.device import HostBuffers
 from megascale.layout.param_groups import ParamGroups, element_ranges
-from megascale.optim.clipping import Clipping, local_sq_norm
+from megascale.optim.clipping import Clipping, counted_elements, sum_of_squares
 from megascale.optim.compensated import KeptUpdates
 from megascale.optim.element_updates import ElementUpdates
 from megascale.optim.host_updates import HostUpdates
@@ -90,7 +90,8 @@ class ShardedOptimizer:
 
         Over the job, every parameter of the model counts once.
         """
-        return local_sq_norm(bucket, tp=self._mesh.tp.index)
+        counted = bucket.grad[: counted_elements(bucket, tp=self._mesh.tp.index)]
+        return sum_of_squares(counted) if len(counted) else counted.new_zeros((), dtype=torch.float64)
 
     def compute_clipping(self, sq_norm: Tensor, tokens: Tensor, loss: Tensor) -> Clipping:
         """Compute the clipping of gradients summed over `tokens`, from the squared norm and loss sums over the job."""
@@ -123,11 +124,6 @@ class ShardedOptimizer:
             updates.apply(index, lr, step, clipping)
         if not all(updates.writes_rounded for updates in self.updates):
             self.shards[index].copy_to_params()
-
-    def state_tensors(self) -> Iterator[tuple[Bucket, str, int, Tensor]]:
-        """Yield master weights ("") and state by name of flat ranges, with their start in the bucket."""
-        for shard in self.shards:
-            yield from ((shard.bucket, name, start, values) for name, start, values in shard.tensors())
 
     def matrix_state(self) -> Iterator[tuple[Bucket, OwnedMatrix, str, Tensor]]:
         """Return the state of the matrices that this rank owns: bucket, matrix, name, and values."""

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from megascale.core.errors import MegascaleError
@@ -123,11 +122,11 @@ class HostMemory:
     def save(self, x: Tensor) -> MovedTensor:
         """Start to copy flat x, after the work that was issued to the device before."""
         piece = self.pool.take(x.nbytes)
-        return MovedTensor(self, x, x.nbytes, piece, self.buffers.save(x, piece))
+        return MovedTensor(self, x, x.nbytes, piece, self.buffers.save(x, piece[: x.nbytes]))
 
     def load(self, piece: Tensor, nbytes: int) -> Loaded:
         """Start to copy `nbytes` bytes back to the device: the tensor, u8, and the wait for it."""
-        return self.buffers.load(piece, torch.Size((nbytes,)), torch.uint8)
+        return self.buffers.load(piece[:nbytes])
 
 
 @dataclass(eq=False)
@@ -175,7 +174,7 @@ class FileMemory(HostMemory):
 
     def save(self, x: Tensor) -> FiledTensor:
         piece, extent = self.pool.take(x.nbytes), self.extents.take(x.nbytes)
-        saved = self.buffers.read(x, piece)
+        saved = self.buffers.read(x, piece[: x.nbytes])
         writing = self.writer.submit(self._write, saved, piece, x.nbytes, extent.start)
         return FiledTensor(self, x, x.nbytes, piece, saved, extent, writing)
 

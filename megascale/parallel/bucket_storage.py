@@ -234,7 +234,7 @@ class Sharded(Storage):
         self._reducing = self._reduce_scatter(self.inner_grad, full)
 
     def local_grad_finite(self) -> bool:
-        if self._coded:
+        if self._coded or self.full_grad is None:  # what was read before it was sent, or freed
             return bool(self._finite)
         low, high = self.shard
         return all(bool(grad.isfinite().all()) for grad in (self._full()[:low], self._full()[high:]))
@@ -299,9 +299,6 @@ class ShardedEach(Sharded):
         elif shard is not None:
             self.inner_grad.copy_(shard)
             self._has_reduced = True
-
-    def local_grad_finite(self) -> bool:
-        return bool(self._finite)
 
     def _allocate_grad(self, dtype: torch.dtype) -> None:
         self.full_grad = None

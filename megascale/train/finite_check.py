@@ -78,7 +78,7 @@ def check_state_finite(run: Run) -> None:
 
     Raises: DivergenceError on every rank, with step, rank and parameter.
     """
-    flat = [(bucket, start, values) for bucket, _, start, values in run.optimizer.state_tensors()]
+    flat = [(shard.bucket, start, values) for shard in run.optimizer.shards for _, start, values in shard.tensors()]
     place = run.mesh.topology, run.mesh.coord
     matrices = [(matrix.name(*place), values) for _, matrix, _, values in run.optimizer.matrix_state()]
     values_of = [*(values for _, _, values in flat), *(values for _, values in matrices)]
@@ -87,7 +87,7 @@ def check_state_finite(run: Run) -> None:
     if not bool(nonfinite):
         return
     found = (name for bucket, start, values in flat for name in _nonfinite_params(bucket, values, start))
-    found_matrices = (name for name, values in matrices if not bool(values.isfinite().all()))
+    found_matrices = (name for name, values in matrices if not bool(all_finite(values)))
     bad = next(itertools.chain(found, found_matrices), "")
     names_of_ranks = run.mesh.world.control.all_gather(bad, "non-finite state")
     rank, name = next((rank, name) for rank, name in enumerate(names_of_ranks) if name)
@@ -126,13 +126,8 @@ def all_finite(values: Tensor) -> Tensor:
 
 def _nonfinite_params(bucket: Bucket, values: Tensor, start: int) -> list[str]:
     """Names of parameters with a non-finite element in `values` [n], which begin at `start` in the bucket."""
-    stop = start + values.numel()
-    names = []
-    for slot in bucket.layout.slots:
-        low, high = (min(max(edge, start), stop) - start for edge in (slot.start, slot.stop))
-        if not bool(values[low:high].isfinite().all()):
-            names.append(slot.parameter.name)
-    return names
+    ranges = bucket.layout.param_ranges(start, start + values.numel())
+    return [item.slot.parameter.name for item in ranges if not bool(all_finite(item.view(values, start)))]
 
 
 def _first_cause(reports: Sequence[NonFiniteReport], model: ModelConfig) -> str:

@@ -16,10 +16,10 @@ from megascale.config import (
     loss_rules,
     memory_rules,
     model_rules,
-    optimizer_rules,
     parallel_rules,
     site_rules,
     time_rules,
+    train_rules,
 )
 from megascale.config.exclusions import Exclusions
 from megascale.config.finding import divisors
@@ -1484,10 +1484,10 @@ NAMES = {
         loss_rules,
         memory_rules,
         model_rules,
-        optimizer_rules,
         parallel_rules,
         site_rules,
         time_rules,
+        train_rules,
     )
     for name, rule in vars(module).items()
     if isinstance(rule, Exclusions)

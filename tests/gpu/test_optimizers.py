@@ -10,6 +10,7 @@ import torch
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.layout import buckets
 from tests.gpu.conftest import Figure
 from tests.gpu.machine import curve_on, furthest, run_of, world_of
 from tests.runs import LLAMA, config_of, curve_of, settings, train_curve
@@ -52,16 +53,22 @@ def test_weights_in_bf16_are_the_rounded_master_weights(rule: str, tmp_path: Pat
     assert rounded and all(rounded)
 
 
+def curve_in_sub_groups(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
+    """Train with several sub-groups in a bucket."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "SUB_GROUP", 20_032)
+        return curve_on(rank, config, STEPS)
+
+
 @pytest.mark.parametrize("stride", [0, 1, 2])
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_state_in_host_memory_is_updated_as_on_the_gpu(rule: str, stride: int, tmp_path: Path, figure: Figure) -> None:
     """By the processor's kernel, the GPU's, or both by turns; copies and updates overlap."""
     keys = {"optimizer__name": rule, "optimizer__lr": 1e-3, "train__precision": "bf16", "train__steps": STEPS}
     keys |= {"model__hidden_size": 256, "model__vocab_size": 1024, "model__ffn_size": 512}
-    offload = {"offload": "host", "offload_stride": stride, "offload_subgroup": 20_000}
-    in_host = keys | {f"optimizer__{key}": value for key, value in offload.items()}
+    in_host = keys | {"optimizer__offload": "host", "optimizer__offload_stride": stride}
     ours, theirs = (
-        world_of(1, curve_on, config_of(settings(LLAMA, tmp_path, **given), tmp_path), STEPS)[0]
+        world_of(1, curve_in_sub_groups, config_of(settings(LLAMA, tmp_path, **given), tmp_path))[0]
         for given in (in_host, keys)
     )
     difference = furthest(ours, theirs)

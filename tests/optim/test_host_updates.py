@@ -16,6 +16,7 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DivergenceError
 from megascale.core.rank import Rank
 from megascale.device import Device, PlainBuffers, Wait
+from megascale.layout import buckets
 from megascale.optim.host_updates import HostUpdates
 from megascale.plan.account.state_bytes import host_state_bytes
 from megascale.train.resume import load_initial_state
@@ -39,6 +40,9 @@ GROUPS = {
 }
 """Two rules, whose states are different, and other rates in one bucket, with clipping."""
 
+SIZE = 192
+"""Elements of a sub-group, aligned as parameters are."""
+
 FROZEN = {"train__freeze": ["embedding.*", "layers.0.*"]}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -51,11 +55,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def small_sub_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "SUB_GROUP", SIZE)
+
+
 def of(folder: Path, precision: str = "fp32", stride: int | None = None, **keys: Any) -> RunConfig:
-    """Return a configuration with sub-groups of 192 elements; without a stride state is on the device."""
+    """Return a configuration; without a stride state is on the device."""
     optimizer = keys.pop("optimizer", GROUPS)
     if stride is not None:
-        optimizer = {**optimizer, "offload": "host", "offload_stride": stride, "offload_subgroup": 130}
+        optimizer = {**optimizer, "offload": "host", "offload_stride": stride}
     model = keys.pop("model", SMALL)
     return configuration(folder, optimizer, model, **{"train__precision": precision, **keys})
 
@@ -143,9 +152,9 @@ class LateBuffers(PlainBuffers):
     def read(self, x: Tensor, host: Tensor) -> Wait:
         return self._late("read", lambda: PlainBuffers.save(self, x, host)())
 
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
-        x = torch.full(shape, torch.nan, dtype=dtype)
-        return x, self._late("load", lambda: x.copy_(PlainBuffers.load(self, host, shape, dtype)[0]))
+    def load(self, host: Tensor) -> tuple[Tensor, Wait]:
+        x = torch.full_like(host, torch.nan)
+        return x, self._late("load", lambda: x.copy_(host))
 
     def _late(self, name: str, copy: Any) -> Wait:
         return (lambda: None) if name == self.missing else copy

@@ -91,7 +91,7 @@ class SimulatedBuffers:
         source, target = self.device.memory(x), host.view(torch.float32).numpy()
         return self._copy("save", lambda: np.copyto(target, source))
 
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
+    def load(self, host: Tensor) -> tuple[Tensor, Wait]:
         x, target = self.device.empty()
         source = host.view(torch.float32).numpy()
         return x, self._copy("load", lambda: np.copyto(target, source))
@@ -175,12 +175,12 @@ class LateBuffers(PlainBuffers):
     def save(self, x: Tensor, host: Tensor) -> Wait:
         return lambda: PlainBuffers.save(self, x, host)()
 
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
-        x = torch.empty(shape, dtype=dtype)
+    def load(self, host: Tensor) -> tuple[Tensor, Wait]:
+        x = torch.empty_like(host)
         x.view(-1).view(torch.uint8).fill_(255)  # NaN of every float
 
         def wait() -> None:
-            x.copy_(PlainBuffers.load(self, host, shape, dtype)[0])
+            x.copy_(host)
 
         return x, wait
 

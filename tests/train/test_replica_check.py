@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
+from megascale.layout import buckets
 from megascale.train.replica_check import checksum, describe_reports
 from tests.jobs import Job, job_config
 from tests.marks import only_quick
@@ -21,7 +22,7 @@ from tests.runs import GPT, LLAMA, config_of, settings
 from tests.worlds import run_world
 
 FP8 = {"train__precision": "fp8", "fp8__recipe": "tensorwise"}
-OFFLOAD = {"optimizer__offload": "host", "optimizer__offload_stride": 2, "optimizer__offload_subgroup": 1000}
+OFFLOAD = {"optimizer__offload": "host", "optimizer__offload_stride": 2}
 WIDE = LLAMA | {"hidden_size": 64, "ffn_size": 96}
 EXPERTS = LLAMA | {"num_layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
 
@@ -88,7 +89,9 @@ def find(rank: Rank, config: Any) -> list[tuple[str, str, list[int], str]]:
     from megascale.train.step import train_step
     from tests.runs import build_run
 
-    run = build_run(rank, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "SUB_GROUP", 1024)
+        run = build_run(rank, config)
     for _ in range(2):
         train_step(run, run.train_loader.batch(run.progress.samples))
     check = ReplicaCheck()

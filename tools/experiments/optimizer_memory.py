@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from curves import table
@@ -22,13 +23,15 @@ from memory_policies import measure
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.units import MIB
+from megascale.layout import buckets
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.state_bytes import host_state_bytes
 from megascale.plan.dryrun.dry_run import dry_run
 from megascale.plan.simulate.host_update import host_update
 from megascale.plan.simulate.profiles import hardware
 
-IN_HOST = {"offload": "host", "offload_subgroup": 1 << 17}
+SUB_GROUP = 1 << 17  # elements, for a small model
+IN_HOST = {"offload": "host"}
 WAYS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "host, all updated there": IN_HOST | {"offload_stride": 0},
@@ -82,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, loads = list[tuple[str, ...]](), [os.getloadavg()[0]]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.object(buckets, "SUB_GROUP", SUB_GROUP):
         configs = {way: config_of(way, folder) for way in WAYS}
         measured = measure(configs, options.steps)
         loads.append(os.getloadavg()[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from megascale.catalog.optimizers import QUANTIZED_BLOCK
 from megascale.ops.optimizer import Update, UpdateInput, UpdateRule
 from megascale.optim.adam import adam
-from megascale.optim.contrib.expanded_fp8 import contracted, expanded
+from megascale.optim.contrib.expanded_fp8 import contracted, expanded, in_rows
 from megascale.optim.contrib.galore import galore
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the tensors of state in 8 bits: with a sign or without
@@ -68,7 +68,7 @@ def values_of(signed: bool) -> Tensor:
 
 def quantized(name: str, x: Tensor, signed: bool) -> Mapping[str, Tensor]:
     """Return the codes of a tensor, and the scales of its blocks, as state."""
-    blocks, table = _blocks(x), values_of(signed).to(x)
+    blocks, table = in_rows(x, QUANTIZED_BLOCK), values_of(signed).to(x)
     scale = blocks.abs().amax(1)
     unit = blocks / scale.clamp(min=torch.finfo(x.dtype).tiny).unsqueeze(1)
     codes = torch.bucketize(unit, (table[:-1] + table[1:]) / 2)
@@ -79,11 +79,5 @@ def quantized(name: str, x: Tensor, signed: bool) -> Mapping[str, Tensor]:
 
 def dequantized(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     """Return the tensor of codes and scales."""
-    values = values_of(signed).to(scale)[_blocks(codes).int()] * scale.unsqueeze(1)
+    values = values_of(signed).to(scale)[in_rows(codes, QUANTIZED_BLOCK).int()] * scale.unsqueeze(1)
     return values.view(-1)[: codes.numel()].view_as(codes)
-
-
-def _blocks(x: Tensor) -> Tensor:
-    """Return the elements of a tensor in rows of a block, with zeros at the end."""
-    flat = x.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % QUANTIZED_BLOCK)).view(-1, QUANTIZED_BLOCK)

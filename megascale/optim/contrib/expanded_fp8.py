@@ -25,7 +25,7 @@ def expanded(name: str, x: Tensor, signed: bool) -> Mapping[str, Tensor]:
     """Return the codes of a tensor [...] as bytes, and M and k of its groups, as state. Without a sign an element
     above 0 has a code above 0: a second moment of 0 would make a step of any size.
     """
-    groups = _groups(x)
+    groups = in_rows(x, EXPANDED_GROUP)
     magnitude = groups.abs()
     most = magnitude.amax(1)
     least = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
@@ -42,12 +42,12 @@ def expanded(name: str, x: Tensor, signed: bool) -> Mapping[str, Tensor]:
 def contracted(state: Mapping[str, Tensor], name: str) -> Tensor:
     """Return the tensor of what `expanded` returned."""
     most, power = state[f"{name}_scale"], state[f"{name}_power"]
-    values = _groups(state[name]).view(torch.float8_e4m3fn).to(most.dtype)
+    values = in_rows(state[name], EXPANDED_GROUP).view(torch.float8_e4m3fn).to(most.dtype)
     magnitude = (values.abs() / LARGEST) ** (1 / power).unsqueeze(1) * most.unsqueeze(1)
     return (magnitude * values.sign()).view(-1)[: state[name].numel()].view_as(state[name])
 
 
-def _groups(x: Tensor) -> Tensor:
-    """Return the elements of a tensor in rows of a group, with zeros at the end."""
+def in_rows(x: Tensor, size: int) -> Tensor:
+    """Return the elements of a tensor in rows [k, size], with zeros at the end."""
     flat = x.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % EXPANDED_GROUP)).view(-1, EXPANDED_GROUP)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)

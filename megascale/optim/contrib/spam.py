@@ -23,6 +23,7 @@ import torch
 
 from megascale.core.seeds import seed_of
 from megascale.ops.optimizer import Update, UpdateInput
+from megascale.optim.adam import adam
 from megascale.optim.contrib.counter_random import random_subset
 
 
@@ -37,17 +38,13 @@ def spam(given: UpdateInput) -> Update:
 def _update(given: UpdateInput) -> Update:
     o, state = given.options, given.state
     since, after_reset = (given.step - 1) % o["reset_every"], given.step > o["reset_every"]
-    keep = 1.0 if since else 0.0
-    exp_avg, exp_avg_sq = state["exp_avg"] * keep, state["exp_avg_sq"] * keep
-    grad = given.grad
+    keep, grad = 1.0 if since else 0.0, given.grad
+    moments = {name: state[name] * keep for name in ("exp_avg", "exp_avg_sq")}
     if since >= o["settle"]:
-        limit = (o["theta"] * exp_avg_sq).sqrt()
+        limit = (o["theta"] * moments["exp_avg_sq"]).sqrt()
         grad = torch.where((grad.abs() > limit) & (limit > 0), grad.sign() * limit, grad)
-    exp_avg = exp_avg.lerp(grad, 1 - o["beta1"])
-    exp_avg_sq = exp_avg_sq.lerp(grad.square(), 1 - o["beta2"])
-    root = (exp_avg_sq / (1 - o["beta2"] ** (since + 1))).sqrt() + o["eps"]
-    rate = rewarmed(since, o["rewarmup"]) if after_reset else 1.0
-    return rate * exp_avg / (1 - o["beta1"] ** (since + 1)) / root, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    direction, moments = adam(replace(given, grad=grad, state=moments, step=since + 1))
+    return direction * rewarmed(since, o["rewarmup"]) if after_reset else direction, moments
 
 
 def spam_sparse(given: UpdateInput) -> Update:

@@ -18,7 +18,7 @@ from typing import Literal
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks, linears
-from megascale.layout.buckets import AHEAD, SHARDED, sub_group_size
+from megascale.layout.buckets import AHEAD, SHARDED, sub_groups
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stage_elements, stages_of
 from megascale.layout.topology import topology_of
 from megascale.plan.account.optimizer_state import StageOptimizer
@@ -78,11 +78,7 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
         cast_bytes -= compute * sum(bucket.numel - bucket.shard(topology) for bucket in coded)
     sizes = {"weight": (weights, weight_shard), "gradient": (elements, shard), "state": (elements, state)}
     held = {kind: sizes[kind][kind in sharded] for kind in sizes}
-    averages = {
-        "none": 0,
-        "ema": 1,
-        "lawa": config.train.weight_average_count,
-    }  # tensors, each of the size of master weights
+    averages = {"none": 0, "ema": 1, "lawa": config.train.weight_average_count}  # each as large as master weights
     on_device = config.optimizer.offload == "none"
     master = compute if config.optimizer.master_weights == "bf16_compensated" else accumulate
     copies = averages[config.train.weight_average] + config.sites.state_tensors
@@ -102,18 +98,21 @@ def state_shards(config: RunConfig, stage: int) -> list[int]:
     return [stage_elements([[bucket]], topology, trained=True)[2 if p.zero else 0] for bucket in buckets]
 
 
+def fullest_shards(config: RunConfig) -> tuple[list[int], int]:
+    """Return `state_shards` of the rank with most, and the bytes of its optimizer state without master weights."""
+    stage = max(range(config.parallel.pp), key=lambda stage: sum(state_shards(config, stage)))
+    return state_shards(config, stage), StageOptimizer(config, stage).state_bytes(config.parallel.zero)
+
+
 def host_state_bytes(config: RunConfig) -> int:
-    """Count the bytes of `optimizer.offload` in host memory, of the rank with most: master weights, state, gradients on
-    their way and two scalars.
+    """Count the bytes of `optimizer.offload` in host memory, of the rank with most: master weights, state and gradients
+    on their way.
     """
-    settings, (_, wide), found = config.optimizer, config.train.element_bytes, [0]
-    for stage in range(config.parallel.pp if settings.offload != "none" else 0):
-        shards, state = state_shards(config, stage), StageOptimizer(config, stage).state_bytes(config.parallel.zero)
-        read = (
-            0 if settings.offload_stride == 1 else AHEAD * min(sub_group_size(settings.offload_subgroup), max(shards))
-        )
-        found.append(state + wide * (sum(shards) + read) + 16)
-    return max(found)
+    if config.optimizer.offload == "none":
+        return 0
+    shards, state = fullest_shards(config)
+    read = 0 if config.optimizer.offload_stride == 1 else AHEAD * sub_groups(0, max(shards))[0][1]
+    return state + config.train.element_bytes[1] * (sum(shards) + read)
 
 
 def fetched_bytes(config: RunConfig, stage: int) -> int:
@@ -123,9 +122,8 @@ def fetched_bytes(config: RunConfig, stage: int) -> int:
     settings, (_, wide), shards = config.optimizer, config.train.element_bytes, state_shards(config, stage)
     if settings.offload == "none" or not any(shards):
         return 0
-    stride, largest = settings.offload_stride, max(shards)
+    stride, groups = settings.offload_stride, sub_groups(0, max(shards))
     of_element = wide + StageOptimizer(config, stage).state_bytes(config.parallel.zero) / sum(shards)
-    groups = math.ceil(largest / (size := min(sub_group_size(settings.offload_subgroup), largest)))
-    fetched = 0 if stride == 0 else min(AHEAD, math.ceil(groups / (stride or 1)))
-    rounded = stride == 0 or (stride != 1 and groups > 1)
-    return int(size * (fetched * of_element + rounded * wide))
+    fetched = 0 if stride == 0 else min(AHEAD, math.ceil(len(groups) / (stride or 1)))
+    rounded = stride == 0 or (stride != 1 and len(groups) > 1)
+    return int(groups[0][1] * (fetched * of_element + rounded * wide))

@@ -7,40 +7,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megascale.comm.group import Group
 from megascale.comm.mesh import GroupSpec, Mesh, assemble_mesh
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import COMPLETED, TransportWork
-from megascale.device import Device, HostBuffers, PlainBuffers, Wait
+from megascale.device import Device, HostBuffers, PlainBuffers
 from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import Topology
 from megascale.record.recorder import Recorder
-
-
-class FakeHostBuffers(PlainBuffers):
-    """Host memory on the meta device, whose bytes are not counted."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-    def save(self, x: Tensor, host: Tensor) -> Wait:
-        return lambda: None
-
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
-        return torch.empty(shape, dtype=dtype, device=self._device), lambda: None
 
 
 class FakeDevice(Device):
     """A device on which every value read by the host is 1, and counts are equal: fake tensors have no values."""
 
     def host_buffers(self) -> HostBuffers:
-        return FakeHostBuffers(self.torch_device)
+        return PlainBuffers("meta", self.torch_device)  # whose bytes are not counted
 
     def copy_to_host(self, values: Tensor) -> Callable[[], list[float]]:
         return lambda: [1.0] * values.numel()

@@ -125,19 +125,16 @@ class ResourceCounterMode(TorchDispatchMode):
         return out
 
     def track(self, tensor: Tensor) -> None:
-        if tensor.device.type == "meta":  # in host memory
-            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
             return
-        tracked = TrackedStorage(self.recorder.counts, self.recorder.kind, storage.nbytes())
+        nbytes = 0 if tensor.device.type == "meta" else storage.nbytes()  # in host memory
+        tracked = TrackedStorage(self.recorder.counts, self.recorder.kind, nbytes)
         tracked.counts.add_bytes(tracked.kind, tracked.nbytes)
         self._alive[key] = weakref.ref(storage, partial(self._on_free, key, tracked)), tracked
 
     def set_kind(self, tensor: Tensor, kind: MemoryKind) -> None:
-        if tensor.device.type == "meta":
-            return
         tracked = self.storage(tensor)
         tracked.counts.live_bytes[tracked.kind] -= tracked.nbytes
         tracked.counts.live_bytes[kind] += tracked.nbytes

@@ -9,10 +9,8 @@ from typing import Any
 
 from megascale.config.run import RunConfig
 from megascale.config.run_warnings import run_warnings
-from megascale.core.units import format_bytes
 from megascale.layout.gpu_overlap import exposed_collectives
 from megascale.plan.account.memory import JobMemory, RankMemory
-from megascale.plan.account.state_bytes import host_state_bytes
 from megascale.plan.search.drive_wear import DriveWear, drive_wear
 from megascale.plan.search.memory_policy import with_policies
 from megascale.plan.search.space import Layout, layout_of
@@ -146,17 +144,14 @@ class Plan:
 
     def _host_updates(self) -> Iterator[str]:
         """Describe the update of state in host memory."""
-        settings, hardware = self.config.optimizer, self.hardware
-        if settings.offload == "none":
-            return
-        yield f"optimizer state of a rank in host memory: {format_bytes(host_state_bytes(self.config))}"
-        if (update := host_update(self.config, hardware)) is None:
-            rates = "device.host_bandwidth or node.memory_bandwidth"
-            yield f"its update is planned as on the device: {hardware.name} states no {rates}"
-        else:
+        settings, what = self.config.optimizer, "the update of state in host memory"
+        if update := host_update(self.config, self.hardware):
             best, given = update.best_stride, settings.offload_stride
             other = "" if given in (None, best) else f"; {update.seconds(given):.3g} s with {given} as given"
-            yield f"its update takes {update.seconds(best):.3g} s with the best offload_stride, {best}{other}"
+            yield f"{what} takes {update.seconds(best):.3g} s with the best offload_stride, {best}{other}"
+        elif settings.offload != "none":
+            rates = "device.host_bandwidth or node.memory_bandwidth"
+            yield f"{what} is planned as on the device: {self.hardware.name} states no {rates}"
 
     def _recipes(self) -> Iterator[str]:
         """Say where the speed of quantized GEMMs is not that of the run."""

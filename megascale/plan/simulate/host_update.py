@@ -10,13 +10,11 @@ state for one on the device:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import sub_group_size
-from megascale.plan.account.optimizer_state import StageOptimizer
-from megascale.plan.account.state_bytes import state_shards
+from megascale.layout.buckets import sub_groups
+from megascale.plan.account.state_bytes import fullest_shards
 from megascale.plan.simulate.profiles import Hardware
 
 
@@ -52,14 +50,10 @@ def host_update(config: RunConfig, hardware: Hardware) -> HostUpdateTime | None:
     link, memory, attained = hardware.device.host_bandwidth, hardware.node.memory_bandwidth, hardware.attained
     if config.optimizer.offload == "none" or link is None or memory is None:
         return None
-    size, (compute, wide) = sub_group_size(config.optimizer.offload_subgroup), config.train.element_bytes
-    shards, stage = max(
-        ((state_shards(config, stage), stage) for stage in range(config.parallel.pp)), key=lambda of: sum(of[0])
-    )
-    count = sum(math.ceil(shard / size) for shard in shards)
-    gradient = wide * sum(shards) / count
-    state = gradient + StageOptimizer(config, stage).state_bytes(config.parallel.zero) / count
-    rounded = compute * sum(shards) / count
+    shards, state_bytes = fullest_shards(config)
+    count = sum(len(sub_groups(0, shard)) for shard in shards)
+    rounded, gradient = (size * sum(shards) / count for size in config.train.element_bytes)
+    state = gradient + state_bytes / count
     on_host, on_device = memory * attained.memory / hardware.node.devices, hardware.device.bandwidth * attained.memory
     return HostUpdateTime(
         count,

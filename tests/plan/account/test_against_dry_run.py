@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from megascale.config.run import RunConfig
+from megascale.layout import buckets
 from megascale.plan.account.flops import model_flops
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.state_bytes import fetched_bytes
@@ -81,9 +82,10 @@ def test_partial_pipelines(parallel: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1 << 19, 1 << 21])
 @pytest.mark.parametrize("stride", [0, 1, 2])
-def test_state_in_host_memory(stride: int, size: int, tmp_path: Path) -> None:
+def test_state_in_host_memory(stride: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which sub-groups are on the device in an update, several or all of a bucket."""
-    offload = {"offload": "host", "offload_stride": stride, "offload_subgroup": size}
+    monkeypatch.setattr(buckets, "SUB_GROUP", size)
+    offload = {"offload": "host", "offload_stride": stride}
     keys = {f"optimizer__{key}": value for key, value in offload.items()} | {"train__precision": "bf16"}
     model = LLAMA | {"hidden_size": 512, "num_layers": 4, "ffn_size": 2048, "vocab_size": 128}
     config = config_of(settings_of(model, tmp_path, **keys, parallel__dp=2), tmp_path)

@@ -54,7 +54,7 @@ def test_a_plan_counts_what_an_update_in_host_memory_takes() -> None:
     assert any(f"offload_stride, {update.best_stride}; " in note for note in slower.notes)
     kept = state_bytes(on_device.config, 0).optimizer
     assert JobMemory(config).rank(0).optimizer == 0
-    assert host_state_bytes(config) == kept + 2 * 4 * max(state_shards(config, 0)) + 16
+    assert host_state_bytes(config) == kept + 2 * 4 * max(state_shards(config, 0))
 
 
 def test_a_profile_without_the_rates_is_told() -> None:
