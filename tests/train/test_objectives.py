@@ -66,7 +66,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp cp2 pp2": {"tp": 2, "sp": True, "cp": 2, "pp": 2},
     "cp2 dp2": {"cp": 2, "dp": 2},
 }
-QUICK = ["tp2 sp", "cp2", "dp2 zero2", "pp2 zb"]
+QUICK = ["tp2 sp", "cp2", "cp2 heads", "dp2 zero2", "pp2 zb", "tp2 sp cp2 pp2", "pp2 shared vocabulary"]
 
 
 def configure(folder: Path, layout: Mapping[str, Any], weight: float = 0.7, **keys: Any) -> RunConfig:
