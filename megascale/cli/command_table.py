@@ -290,6 +290,7 @@ ELSEWHERE = {
     "data prepare --vocab-file": _TOKENIZER,
     "data prepare --merge-file": _TOKENIZER,
     "data prepare --vocab-size": "nothing to write: the tokenizer says it",
+    "data teacher --top-k": "write train.distill_top_k=K",
     "data prepare --partitions": "nothing to write: --workers N processes share the inputs",
     "data prepare --log-interval": "nothing to write: progress is shown",
     "data prepare --split-sentences": "not supported: documents are whole",

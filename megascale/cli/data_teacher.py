@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
-from pathlib import Path
 
-from megascale.cli.arguments import add_config_arguments, add_json, local_path
+from megascale.cli.arguments import add_config_arguments, local_path
 from megascale.cli.run_location import run_location
 from megascale.config.loading import load_config
 from megascale.core.errors import DataError, Exit
@@ -20,13 +17,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     checkpoint = "the teacher: folder or URL of a checkpoint, or of a run (its newest checkpoint)"
     sub.add_argument("--checkpoint", metavar="CHECKPOINT", required=True, help=checkpoint)
     sub.add_argument("--output", metavar="FILE", type=local_path, required=True, help="file of the soft labels")
-    add_json(sub)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the verb and return its exit status."""
     config = load_config(options.config, [*options.overrides, "train.distill_teacher=mock"])  # no file to read yet
-    location, path = run_location(options.checkpoint), Path(options.output)
+    location, path = run_location(options.checkpoint), options.output
     from megascale.checkpoint.folders import find_checkpoint
     from megascale.convert.huggingface import PretrainedWeights
     from megascale.train.teacher_labels import write_teacher
@@ -35,9 +31,6 @@ def run(options: argparse.Namespace) -> int:
         header = write_teacher(config, find_checkpoint(location), path, PretrainedWeights)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}", hint="see the file system") from None
-    if options.json:
-        print(json.dumps(asdict(header) | {"bytes": header.file_bytes}))
-        return Exit.OK
-    size = format_bytes(header.file_bytes)
-    print(f"{path}: {size}, {header.top_k} tokens for each label of {header.samples} samples, by {header.teacher}")
+    labels = f"{header.top_k} tokens for each label of {header.samples} samples"
+    print(f"{path}: {format_bytes(header.file_bytes)}, {labels}")
     return Exit.OK

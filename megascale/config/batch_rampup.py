@@ -64,11 +64,6 @@ def samples_of_run(batch: BatchConfig, train: TrainConfig) -> int:
     return batch_sizes(batch).before_step(train.steps + 1)
 
 
-def teacher_samples(batch: BatchConfig, train: TrainConfig, sites: int = 1) -> int:
-    """The first samples of a run, at all of its sites, that have soft labels of a teacher."""
-    return batch_sizes(batch, sites).before_step((train.distill_until_step or train.steps) + 1)
-
-
 def full_batch_steps(batch: BatchConfig, train: TrainConfig) -> int:
     """The steps of `batch.global` that have the samples of a run, rounded down. The learning rate counts in these, so
     that it is the same function of the samples with and without a ramp-up.

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from megascale.catalog.objectives import OBJECTIVES
-from megascale.config.batch_rampup import teacher_samples
 from megascale.config.data import DataConfig
 from megascale.config.exclusions import REMOVE, Exclusions, only, unsupported
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.sites import SitesConfig
-from megascale.config.teacher_file import read_header
+from megascale.config.teacher_file import needed_labels, read_header
 from megascale.config.train import BatchConfig, TrainConfig
 from megascale.core.errors import DataError
 
-TEACHER_KEYS = ("distill_alpha", "distill_temperature", "distill_top_k", "distill_until_step")
-
 NO_TEACHER = Exclusions("train.distill_teacher", only(None), tuple(
     (f"train.{name}", only(TrainConfig.model_fields[name].default), "has no effect without a teacher",
-     "train.distill_teacher, or remove the key") for name in TEACHER_KEYS
+     "train.distill_teacher, or remove the key") for name in ("distill_alpha", "distill_top_k", "distill_until_step")
 ))  # fmt: skip
 
 TEACHER = unsupported(
@@ -37,30 +35,22 @@ WHOLE_SAMPLES = unsupported(
 )  # fmt: skip
 
 
-def objectives(model: ModelConfig, train: TrainConfig, data: DataConfig) -> Iterator[Finding]:
-    """Check that an objective has one table, because metrics name the loss by its type, that its tokens are of the
-    vocabulary, and that one of documents has a mask.
-    """
+def objectives(train: TrainConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that an objective has one table, because metrics name the loss by its type, and its documents an end."""
     key, names = "train.objectives", [table["type"] for table in train.objectives]
     if twice := next((name for name in names if names.count(name) > 1), None):
         yield Finding(key, f"has {twice} twice", "one table for each type")
     for name, table in zip(names, train.objectives, strict=True):
-        facts = OBJECTIVES[name].facts
-        for option in facts["tokens"]:
-            if table.get(option, 0) >= model.vocab_size:
-                message = f"{option} = {table[option]} of {name} is no token of a vocabulary of {model.vocab_size}"
-                yield Finding(key, message, f"an id below model.vocab_size = {model.vocab_size}")
-        if facts["documents"] and data.attention_mask != "document":
-            message = f"{name} compares documents, and a sample without their mask is one"
-            yield Finding(key, message, 'data.attention_mask = "document"')
+        option = OBJECTIVES[name].facts["document_end"]
+        if option and data.eod != (token := table[option]):
+            message = f"{name} compares documents that are split at {option} = {token}, which is not data.eod"
+            yield Finding(key, message, f'data.attention_mask = "document" and data.eod = {token}')
 
 
 def distillation(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
     """Check that a teacher lists tokens of the vocabulary, each once, up to a step of the run."""
-    if not train.distill_teacher:
-        return
-    if train.distill_top_k > model.vocab_size:
-        message = f"{train.distill_top_k} tokens of a vocabulary of {model.vocab_size}"
+    if train.soft_tokens > model.vocab_size:
+        message = f"{train.soft_tokens} tokens of a vocabulary of {model.vocab_size}"
         yield Finding("train.distill_top_k", message, f"at most {model.vocab_size}")
     if train.distill_until_step > train.steps:
         message = f"the run ends before step {train.distill_until_step}, with train.steps = {train.steps}"
@@ -77,15 +67,8 @@ def teacher_file(model: ModelConfig, batch: BatchConfig, train: TrainConfig, sit
     except DataError as error:
         yield Finding(key, error.message, error.hint)
         return
-    own = {"vocab_size": model.vocab_size, "seq_length": model.seq_length, "seed": train.seed}
-    for name, value in own.items():
-        if (found := getattr(header, name)) != value:
-            section = "train" if name == "seed" else "model"
-            message = f"{path} is for {section}.{name} = {found}, and this run has {value}"
+    for name, value in asdict(needed_labels(model, batch, train, sites)).items():
+        found, exact = getattr(header, name), name not in ("top_k", "samples")
+        if found < value or (exact and found != value):
+            message = f"{path} has {name} = {found}, and this run needs {value}"
             yield Finding(key, message, "a file written by `megascale data teacher` with this configuration")
-    if header.top_k < train.distill_top_k:
-        message = f"{path} lists {header.top_k} tokens for a label"
-        yield Finding("train.distill_top_k", message, f"at most {header.top_k}")
-    if train.distills and header.samples < (needed := teacher_samples(batch, train, sites.count)):
-        message = f"{path} has {header.samples} samples, and the steps with a teacher read {needed}"
-        yield Finding(key, message, f"a file of {needed} samples, or a smaller train.distill_until_step")

@@ -176,9 +176,7 @@ class RunConfig(RunKeys):
         if resume not in ("auto", "never"):
             prefix = HF_PREFIX if resume.startswith(HF_PREFIX) else ""
             resume = prefix + absolute_or_url(resume.removeprefix(prefix))
-        train = self.train
-        if train.teacher_file is not None:
-            train = train.model_copy(update={"distill_teacher": absolute_or_url(train.teacher_file)})
+        teacher = self.train.teacher_file and absolute_or_url(self.train.teacher_file)
         paths = {"resume": resume, "dir": self.checkpoint.dir and absolute_or_url(self.checkpoint.dir)}
         store_dir = self.observe.store_dir and absolute_or_url(self.observe.store_dir)
         return self.model_copy(
@@ -186,7 +184,7 @@ class RunConfig(RunKeys):
                 "output_dir": str(Path(self.output_dir).absolute()),
                 "parallel": parallel,
                 "optimizer": optimizer,
-                "train": train,
+                "train": self.train.model_copy(update={"distill_teacher": teacher or self.train.distill_teacher}),
                 "fp8": fp8,
                 "data": self.data.absolute(),
                 "checkpoint": self.checkpoint.model_copy(update=paths),

@@ -142,7 +142,7 @@ class TableChoice(Choice):
                 values[key] = number = float(value) if kinds[key] is float and type(value) is int else value
                 may_be_zero = kinds[key] is bool or key == WEIGHT
                 if type(number) is not kinds[key] or not (2**-126 <= number < 2**128 or (number == 0 and may_be_zero)):
-                    mistakes.append(f"{key} should be {_VALUES.get(key) or _VALUES[kinds[key]]}")
+                    mistakes.append(f"{key} should be {FROM_ZERO if key == WEIGHT else _POSITIVE[kinds[key]]}")
             elif key != "type":
                 mistakes.append(f"{name} has no {key}")
         if mistakes:
@@ -150,14 +150,9 @@ class TableChoice(Choice):
         return values
 
 
-WEIGHT = "weight"
+WEIGHT, FROM_ZERO = "weight", "a number, 0 or more"
 
-_VALUES = {
-    float: "a number above 0",
-    int: "a whole number above 0",
-    bool: "true or false",
-    WEIGHT: "a number, 0 or more",
-}
+_POSITIVE = {float: "a number above 0", int: "a whole number above 0", bool: "true or false"}
 
 
 def _whole(value: Any) -> Any:

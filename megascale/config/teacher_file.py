@@ -10,11 +10,13 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megascale.config.batch_rampup import batch_sizes
+from megascale.config.model import ModelConfig
+from megascale.config.sites import SitesConfig
+from megascale.config.train import BatchConfig, TrainConfig
 from megascale.core.errors import DataError
 from megascale.core.files import why_unreadable
 
-FORMAT = b"megascale soft labels "  # the beginning of the first line
-MAX_LINE = 1 << 16  # bytes
 DIGEST_BYTES = 8
 ENTRY_BYTES = 8  # of a token: its id, i32, and its log-probability, f32
 WRITE_AGAIN_HINT = "write it again with `megascale data teacher`"
@@ -23,24 +25,29 @@ WRITE_AGAIN_HINT = "write it again with `megascale data teacher`"
 @dataclass(frozen=True)
 class TeacherHeader:
     """The first `samples` samples of a run, of `seq_length` labels each, with the `top_k` likeliest of `vocab_size`
-    tokens. `seed`: of the order of samples; `teacher`: the checkpoint and its model in words.
+    tokens. `seed`: of the order of samples.
     """
 
     vocab_size: int
     seq_length: int
+    seed: int
     top_k: int
     samples: int
-    seed: int
-    teacher: str
 
     @property
     def line(self) -> bytes:
         """The first line of the file."""
-        return FORMAT + json.dumps(asdict(self)).encode() + b"\n"
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @property
     def file_bytes(self) -> int:
         return len(self.line) + self.samples * (DIGEST_BYTES + ENTRY_BYTES * self.seq_length * self.top_k)
+
+
+def needed_labels(model: ModelConfig, batch: BatchConfig, train: TrainConfig, sites: SitesConfig) -> TeacherHeader:
+    """Return the header of a file with what a run needs, at all of its sites: it reads no more tokens and samples."""
+    samples = batch_sizes(batch, sites.count).before_step((train.distill_until_step or train.steps) + 1)
+    return TeacherHeader(model.vocab_size, model.seq_length, train.seed, train.distill_top_k, samples)
 
 
 def read_header(path: str) -> TeacherHeader:
@@ -49,7 +56,7 @@ def read_header(path: str) -> TeacherHeader:
         raise DataError(reason, hint="a file written by `megascale data teacher`")
     try:
         with open(path, "rb") as file:
-            header = TeacherHeader(**json.loads(file.readline(MAX_LINE).removeprefix(FORMAT)))
+            header = TeacherHeader(**json.loads(file.readline(1 << 16)))
     except (ValueError, TypeError):
         raise DataError(f"{path} is no file of soft labels", hint=WRITE_AGAIN_HINT) from None
     if (size := Path(path).stat().st_size) != header.file_bytes:

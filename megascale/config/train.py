@@ -105,9 +105,6 @@ class TrainConfig(Section):
     distill_alpha: Annotated[Float32, Field(ge=0, le=1)] = Field(
         0.5, description="share of the KL to the teacher in the loss; 1 - distill_alpha is that of the cross-entropy"
     )
-    distill_temperature: PositiveFloat = Field(
-        1.0, description="temperature of teacher and student in the KL, which has its square as a factor"
-    )
     distill_top_k: Annotated[int, Field(gt=0, le=4096)] = Field(
         32, description="likeliest tokens of the teacher that count for a label; at most those of the file"
     )
@@ -172,9 +169,9 @@ class TrainConfig(Section):
         return int(facts["compute_bytes"]), int(facts["accumulate_bytes"])
 
     @property
-    def distills(self) -> bool:
-        """True if a teacher has a part in the loss."""
-        return self.distill_teacher is not None and self.distill_alpha > 0
+    def soft_tokens(self) -> int:
+        """Tokens of a teacher for a label, 0 without a teacher."""
+        return self.distill_top_k if self.distill_teacher else 0
 
     @property
     def teacher_file(self) -> str | None:

@@ -1,21 +1,8 @@
-"""Chunking of the loss: the logits of a micro-batch are computed a chunk of tokens at a time, to save memory; and the
-names of losses with a count of their own.
-"""
+"""Chunking of the loss: the logits of a micro-batch are computed a chunk of tokens at a time, to save memory."""
 
 from __future__ import annotations
 
 import math
-
-from megascale.config.train import TrainConfig
-
-DISTILLATION = "distillation"
-"""The name of the KL to the teacher, a loss of the head."""
-
-
-def measured_losses(train: TrainConfig) -> list[str]:
-    """List the losses that a step reports beside that of the next token, each by its own count."""
-    return [*([DISTILLATION] if train.distills else []), *(str(table["type"]) for table in train.objectives)]
-
 
 CHUNK_BYTES = 1 << 28  # bytes of a chunk's logits in fp32
 

@@ -20,7 +20,6 @@ from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 
 if TYPE_CHECKING:
     from megascale.parallel.activation_store import ActivationStore
-    from megascale.parallel.auxiliary_objectives import AuxiliaryObjectives
     from megascale.parallel.context_parallel import ContextParallel
     from megascale.parallel.experts.expert_parallel import ExpertParallel
 
@@ -32,8 +31,7 @@ Parameters = Mapping[str, nn.Parameter]
 class LayerContext:
     """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMMs
     of a linear layer by its name and of experts by the number of their layer, recomputation policy, the attention of
-    ranks that share a sequence, the store of what blocks save, the parallelism of experts, and the auxiliary
-    objectives.
+    ranks that share a sequence, the store of what blocks save, and the parallelism of experts.
     """
 
     model: ModelConfig
@@ -46,7 +44,6 @@ class LayerContext:
     cp: ContextParallel | None = None
     store: ActivationStore | None = None
     experts: ExpertParallel | None = None
-    objectives: AuxiliaryObjectives | None = None
 
 
 class Linear(nn.Module):

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
-from megascale.layout.loss import DISTILLATION
+from megascale.catalog.objectives import DISTILLATION
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
 from megascale.model.block import SteppedBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.model.prediction import PredictionLayer
+from megascale.parallel.auxiliary_objectives import objective_losses
 from megascale.parallel.domino import in_halves
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import MicroBatch, StageOutput
@@ -67,7 +68,7 @@ class Head(nn.Module):
         )
         if soft is None:
             return losses
-        batch.measured_losses[DISTILLATION] = losses[1].detach(), batch.loss_tokens
+        batch.further_losses[DISTILLATION] = losses[1].detach()
         return losses[0]
 
 
@@ -105,7 +106,7 @@ class Stage(nn.Module):
         )
         self.head = Head(context, vocabulary) if last else None
         self.ends_in_loss = self.head is not None and hasattr(self.head, "weight")
-        self._objectives = context.objectives if last else None
+        self._tp, self._cp = tp, context.cp
         deeper = [PredictionLayer(own(index), index, vocabulary) for index in layers[len(trunk) :]]
         self.predictions = nn.ModuleDict({str(layer.index): layer for layer in deeper})
 
@@ -159,8 +160,7 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x_sbh, None, further)
         x_sbh = self.head.norm(self._bucket_boundary("head", x_sbh))
-        if self._objectives is not None:
-            further |= self._objectives.losses(x_sbh, batch)
+        further |= objective_losses(x_sbh, batch, self._tp, self._cp)
         if not self.ends_in_loss:
             return StageOutput(x_sbh, None, further)
         loss = self.head(x_sbh, batch)

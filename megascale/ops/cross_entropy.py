@@ -114,11 +114,10 @@ class CrossEntropy:
         own = self.local_statistics(logits, targets)
         peak = own.peak.clone()
         reduce(peak, "max", label="logits max")
-        sums = torch.stack([own.total * (own.peak - peak).exp_(), own.at_label - peak * self.local_share(targets)])
+        sums = torch.stack([own.total * (own.peak - peak).exp_(), *torch.atleast_2d(own.at_label)])
         reduce(sums, "sum", label="softmax sums")
-        total, at_label = sums.unbind()
-        every = Statistics(peak, total, at_label + peak)
-        loss = ((total.log() - at_label) * targets.weights).sum()
+        every = Statistics(peak, sums[0], sums[1:].view_as(own.at_label))
+        loss = ((every.total.log() - (every.at_label - peak)) * targets.weights).sum(-1)
         if not gradient:
             return loss, None
         self.write_gradient(logits, targets, own.peak, self.softmax_scale(targets, own.peak, every))
@@ -132,10 +131,6 @@ class CrossEntropy:
         logits[:, targets.valid :] = -math.inf
         found = self.statistics(logits, targets.local_columns, wide, cap)
         return Statistics(*found[:2], found[2].masked_fill(~targets.is_local, 0))
-
-    def local_share(self, targets: Targets) -> Tensor:
-        """Return the share of the label that this rank has [t]: 1 or 0."""
-        return targets.is_local
 
     def softmax_scale(self, targets: Targets, local_peak: Tensor, every: Statistics) -> Tensor:
         """Return the factor [t] that makes e^(logit - local_peak) the gradient of the loss, but for the label's."""

@@ -9,8 +9,6 @@ Backward returns the saved gradients. The gradient of the loss must therefore be
 
 A chunk has the collectives of a column-parallel layer. With sequence parallelism a chunk is the same rows of every
 rank's shard: the all-gather of X overlaps with the logits' GEMM, and the reduce-scatter of dX with wgrad.
-
-A teacher adds a part to the gradient (`ops.distillation`).
 """
 
 from __future__ import annotations
@@ -68,13 +66,15 @@ class _LossOptions:
         own = None if mask is None else self._tokens(mask, rows)
         return self.vocabulary.targets(self._tokens(labels, rows), own, wide)
 
-    def function(self, rows: slice) -> CrossEntropy | Distillation:
+    def function(self, rows: slice, wide: torch.dtype) -> CrossEntropy:
         """Return the function of the logits of these tokens that is the loss."""
         if (soft := self.soft) is None:
             return self.cross_entropy
         columns = self._tokens(soft.ids, rows).long() - self.vocabulary.start
-        taught = columns, self._tokens(soft.log_probs, rows), soft.alpha, soft.temperature
-        return Distillation(self.cross_entropy, *taught)
+        remote = (columns < 0) | (columns >= self.vocabulary.valid)
+        shares = self._tokens(soft.log_probs, rows).to(wide).softmax(-1).masked_fill_(remote, 0)
+        columns.masked_fill_(remote, 0)
+        return Distillation(**vars(self.cross_entropy), columns=columns, shares=shares, alpha=soft.alpha)
 
     def loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None
@@ -88,7 +88,7 @@ class _LossOptions:
         chunks = loss_chunks(x.shape[0], labels.numel(), weight.shape[0])
         for rows, label in labelled_pieces(x.shape[0], chunks, LABEL):
             targets = self.targets(labels, mask, rows, total.dtype)
-            loss, grad_x, wgrad = self.chunk_loss(x[rows], weight, self.function(rows), targets, label)
+            loss, grad_x, wgrad = self.chunk_loss(x[rows], weight, self.function(rows, total.dtype), targets, label)
             total = total + loss
             if grad_x is not None:
                 grads.append(grad_x)
@@ -97,7 +97,7 @@ class _LossOptions:
         return total, torch.cat(grads) if len(grads) > 1 else next(iter(grads), None), grad_weight
 
     def chunk_loss(
-        self, x: Tensor, weight: Tensor, function: CrossEntropy | Distillation, targets: Targets, label: Label
+        self, x: Tensor, weight: Tensor, function: CrossEntropy, targets: Targets, label: Label
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the loss of a chunk of x, the gradient of the chunk, and the weight's gradient, as `loss` does."""
         full, (logits,) = all_gather_matmul(x, [WeightOperand(weight)], self.tp, label, x.dtype)

@@ -4,7 +4,7 @@ what a stage returns for one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -37,13 +37,14 @@ class DepthTargets:
 
 @dataclass
 class ObjectiveTargets:
-    """The terms of an auxiliary objective: for each the row of the micro-batch [n] and what the objective has chosen in
-    it [n, k], i64. `count`: n, and 0 where another rank that shares the sequences counts them. In training `constant`,
-    of the term of the loss.
+    """The terms of an auxiliary objective: for each the row of the micro-batch [n] and the places in it [n, k], i64, of
+    this rank's part of the sequence, -1 in another's. `loss`: their sum, of the hidden states [n, k, h]. `count`: n,
+    and 0 where another rank that shares the sequences counts them. In training `constant`, of the term of the loss.
     """
 
+    loss: Callable[[Tensor], Tensor]
     rows: Tensor
-    chosen: Tensor
+    places: Tensor
     count: float
     constant: Tensor | None = None
 
@@ -60,7 +61,7 @@ class MicroBatch:
     tokens have chosen. `depths`: of multi-token prediction, on the last stage in training. `exits`: by the number of
     layers before them the weights of early exits' losses, in training. `logit_radius`: of the box around the logits at
     whose worst point an evaluation takes the loss (`ops.cross_entropy`). `further_losses`: of this rank's stages, as in
-    `StageOutput.further`; `measured_losses`: sums and counts of those with a count of their own, by name.
+    `StageOutput.further`, and the sums of distillation and of objectives that it counts.
     """
 
     tokens: Tensor | None
@@ -80,7 +81,6 @@ class MicroBatch:
     further_losses: dict[str, Tensor] = field(default_factory=dict)
     teacher: SoftLabels | None = None
     objectives: dict[str, ObjectiveTargets] = field(default_factory=dict)
-    measured_losses: dict[str, tuple[Tensor, float]] = field(default_factory=dict)
 
     @property
     def counted_terms(self) -> list[DepthTargets | ObjectiveTargets]:

@@ -78,8 +78,6 @@ class EvaluationMetrics:
     """tokens of the evaluation"""
     averaged_loss: float | None = None
     """the same loss of the averaged weights, if there are any"""
-    objectives: dict[str, dict[str, float]] = field(default_factory=dict)
-    """of each auxiliary objective, the mean `loss` over its own `count`"""
 
 
 @dataclass(frozen=True)

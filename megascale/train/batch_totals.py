@@ -66,7 +66,7 @@ class LabelCounts(Hook):
         self._losses = losses
 
     def batch_read(self, run: Run, batch: StepBatch) -> None:
-        """Give the terms their constants: 0 without any in the step, None for those that are only measured."""
+        """Give the terms their constants, 0 without any in the step."""
         totals = StepTotals(run.mesh, run.device.torch_device, batch)
         weights = counted_weights(run.config.model, run.config.train)
         parts = [terms for part in batch.micro_batches if (terms := part.counted_terms)]  # none before the last stage
@@ -79,7 +79,7 @@ class LabelCounts(Hook):
             self._losses.loss_tokens, self._losses.routed = sums["tokens"], sums["routed"]
             self._losses.samples = run.config.step_samples.at(run.progress.samples) // run.config.sites.count
         for weight, own, name in zip(weights, by_loss, counts, strict=True):
-            constant = torch.where(sums[name] > 0, weight * sums["tokens"] / sums[name], 0.0) if weight else None
+            constant = torch.where(sums[name] > 0, weight * sums["tokens"] / sums[name], 0.0)
             for each in own:
                 each.constant = constant
 

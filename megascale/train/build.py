@@ -41,7 +41,6 @@ from megascale.optim.lr import learning_rate
 from megascale.optim.outer_optimizer import OuterOptimizer
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.activation_messages import P2PActivationSpec
-from megascale.parallel.auxiliary_objectives import CP_AXES, open_objectives
 from megascale.parallel.param_and_grad_buffers import BucketCommunication, ParamAndGradBuffers
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.projected_gemms import rule_gemms
@@ -98,7 +97,6 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
     axes = [*inner, (REPLICATE,), *data] if topology.dp_replicate > 1 else [*data]
     axes += sorted(config.moe.shared_axes(config.batch.micro)) if config.model.experts else []
     axes += VOCABULARY_AXES if config.parallel.vocab_pp else []
-    axes += [CP_AXES] if config.train.objectives else []
     further = [group for each in axes if (group := mesh.group(*each)) is not mesh.dp]
     matrices = config.parallel.zero > 0 and ParamGroups(config.optimizer).needs_matrix
     sharing = data if topology.state_over_all else inner
@@ -124,10 +122,8 @@ def build_rank_run(
     operators, store = LayerOps.from_context(context), build_store(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     experts, expert_state = build_experts(config.model, config.moe, config.batch.micro, mesh, device)
-    gemms, objectives = rule_gemms(config.model, config.optimizer, tp), open_objectives(config.train, tp, mesh)
-    layers = LayerContext(
-        config.model, {}, tp, operators, gemms, cp=cp, store=store, experts=experts, objectives=objectives
-    )
+    gemms = rule_gemms(config.model, config.optimizer, tp)
+    layers = LayerContext(config.model, {}, tp, operators, gemms, cp=cp, store=store, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config, mesh, buffers, context, device)
     mesh.recorder.log.start_parts.begin("indices")

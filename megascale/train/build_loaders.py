@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megascale.config.run import RunConfig
+from megascale.config.teacher_file import needed_labels
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples
-from megascale.data.mix.loader import Distilling, Loader
+from megascale.data.mix.loader import Loader
 from megascale.data.mix.mock_mixture import build_mixture
+from megascale.data.mix.teacher import soft_labels
 from megascale.layout.chunks import token_ranks
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.sequence_shard import sequence_chunks
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from megascale.config.dataset_files import SplitName
     from megascale.config.model import ModelConfig
     from megascale.config.parallel import ParallelConfig
-    from megascale.config.sites import SitesConfig
-    from megascale.config.train import BatchConfig, TrainConfig
     from megascale.data.mix.hybrid_batches import HybridPool
     from megascale.data.mix.mixture_spec import MixtureSpec
     from megascale.data.mix.samples import SampleSource
@@ -55,7 +54,9 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
     readers, last = token_ranks(model, p), mesh.has_last_stage
     sources, fp8 = _open_sources(specs, mesh, orders, readers), config.fp8.facts if train.quantizes else None
     pool = _hybrid_pool(model, p, fp8, mesh, config.data.max_tokens_per_rank, device)
-    teacher = _open_teacher(model, batch, train, sites) if train.distills and last else None
+    teacher = None
+    if train.distill_teacher and last:
+        teacher = soft_labels(train.teacher_file, needed_labels(model, batch, train, sites))
     training, *valid = (
         Loader(
             sources.get(split),
@@ -71,22 +72,12 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
             sizes=order.sizes,
             depths=model.mtp_layers if split == "train" and last else 0,
             teacher=teacher if split == "train" else None,
-            objectives=load_objectives(train) if last else {},
+            distill_alpha=train.distill_alpha,
+            objectives=load_objectives(train) if split == "train" and last else {},
         )
         for split, order in orders.items()
     )
     return training, valid[0] if valid else None, valid_batches
-
-
-def _open_teacher(model: ModelConfig, batch: BatchConfig, train: TrainConfig, sites: SitesConfig) -> Distilling:
-    """Open the soft labels of the run."""
-    from megascale.config.batch_rampup import teacher_samples
-    from megascale.data.mix.teacher import mock_labels, open_labels
-
-    random = partial(mock_labels, train.seed, model.vocab_size, train.distill_top_k)
-    source = random if train.teacher_file is None else open_labels(train.teacher_file, train.distill_top_k)
-    samples = teacher_samples(batch, train, sites.count)
-    return Distilling(source, samples, train.distill_alpha, train.distill_temperature)
 
 
 def _hybrid_pool(

@@ -11,9 +11,8 @@ from megascale.core.errors import NoLossTokensError
 from megascale.parallel.microbatch import StepBatch
 from megascale.record.layout import Phase
 from megascale.record.metrics import EvaluationMetrics
-from megascale.train.further_losses import measured_metrics, measured_totals
 from megascale.train.run import Hook
-from megascale.train.step_totals import StepTotals, Total
+from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
     from megascale.train.reporter import Reporter
@@ -21,31 +20,28 @@ if TYPE_CHECKING:
 
 
 def evaluate(run: Run, batches: int | None = None, logit_radius: float = 0.0) -> EvaluationMetrics:
-    """Compute the mean loss per token and the means of objectives over the first validation batches, by default those
-    of the run, without dropout. `logit_radius`: of the box around the logits at whose worst point the loss is taken.
+    """Compute the mean loss per token over the first validation batches, by default those of the run, without dropout.
+    `logit_radius`: of the box around the logits at whose worst point the loss is taken.
     """
     batches = batches or run.valid_batches
     assert run.valid_loader is not None, "a run that evaluates has validation data"
     if run.fp8_state is not None:
         run.fp8_state.invalidate_weights()
     loss = torch.zeros((), dtype=run.dtypes[1], device=run.device.torch_device)
-    tokens, measured = 0.0, dict[str, Total]()
+    tokens = 0.0
     for read in run.valid_loader.batches(batches):
         batch = StepBatch([replace(part, logit_radius=logit_radius) for part in read.micro_batches])
         loss += run.pipeline.run_actions(run.order_of(len(batch.micro_batches), False), batch)
         tokens += batch.loss_tokens
-        found = measured_totals(run.config.train, batch.micro_batches)
-        measured = {name: total + measured.get(name, 0.0) for name, total in found.items()}
         run.mesh.recorder.resolve_marks()  # bounds the number of open marks, which hold CUDA events
     totals = StepTotals(run.mesh, loss.device)
-    totals.add_per_microbatch(loss=loss, tokens=tokens, **measured)
-    reduced = totals.reduce()
-    sums = dict(zip(reduced, run.device.copy_to_host(torch.stack([*reduced.values()]))(), strict=True))
-    if not (count := sums["tokens"]):
+    totals.add_per_microbatch(loss=loss, tokens=tokens)
+    sums = totals.reduce()
+    total, count = run.device.copy_to_host(torch.stack([sums["loss"], sums["tokens"]]))()
+    if not count:
         what = f"no label of the {batches} validation batches counts in the loss"
         raise NoLossTokensError(what, hint="other data.valid or data.split, or train.eval_every = 0")
-    objectives = measured_metrics(run.config.train, sums)
-    return EvaluationMetrics(run.progress.step, sums["loss"] / count, int(count), objectives=objectives)
+    return EvaluationMetrics(run.progress.step, total / count, int(count))
 
 
 class Evaluations(Hook):

@@ -4,18 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from megascale.config.model import ModelConfig
 from megascale.config.train import TrainConfig
-from megascale.layout.loss import measured_losses
 from megascale.layout.tensors import exit_name
-from megascale.parallel.microbatch import MicroBatch, StepBatch
-from megascale.plan.account.step_totals import count_of, further_losses, loss_of
+from megascale.parallel.microbatch import StepBatch
+from megascale.plan.account.step_totals import count_of, counted_losses, further_losses, loss_of
 from megascale.train.run import Hook, Run
-from megascale.train.step_totals import StepTotals, Total
+from megascale.train.step_totals import StepTotals
 
 
 class FurtherLosses(Hook):
@@ -28,10 +27,13 @@ class FurtherLosses(Hook):
 
     def add_totals(self, run: Run, totals: StepTotals) -> None:
         parts = [part.further_losses for part in totals.batch.micro_batches if run.mesh.coord.tp == 0]
-        for module in further_losses(run.config.model):
-            own = [losses[module] for losses in parts if module in losses]
-            totals.add(**{loss_of(module): torch.stack(own).sum() if own else 0.0})
-        totals.add_per_microbatch(**measured_totals(run.config.train, totals.batch.micro_batches))
+        for name in further_losses(run.config.model, run.config.train):
+            own = [losses[name] for losses in parts if name in losses]
+            totals.add(**{loss_of(name): torch.stack(own).sum() if own else 0.0})
+        for name in counted_losses(run.config.train):
+            counted = [part for part in totals.batch.micro_batches if name in part.further_losses]
+            counts = (part.objectives[name].count if name in part.objectives else part.loss_tokens for part in counted)
+            totals.add_per_microbatch(**{count_of(name): sum(counts)})
 
 
 def exit_weights(model: ModelConfig, train: TrainConfig, step: int) -> dict[int, float]:
@@ -52,20 +54,6 @@ def further_metrics(
     depths = {f"{d}": totals[loss_of(f"layers.{n}")] / (share * tokens) for d, n in enumerate(deeper, 1)}
     means = {"exits": exits, "mtp": depths}
     metrics = {kind: {name: {"loss": mean} for name, mean in own.items()} for kind, own in means.items()}
-    return metrics | {"objectives": measured_metrics(train, totals)}
-
-
-def measured_totals(train: TrainConfig, parts: Sequence[MicroBatch]) -> dict[str, Total]:
-    """Sum the losses that have counts of their own, and the counts, over this rank's micro-batches."""
-    found = dict[str, Total]()
-    for name in measured_losses(train):
-        own = [part.measured_losses[name] for part in parts if name in part.measured_losses]
-        found[loss_of(name)] = torch.stack([loss for loss, _ in own]).sum() if own else 0.0
-        found[count_of(name)] = float(sum(count for _, count in own))
-    return found
-
-
-def measured_metrics(train: TrainConfig, totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return `objectives` of metrics from sums over all ranks: of losses with a count in the step or evaluation."""
-    sums = {name: (totals[loss_of(name)], totals[count_of(name)]) for name in measured_losses(train)}
-    return {name: {"loss": loss / count, "count": count} for name, (loss, count) in sums.items() if count}
+    sums = {name: (totals[loss_of(name)], totals[count_of(name)]) for name in counted_losses(train)}
+    counted = {name: {"loss": loss / count, "count": count} for name, (loss, count) in sums.items() if count}
+    return metrics | {"objectives": counted}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale.plan.account.step_totals import expert_metrics
+from megascale.plan.account.step_totals import counted_losses, expert_metrics
 from megascale.train.further_losses import further_metrics
 from megascale.train.reporter import Reporter
 from megascale.train.run import Hook, Hooks, Run, StepResult
@@ -74,6 +74,9 @@ class StepRecords(Hook):
             cast_stats = run.fp8_state.take_cast_stats() if run.fp8_state else {}
             model, train, totals = run.config.model, run.config.train, result.totals
             features = further_metrics(model, train, run.progress.step, totals)
+            absent = [name for name in counted_losses(train) if name not in features["objectives"]]
+            for name in absent if run.progress.step == 1 else ():
+                self._reporter.write_message(f"WARNING: {name} has no term in step 1: has the data what it compares?")
             if model.experts:
                 features["experts"] = expert_metrics(model, run.config.moe, totals)
             kept = run.optimizer.kept.take(run.mesh, run.device.torch_device) if run.optimizer.kept else None

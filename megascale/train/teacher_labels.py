@@ -11,16 +11,14 @@ import numpy as np
 import torch
 
 from megascale.checkpoint.format import manifest
-from megascale.config.batch_rampup import teacher_samples
 from megascale.config.loading import check_rules
 from megascale.config.run import RunConfig
-from megascale.config.teacher_file import TeacherHeader
+from megascale.config.teacher_file import TeacherHeader, needed_labels
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.data.mix.teacher import LabelRows, write_labels
 from megascale.device import detect_device
-from megascale.layout.parameters import describe_parameters
 from megascale.ops.cross_entropy import soft_cap
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.resume import OpenWeights, load_initial_state
@@ -37,15 +35,12 @@ def write_teacher(config: RunConfig, checkpoint: Location, path: Path, open_weig
     Raises: CheckpointError for a teacher of another vocabulary, ConfigError for one that cannot run, OSError
     """
     with tempfile.TemporaryDirectory() as folder:
-        teacher, model, train = teacher_config(config, checkpoint, folder), config.model, config.train
-        samples = teacher_samples(config.batch, train, config.sites.count)
-        about = f"{describe_parameters(teacher.model)}, {checkpoint}"
-        header = TeacherHeader(model.vocab_size, model.seq_length, train.distill_top_k, samples, train.seed, about)
-        device = detect_device()
+        teacher, device = teacher_config(config, checkpoint, folder), detect_device()
+        header = needed_labels(config.model, config.batch, config.train, config.sites)
         run = build_rank_run(teacher, build_mesh(teacher, ALONE, device), device, StopRequest(), init_weights=False)
         load_initial_state(run, open_weights)
         run.buffers.finish_param_gather()
-        write_labels(path, header, islice(_labels(run, header), samples))
+        write_labels(path, header, islice(_labels(run, header), header.samples))
     return header
 
 

@@ -48,6 +48,7 @@ MOE = {"model__experts": 8, "model__bias": False}
 COMPACT = {"optimizer__name": "compact", "optimizer__options": {"rank": 4}}
 DOMINO = {"overlap__tp": "domino", "parallel__tp": 2, "batch__micro": 2}
 JEPA = {"type": "jepa", "weight": 0.5, "predictor": 5}
+PAIRS = {"data__attention_mask": "document", "data__eod": 5}
 POLICY = {"data__mock": False, "data__train": [[1.0, "set"]], "data__blend_policy": "fixed"}
 REBUILT = {
     "fault__rebuild_stage": 9, "parallel__pp": 3, "checkpoint__every": 10, "checkpoint__in_memory_every": 1,
@@ -266,7 +267,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         ("NO_TEACHER", {f"train__{key}": value}, {f"train.{key}": "has no effect without a teacher"})
         for key, value in (
             ("distill_alpha", 0.1),
-            ("distill_temperature", 2.0),
             ("distill_top_k", 5),
             ("distill_until_step", 5),
         )
@@ -284,23 +284,23 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     *(
-        ("WHOLE_SAMPLES", {"train__objectives": [JEPA], "data__attention_mask": "document"} | changes, {key: message})
+        ("WHOLE_SAMPLES", {"train__objectives": [JEPA]} | PAIRS | changes, {key: message})
         for changes, key, message in (
             (HYBRID, "parallel.hybrid_dp", "objectives see whole samples"),
             ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "objectives see whole sequences"),
             ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
         )
     ),
+    ("objectives", {"train__objectives": [JEPA, JEPA]} | PAIRS, {"train.objectives": "has jepa twice"}),
     (
         "objectives",
-        {"train__objectives": [JEPA, JEPA], "data__attention_mask": "document"},
-        {"train.objectives": "has jepa twice"},
+        {"train__objectives": [JEPA]},
+        {"train.objectives": "jepa compares documents that are split at predictor = 5, which is not data.eod"},
     ),
-    ("objectives", {"train__objectives": [JEPA]}, {"train.objectives": "jepa compares documents"}),
     (
         "objectives",
-        {"train__objectives": [JEPA | {"predictor": 101}], "data__attention_mask": "document"},
-        {"train.objectives": "predictor = 101 of jepa is no token of a vocabulary of 101"},
+        {"train__objectives": [JEPA | {"predictor": 6}]} | PAIRS,
+        {"train.objectives": "documents that are split at predictor = 6, which is not data.eod"},
     ),
     (
         "distillation",

@@ -29,15 +29,16 @@ from megascale.ops.distillation import SoftLabels
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange
-from megascale.train.further_losses import measured_metrics
+from megascale.train.further_losses import further_metrics
 from megascale.train.resume import load_initial_state
+from megascale.train.run import StepResult
 from megascale.train.run_splits import mixture_spec
 from megascale.train.step import train_step
 from tests.runs import GEMMA2, LLAMA, build_run, config_of, curve_of, settings
 from tests.thread_world import run_threads
 
 ALONE = Rank(0, 1, 0, "host")
-SOFT = {"distill_teacher": "mock", "distill_alpha": 0.3, "distill_temperature": 2.0, "distill_top_k": 7}
+SOFT = {"distill_teacher": "mock", "distill_alpha": 0.3, "distill_top_k": 7}
 SMALL = LLAMA | {"init_std": 0.2}
 EXPERTS = SMALL | {"experts": 8, "expert_ffn_size": 24, "router_score": "sigmoid"}
 DEEPER = SMALL | {"mtp_layers": 1, "exits": [2]}
@@ -72,11 +73,17 @@ def train(run: Any) -> list[float]:
     found = []
     for _ in range(3):
         result = train_step(run, run.train_loader.batch(run.progress.samples))
-        metrics = measured_metrics(run.config.train, result.totals)["distillation"]
+        metrics = divergence(run, result)
         assert metrics["count"] == result.loss_tokens
         found += [result.loss, result.grad_norm, metrics["loss"]]
     run.buffers.finish_param_gather()
     return found
+
+
+def divergence(run: Any, result: StepResult) -> dict[str, float]:
+    """Return the metrics of the KL of a step."""
+    config = run.config
+    return further_metrics(config.model, config.train, run.progress.step, result.totals)["objectives"]["distillation"]
 
 
 def gradients(run: Any) -> dict[str, np.ndarray]:
@@ -96,11 +103,9 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize(
-    ("top_k", "alpha", "temperature"), [(90, 0.4, 1.0), (90, 0.4, 3.0), (5, 1.0, 2.0), (1, 0.2, 1.0)]
-)
+@pytest.mark.parametrize(("top_k", "alpha"), [(90, 0.4), (5, 1.0), (1, 0.2), (7, 0.0)])
 def test_the_loss_and_gradients_are_those_of_the_full_kl(
-    top_k: int, alpha: float, temperature: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
+    top_k: int, alpha: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With padding, masked labels and three chunks; with all 90 tokens the KL is that of the two distributions."""
     monkeypatch.setattr(layout_loss, "CHUNK_BYTES", 0)
@@ -115,19 +120,19 @@ def test_the_loss_and_gradients_are_those_of_the_full_kl(
     labels = torch.randint(vocabulary, (s, b), generator=torch.Generator().manual_seed(3))
     mask = (torch.rand(s, b, generator=torch.Generator().manual_seed(4)) > 0.3).double()
     log_probs, ids = teacher.log_softmax(-1).topk(top_k)
-    target = torch.zeros_like(teacher).scatter_(-1, ids, torch.softmax(log_probs / temperature, -1))
+    target = torch.zeros_like(teacher).scatter_(-1, ids, torch.softmax(log_probs, -1))
     kernels = CrossEntropy(statistics, gradient, cap)
     leaves = [t.clone().requires_grad_() for t in (x, padded, x, padded)]
-    soft = SoftLabels(ids.int(), log_probs, alpha, temperature)
+    soft = SoftLabels(ids.int(), log_probs, alpha)
     tp = TensorParallel(single_rank_group("tp"))
     losses = linear_cross_entropy(*leaves[:2], labels, mask, VocabularyRange(0, 128, 90), tp, kernels, soft)
     losses[0].backward()
     logits = soft_cap(leaves[2] @ leaves[3][:vocabulary].t(), cap)
     entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    divergence = kl_div((logits / temperature).log_softmax(-1), target, reduction="none").sum(-1).flatten()
+    divergence = kl_div(logits.log_softmax(-1), target, reduction="none").sum(-1).flatten()
     sums = [(each * mask.flatten()).sum() for each in (entropy, divergence)]
     assert losses.tolist() == pytest.approx([each.item() for each in sums], rel=1e-12)
-    ((1 - alpha) * sums[0] + alpha * temperature**2 * sums[1]).backward()
+    ((1 - alpha) * sums[0] + alpha * sums[1]).backward()
     for found, expected in zip(leaves[:2], leaves[2:], strict=True):
         assert found.grad is not None and expected.grad is not None
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
@@ -140,7 +145,7 @@ def test_in_bf16_it_is_near() -> None:
     results = []
     for dtype in (torch.float64, torch.bfloat16):
         leaf = x.to(dtype).clone().requires_grad_()
-        soft = SoftLabels(ids.int(), log_probs.float(), 0.5, 2.0)
+        soft = SoftLabels(ids.int(), log_probs.float(), 0.5)
         head = weight.to(dtype).clone().requires_grad_()
         losses = linear_cross_entropy(leaf, head, labels, None, VocabularyRange(0, 64, 64), tp, cross_entropy, soft)
         losses[0].backward()
@@ -245,7 +250,7 @@ def first_divergence(run: Any) -> float:
     """Return the KL of the next step."""
     result = train_step(run, run.train_loader.batch(run.progress.samples))
     run.buffers.finish_param_gather()
-    return measured_metrics(run.config.train, result.totals)["distillation"]["loss"]
+    return divergence(run, result)["loss"]
 
 
 def test_the_first_tokens_of_a_file_count(taught: Path, tmp_path: Path) -> None:
@@ -266,10 +271,10 @@ def test_a_file_of_other_samples_is_refused(taught: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"train__seed": 5}, "is for train.seed = 1234, and this run has 5"),
-        ({"model__seq_length": 8}, "is for model.seq_length = 16, and this run has 8"),
-        ({"train__steps": 5}, "has 16 samples, and the steps with a teacher read 20"),
-        ({"train__distill_top_k": 102, "model__vocab_size": 102}, "lists 101 tokens for a label"),
+        ({"train__seed": 5}, "has seed = 1234, and this run needs 5"),
+        ({"model__seq_length": 8}, "has seq_length = 16, and this run needs 8"),
+        ({"train__steps": 5}, "has samples = 16, and this run needs 20"),
+        ({"train__distill_top_k": 102, "model__vocab_size": 102}, "has top_k = 101, and this run needs 102"),
         ({"train__distill_teacher": "nowhere"}, "there is no file"),
         ({"train__distill_teacher": __file__}, "is no file of soft labels"),
     ],
@@ -289,8 +294,8 @@ def test_a_part_of_a_file_is_refused(taught: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
-    header = TeacherHeader(10, 4, 3, 2, 0, "none")
-    rows = mock_labels(0, 10, 3, 0, np.arange(5))
+    header = TeacherHeader(vocab_size=10, seq_length=4, seed=0, top_k=3, samples=2)
+    rows = mock_labels(header, 0, np.arange(5))
 
     def labels() -> Iterator[tuple[np.ndarray, LabelRows]]:
         yield np.arange(5), rows

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from megascale.core.errors import DataError
-from megascale.core.seeds import seed_of
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
 from megascale.data.mix.samples import DocumentStarts, Sample, SampleSource, depth_labels
 from megascale.device import copy_to_device
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.distillation import SoftLabels
-from megascale.parallel.auxiliary_objectives import Objective, SampleView
 from megascale.parallel.microbatch import DepthTargets, MicroBatch, ObjectiveTargets, StepBatch
 from megascale.parallel.rng import Dropout
 
@@ -27,25 +25,10 @@ if TYPE_CHECKING:
     from megascale.config.batch_rampup import BatchSizes
     from megascale.data.mix.data_policy import MixtureWeights
     from megascale.data.mix.hybrid_batches import HybridPool
-    from megascale.data.mix.teacher import LabelRows, SoftLabelSource
+    from megascale.data.mix.teacher import SoftLabelSource
     from megascale.layout.document_shards import RowSharding
     from megascale.layout.sequence_shard import SequenceShard
-
-
-@dataclass(frozen=True)
-class Distilling:
-    """The soft labels of the first `samples` samples of a run, and their part in the loss (`ops.distillation`)."""
-
-    source: SoftLabelSource
-    samples: int
-    alpha: float
-    temperature: float
-
-    def labels(self, indices: list[int], samples: list[Sample]) -> list[LabelRows]:
-        """Read the soft labels of samples; none after the last that has them."""
-        if max(indices) >= self.samples:
-            return []
-        return [self.source(index, sample.ids) for index, sample in zip(indices, samples, strict=True)]
+    from megascale.parallel.auxiliary_objectives import Objective
 
 
 @dataclass
@@ -54,9 +37,8 @@ class Loader:
     micro-batches carry no tokens (`reads_tokens`): with a document mask they have the boundaries of documents, else
     `samples` is None. `sharding`: of sequences that several ranks share; `chunks`: of sequences, each a micro-batch;
     `pool`: plans the micro-batches from the documents of all samples instead. `sizes`: of batches during a ramp-up.
-    `depths`: of multi-token prediction, for which micro-batches have targets; `teacher`, `objectives`: for which they
-    have soft labels, and terms.
-    `fault_hook`: called before a batch is read.
+    `depths`: of multi-token prediction, for which micro-batches have targets, and `objectives` terms. `teacher`: reads
+    its soft labels, of which `distill_alpha` is the share in the loss. `fault_hook`: called before a batch is read.
     """
 
     samples: SampleSource | None
@@ -72,7 +54,8 @@ class Loader:
     pool: HybridPool | None = None
     sizes: BatchSizes | None = None
     depths: int = 0
-    teacher: Distilling | None = None
+    teacher: SoftLabelSource | None = None
+    distill_alpha: float = 0.0
     objectives: Mapping[str, Objective] = field(default_factory=dict)
     fault_hook: Callable[[], None] | None = None
     _prefetched: tuple[int, StepBatch] | None = field(default=None, init=False)
@@ -150,7 +133,8 @@ class Loader:
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         masked = any(sample.mask is not None for sample in samples)
         total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
-        soft = self.teacher.labels(indices, samples) if self.teacher else []
+        read = zip(indices, samples, strict=True)
+        soft = [rows for index, sample in read if self.teacher and (rows := self.teacher(index, sample.ids))]
         for shard in self._shards(boundaries):
             own = slice(None) if shard is None else np.concatenate([np.arange(*span) for span in shard.spans])
             tokens = self._to_device([sample.tokens for sample in samples], own)
@@ -158,27 +142,22 @@ class Loader:
             counts = sum(mask[own].sum().item() for mask in masks), total
             mask = self._to_device(masks, own) if masked else None
             depths = tuple(self._depth_targets(samples, depth, own) for depth in range(1, self.depths + 1))
-            teacher = None
-            if self.teacher is not None and soft:
-                ids, log_probs = (self._to_device(rows, own) for rows in zip(*soft, strict=True))
-                teacher = SoftLabels(ids, log_probs, self.teacher.alpha, self.teacher.temperature)
-            terms = {name: self._terms(name, indices, samples, shard) for name in self.objectives}
+            taught = [self._to_device(rows, own) for rows in zip(*soft, strict=True)]
+            teacher = SoftLabels(taught[0], taught[1], self.distill_alpha) if taught else None
+            terms = {name: self._terms(each, samples, own) for name, each in self.objectives.items()}
             yield MicroBatch(
                 tokens, labels, mask, dropout, boundaries, shard, keys, *counts, depths=depths, teacher=teacher,
                 objectives=terms,
             )  # fmt: skip
 
-    def _terms(
-        self, name: str, indices: list[int], samples: list[Sample], shard: SequenceShard | None
-    ) -> ObjectiveTargets:
-        """Return the terms of an objective in samples, which the first of the ranks that share sequences counts."""
-        draws = [seed_of(self.seed, "objective", name, number) / 2**63 for number in indices]
-        seen = zip(indices, (sample.tokens for sample in samples), map(spans_of, samples), draws, strict=True)
-        chosen = [self.objectives[name].choose(SampleView(*each)) for each in seen]
+    def _terms(self, objective: Objective, samples: list[Sample], own: slice | np.ndarray) -> ObjectiveTargets:
+        """Return the terms of an objective in samples, which the rank with their first tokens counts."""
+        chosen = [objective.choose(sample.tokens, spans_of(sample)).astype(np.int64) for sample in samples]
         rows = np.repeat(np.arange(len(chosen)), [*map(len, chosen)])
-        found = copy_to_device(np.column_stack((rows, np.concatenate(chosen))).astype(np.int64), self.device)
-        counted = len(rows) if shard is None or shard.index == 0 else 0
-        return ObjectiveTargets(found[:, 0], found[:, 1:], counted)
+        places = np.full(len(samples[0].tokens), -1)
+        places[own] = np.arange(len(places[own]))
+        found = copy_to_device(np.column_stack((rows, places[np.concatenate(chosen)])), self.device)
+        return ObjectiveTargets(objective.loss, found[:, 0], found[:, 1:], len(rows) if places[0] == 0 else 0)
 
     def _depth_targets(self, samples: list[Sample], depth: int, own: slice | np.ndarray) -> DepthTargets:
         """Return the targets of a depth of multi-token prediction, from 1."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,14 @@ from megascale.core.files import atomic_file
 LabelRows = tuple[np.ndarray, np.ndarray]
 """The soft labels of a sample: ids [s, k], i32, and log-probabilities [s, k], f32."""
 
-SoftLabelSource = Callable[[int, np.ndarray], LabelRows]
-"""The soft labels of samples, by the number of a sample in the run and its ids [s + 1]."""
+SoftLabelSource = Callable[[int, np.ndarray], LabelRows | None]
+"""The soft labels of samples that have any, by the number of a sample in the run and its ids [s + 1]."""
+
+
+def soft_labels(path: str | None, needed: TeacherHeader) -> SoftLabelSource:
+    """Return a reader of the soft labels that a run needs, in a file that may have more; None: random ones."""
+    read = partial(mock_labels, needed) if path is None else open_labels(path, needed.top_k)
+    return lambda sample, ids: read(sample, ids) if sample < needed.samples else None
 
 
 def digest(ids: np.ndarray) -> bytes:
@@ -34,7 +41,7 @@ def record_type(header: TeacherHeader) -> np.dtype:
     return np.dtype([("digest", f"V{DIGEST_BYTES}"), ("ids", "<i4", shape), ("log_probs", "<f4", shape)])
 
 
-def open_labels(path: str, top_k: int) -> SoftLabelSource:
+def open_labels(path: str, top_k: int) -> Callable[[int, np.ndarray], LabelRows]:
     """Open the soft labels in a file, of which the first `top_k` of each label count. Raises: DataError, also when a
     sample with other tokens than the teacher has read is read
     """
@@ -45,16 +52,16 @@ def open_labels(path: str, top_k: int) -> SoftLabelSource:
         if records[sample]["digest"].tobytes() != digest(ids):
             what = f"sample {sample} has other tokens than the sample that the teacher of {path} has read"
             raise DataError(what, hint=f"{WRITE_AGAIN_HINT}: the data or their order has changed")
-        return np.array(records[sample]["ids"][:, :top_k]), np.array(records[sample]["log_probs"][:, :top_k])
+        return records[sample]["ids"][:, :top_k], records[sample]["log_probs"][:, :top_k]
 
     return rows
 
 
-def mock_labels(seed: int, vocab_size: int, top_k: int, sample: int, ids: np.ndarray) -> LabelRows:
+def mock_labels(header: TeacherHeader, sample: int, ids: np.ndarray) -> LabelRows:
     """Draw soft labels: successive tokens of the vocabulary from a drawn one on."""
-    drawn = np.random.default_rng((seed, sample, top_k))
-    first = drawn.integers(vocab_size, size=(len(ids) - 1, 1))
-    tokens = ((first + np.arange(top_k)) % vocab_size).astype(np.int32)
+    drawn = np.random.default_rng((header.seed, sample))
+    first = drawn.integers(header.vocab_size, size=(len(ids) - 1, 1))
+    tokens = ((first + np.arange(header.top_k)) % header.vocab_size).astype(np.int32)
     return tokens, drawn.normal(size=tokens.shape).astype(np.float32)
 
 

@@ -82,25 +82,16 @@ def embedding_bytes(sizes: MicroBatchSizes) -> UnitBytes:
 
 def head_bytes(sizes: MicroBatchSizes, soft: int = 0) -> UnitBytes:
     """Account for the final norm, head and loss. Forward computes the head's dgrad and wgrad by chunks of tokens. With
-    `soft` tokens of a teacher for a label a chunk has its logits twice, and columns, logits and shares of these tokens.
+    `soft` tokens of a teacher for a label a chunk has their columns, logits and shares.
     """
     hidden, rows, vocabulary = sizes.model.hidden_size, sizes.local // sizes.batch, _vocabulary(sizes)
     chunks = loss_chunks(rows, sizes.tokens, vocabulary // hidden)
     chunk = math.ceil(rows / chunks) * (sizes.tokens // rows) * sizes.compute
     loss = chunk * (vocabulary // hidden + (3 if sizes.cut else 1) * hidden)  # logits, the gradient of the input
-    loss += chunk * (vocabulary // hidden) + chunk // sizes.compute * soft * (TOKEN + 4 * sizes.wide) if soft else 0
+    loss += chunk // sizes.compute * soft * (TOKEN + 4 * sizes.wide)
     loss += vocabulary * sizes.compute if sizes.narrow else 0
     loss += sizes.stream * (chunks - 1) // chunks  # gradients of the input from earlier chunks
     return UnitBytes(sizes.stream + sizes.norm_saved, loss, sizes.norm_backward, elements=vocabulary)
-
-
-def objective_bytes(sizes: MicroBatchSizes, cp: int) -> UnitBytes:
-    """Account for objectives over the hidden states of whole sequences, of which `cp` ranks have parts. The
-    gradient that the head has saved stays beside the sum with theirs.
-    """
-    whole = cp * sizes.full
-    gathered = (sizes.full if sizes.cut and cp > 1 else 0) + (2 if cp > 1 else sizes.cut) * whole
-    return UnitBytes(sizes.stream, gathered, 2 * whole)
 
 
 def stage_ends(sizes: MicroBatchSizes) -> tuple[UnitBytes, UnitBytes]:

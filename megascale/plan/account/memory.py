@@ -164,7 +164,7 @@ class JobMemory:
             transient += sizes.wide * sum(b.numel for b in shared[0] if not b.frozen) if p.zero == 2 else 0
         if stage in token_ranks(config.model, p):
             last = stage == self.layout.placement.ends[1]
-            depths, soft = (config.model.mtp_layers, self._soft) if last else (0, 0)
+            depths, soft = (config.model.mtp_layers, config.train.soft_tokens) if last else (0, 0)
             transient += (TOKEN_IDS * (1 + depths) + ENTRY_BYTES * soft) * sizes.tokens * m
         state = state_bytes(config, stage, self.storage)
         updated = max(StageOptimizer(config, stage).update_bytes(), fetched_bytes(config, stage))
@@ -175,11 +175,6 @@ class JobMemory:
             transient += CODED * largest.numel
             transient += 2 * sizes.wide * largest.shard(topology_of(p)) if p.zero >= 2 else 0
         return RankMemory(state.parameters, state.gradients, state.optimizer, saved, transient)
-
-    @property
-    def _soft(self) -> int:
-        """Tokens of a teacher for a label."""
-        return self.config.train.distill_top_k if self.config.train.distills else 0
 
     def with_policies(self, train: TrainConfig) -> JobMemory:
         """Return the memory with the policies of layers of another `[train]`, which differs in nothing else."""
@@ -228,7 +223,8 @@ class JobMemory:
         on_one_rank = len({*self.layout.placement.ends}) == 1 and self.layout.count > 1  # of a V
         copied = model.embeds_last and self.layout.placement.p > 1 and not (model.tie_embeddings and on_one_rank)
         tables = (not model.tie_embeddings) + copied
-        head = activations.head_bytes(self.sizes, self._soft)._replace(elements=tables * head.elements)
+        head = activations.head_bytes(self.sizes, self.config.train.soft_tokens)
+        head = head._replace(elements=tables * head.elements)
         begin_unit, end_unit = activations.embedding_bytes(self.sizes), head
         if barriers := self.config.parallel.vocab_pp:
             begin_unit, end_unit = activations.stage_ends(self.sizes)
@@ -239,9 +235,7 @@ class JobMemory:
             units, layers = begin, self.layout.layers(index)
             for layer in (layer for layer in layers if layer < model.num_layers):
                 units += [self.layer(layer, policy(layer)), *([early] if layer + 1 in model.exits else [])]
-            last, cp = index == self.layout.count - 1, self.config.parallel.cp
-            units += [activations.objective_bytes(self.sizes, cp)] if last and self.config.train.objectives else []
-            units += [end_unit] if last else []
+            units += [end_unit] if index == self.layout.count - 1 else []
             for layer in (layer for layer in layers if layer >= model.num_layers):
                 units += [self.layer(layer, policy(layer)), further]
             chunks.append(activations.with_copies(units))

@@ -150,18 +150,13 @@ class StageTraffic:
                 yield from () if frozen else sizes.gather("embedding gradient", sizes.rows, width)
             chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns))
             heads = count_heads(model, self.layout, index)
-            for rows in ((part.stop - part.start) * sizes.parts for part in chunks * heads):
+            taught = len(chunks) if index == self.layout.count - 1 and self.config.train.soft_tokens else 0
+            for number, part in enumerate(chunks * heads):
+                rows, sums = (part.stop - part.start) * sizes.parts, 3 if number < taught else 2
                 yield from sizes.gather("head", rows, width, overlap=True)
                 yield sizes.reduce("head gradient", rows, width)
-            taught = index == self.layout.count - 1 and self.config.train.distills
-            for rows in ((part.stop - part.start) * sizes.parts for part in chunks * (heads + taught)):
                 yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
-                yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")
-        if self.config.train.objectives and self.stage == self.layout.placement.ends[1]:
-            yield from sizes.gather("objectives", sizes.rows, width)
-            if p.cp > 1:  # the group of the same ranks, if there is one already
-                group = "dp" if p.replicas == 1 else "ep" if (p.tp, p.ep) == (1, p.cp) else "cp.cp"
-                yield CommOp(group, "all_gather", p.cp * sizes.full, "objectives")
+                yield CommOp("tp", "all_reduce", sums * rows * sizes.batch * sizes.wide, "softmax sums")
 
     def _shared_vocabulary(self) -> Iterator[CommOp]:
         """List the collectives of a micro-batch over tp and over the stages that share the vocabulary."""

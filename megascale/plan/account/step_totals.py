@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from itertools import compress
 
 from megascale.catalog.data import DATA_POLICIES
+from megascale.catalog.objectives import DISTILLATION
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.config.sparse_pattern import Reach
 from megascale.config.train import BatchConfig, TrainConfig
-from megascale.layout.loss import measured_losses
 from megascale.layout.tensors import exit_name
 from megascale.plan.account.attended import windows_of
 
@@ -42,22 +42,28 @@ def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data
     if model.experts:
         layers = [vector_name(EXPERT_LOAD, layer) for layer in range(model.total_layers)]
         names += ["routed", *layers, *ROUTER_TOTALS]
-    names += map(loss_of, further_losses(model))
-    names += [name for loss in measured_losses(train) for name in (loss_of(loss), count_of(loss))]
+    names += map(loss_of, further_losses(model, train))
+    names += map(count_of, counted_losses(train))
     if data.blend_policy and DATA_POLICIES[data.blend_policy].facts.get("uses_losses"):
         datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]
     return names
 
 
-def further_losses(model: ModelConfig) -> list[str]:
-    """List the modules with a loss beside the head's: early exits, and layers of multi-token prediction."""
-    return [*map(exit_name, model.exits), *(f"layers.{n}" for n in range(model.num_layers, model.total_layers))]
+def further_losses(model: ModelConfig, train: TrainConfig) -> list[str]:
+    """List the losses beside the head's: of early exits and layers of multi-token prediction, and counted ones."""
+    layers = range(model.num_layers, model.total_layers)
+    return [*map(exit_name, model.exits), *(f"layers.{n}" for n in layers), *counted_losses(train)]
 
 
-def loss_of(module: str) -> str:
-    """The name of the sum of a module's loss."""
-    return f"loss of {module}"
+def counted_losses(train: TrainConfig) -> list[str]:
+    """List the losses with a count of their own."""
+    return [*([DISTILLATION] if train.soft_tokens else []), *(str(table["type"]) for table in train.objectives)]
+
+
+def loss_of(name: str) -> str:
+    """The name of the sum of a further loss."""
+    return f"loss of {name}"
 
 
 def count_of(loss: str) -> str:

@@ -14,7 +14,7 @@ from tests.runs import config_of, settings
 SOFT = {"train__distill_teacher": "mock", "train__distill_top_k": 64}
 JEPA = {
     "train__objectives": [{"type": "jepa", "weight": 1.0, "predictor": 5}],
-    "data__attention_mask": "document", "data__document_length": 512,
+    "data__attention_mask": "document", "data__document_length": 512, "data__eod": 5,
 }  # fmt: skip
 SP = {"parallel__tp": 2, "parallel__sp": True}
 CASES: dict[str, dict[str, Any]] = {
