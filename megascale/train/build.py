@@ -56,8 +56,8 @@ from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.build_optimizer import build_optimizer
-from megascale.train.build_store import build_store
 from megascale.train.further_losses import FurtherLosses
+from megascale.train.memory_choice import build_store
 from megascale.train.op_context import op_context
 from megascale.train.run import Dtypes, Hook, Hooks, Run
 from megascale.train.stop import StopRequest

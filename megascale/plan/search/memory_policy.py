@@ -17,22 +17,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import getitem, not_
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
 from megascale.config.train import LayerPolicy, TrainConfig, may_have
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.units import format_bytes
-from megascale.layout.parts.microbatch_sizes import UnitBytes
+from megascale.layout.parts.times import PassTimes, Seconds
+from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.simulate.chunk_time import KindTimes, kind_times
+from megascale.plan.simulate.chunk_time import layer_times
 from megascale.plan.simulate.pipeline_times import PipelineTimes
 from megascale.plan.simulate.profiles import Hardware, Stack
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
 HOST_SHARE = 0.5  # of a host's memory for saved tensors: the rest is for readers, copies of the state and caches
@@ -46,7 +49,21 @@ def with_policies(config: RunConfig, hardware: Hardware, stack: Stack) -> RunCon
 
     Raises: ConfigError if no policies fit
     """
-    return PolicySearch(config, hardware, stack).choose() if config.train.memory == "auto" else config
+    if config.train.memory != "auto":
+        return config
+    search, found = PolicySearch(config, hardware, stack), dict[int, LayerPolicy]()
+    for stage in range(config.parallel.pp):
+        found |= search.of_stage(stage)
+    return search.job(found).config
+
+
+def refuse_small_limit(config: RunConfig, limit: int) -> None:
+    """Refuse a `train.memory_limit` that no policies fit, on any hardware. Raises: ConfigError"""
+    jobs = [job for _, job in legal(JobMemory(config), ["keep", "selective", "full", "host", "nvme"])]
+    for stage in range(config.parallel.pp):
+        beside, saved = least_bytes(jobs, stage)
+        if beside + sum(map(min, zip(*saved, strict=True))) > (filled := int(MEMORY_FRACTION * limit)):
+            raise no_fit(jobs, stage, filled)
 
 
 def with_memory(train: TrainConfig, policies: Sequence[LayerPolicy]) -> TrainConfig:
@@ -56,22 +73,58 @@ def with_memory(train: TrainConfig, policies: Sequence[LayerPolicy]) -> TrainCon
     return train.model_copy(update={key: None for policy, key in of_policies.items() if not may_have(train, policy)})
 
 
-Mix = tuple[int, ...]
-"""The policies of a rank's layers, by their numbers among the options."""
+Option = tuple[LayerPolicy, JobMemory]
+"""A policy, and the memory of a job with it in all layers."""
 
 
-def mixes(layers: int, options: int) -> list[Mix]:
-    """List the options of as many layers, for all counts: those with an option are behind each other in its order."""
-    mixed = options if math.comb(layers + options - 1, layers) <= MANY else min(options, MOST_MIXED)
-    found = dict[Mix, None]()
-    for used in itertools.combinations(range(options), mixed):
-        found |= dict.fromkeys(itertools.combinations_with_replacement(used, layers))
-    return [*found]
+def legal(job: JobMemory, policies: Iterable[LayerPolicy]) -> list[Option]:
+    """Return those of some policies that a job can have."""
+    trains = [(policy, with_memory(job.config.train, [policy])) for policy in policies]
+    rest = dict(job.config)
+    return [(each, job.with_policies(own)) for each, own in trains if not any(run_rules(RULES, rest | {"train": own}))]
 
 
-def _total(rows: Sequence[Sequence[float]], mix: Mix) -> float:
-    """Sum values [layer][option] of the options of a mix."""
-    return sum(map(getitem, rows, mix))
+def least_bytes(jobs: Sequence[JobMemory], stage: int) -> tuple[int, list[list[int]]]:
+    """Bound the memory of a rank whose layers have policies of `jobs`, each of one policy: the bytes beside what layers
+    save, and those [job][layer] of all micro-batches in flight.
+    """
+    job, rank = jobs[0], jobs[0].rank(stage)
+    # with split backwards what is live depends on the policies
+    live = [0] * job.layout.vpp if job.sizes.split else max(job.live_counts(stage), key=sum)
+    state, beside = rank.total - rank.activations - rank.transient, min(job.least_transient(stage) for job in jobs)
+    return state + beside, [[live[chunk] * unit.saved for chunk, *_, unit in job.layers(stage)] for job in jobs]
+
+
+def no_fit(jobs: Sequence[JobMemory], stage: int, limit: int) -> ConfigError:
+    """Say what a rank needs at least with one policy of `jobs`."""
+    size = min(job.rank(stage).total for job in jobs)
+    message = f"no policies fit: a rank of stage {stage} needs {format_bytes(size)} of {format_bytes(limit)}"
+    hint = "a smaller batch.micro, more devices, or a layout that megascale plan --search finds"
+    return ConfigError([Problem("configuration", "train.memory", message, hint)])
+
+
+def mixes(layers: int, options: int) -> np.ndarray:
+    """List how layers can share options, for all counts: row by row the first layer of each option, all of which are
+    behind each other in its order, and then the number of layers. u16.
+    """
+    import numpy as np
+
+    mixed = options if math.comb(layers + options - 1, layers) <= MANY else MOST_MIXED
+    found = list[np.ndarray]()
+    for count in range(1, min(mixed, options, layers) + 1):
+        inner = np.array([*itertools.combinations(range(1, layers), count - 1)], np.uint16)
+        begins = np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, layers)))
+        for used in itertools.combinations(range(options), count):
+            found.append(begins[:, np.searchsorted(used, range(options + 1))])
+    return np.concatenate(found)
+
+
+def totals(mixed: np.ndarray, values: Sequence[Sequence[float]]) -> np.ndarray:
+    """Sum values [option][layer] over the layers of each of `mixes`."""
+    import numpy as np
+
+    sums = np.pad(np.cumsum(values, 1), ((0, 0), (1, 0)))
+    return sum(row[end] - row[begin] for row, begin, end in zip(sums, mixed.T, mixed.T[1:], strict=False))
 
 
 @dataclass(frozen=True)
@@ -93,15 +146,8 @@ class PolicySearch:
         """Bytes of host memory for the saved tensors of a rank."""
         return int(HOST_SHARE * self.hardware.node.memory / self.hardware.node.devices)
 
-    def choose(self) -> RunConfig:
-        """Return the configuration with the policy of every layer. Raises: ConfigError if no policies fit"""
-        found = dict[int, LayerPolicy]()
-        for stage in range(self.config.parallel.pp):
-            found |= self._of_stage(stage) if [*self._kept.layers(stage)] else {}
-        return self._job(found).config
-
-    def options(self, stage: int) -> list[LayerPolicy]:
-        """List the policies for layers of a rank: what the device can do by itself, and the stores that it has. Of a
+    def options(self, stage: int) -> list[Option]:
+        """List the options for layers of a rank: what the device can do by itself, and the stores that it has. Of a
         store, with the MLP in tiles, also the largest share that hides behind compute, and the next one.
         """
         found, tiles = list[LayerPolicy](["keep", "selective", "full"]), self.config.train.mlp_tiles
@@ -111,59 +157,49 @@ class PolicySearch:
         }
         for store in (store for store, given in stores.items() if given):
             shares: list[LayerPolicy] = [{store: tile / tiles} for tile in range(1, tiles)]
-            hidden = sum(not any(late for _, _, late in self._account(stage, share)) for share in shares)
-            found += [store, *shares[max(0, hidden - 1) : hidden + 1]]
-        trains = [with_memory(self.config.train, [each]) for each in found]
-        broken = [any(run_rules(RULES, dict(self.config) | {"train": train})) for train in trains]
-        return [*itertools.compress(found, map(not_, broken))]
+            late = [any(each.offload for each in self._times(job, stage)) for _, job in legal(self._kept, shares)]
+            found += [store, *shares[max(0, late.count(False) - 1) : late.count(False) + 1]]
+        return legal(self._kept, found)
 
-    def _of_stage(self, stage: int) -> dict[int, LayerPolicy]:
+    def of_stage(self, stage: int) -> dict[int, LayerPolicy]:
         """Return the policies of a rank's layers, the fastest that fit; of equally fast ones those that save more on
         the device. Raises: ConfigError
         """
-        kept, (chunks, layers, _) = self._kept, zip(*self._kept.layers(stage), strict=True)
-        accounts = [(self._account(stage, option), option) for option in self.options(stage)]
-        by_option, options = zip(*sorted(accounts, key=lambda each: -each[0][0][0].backward), strict=True)
-        by_layer = [*zip(*by_option, strict=True)]
-        saved = [[unit.saved for unit, _, _ in of_layer] for of_layer in by_layer]
-        seconds = [[total for _, total, _ in of_layer] for of_layer in by_layer]
-        least = kept.rank(stage)
-        room, fastest = self.limit - (least.total - least.activations - least.transient), sum(map(min, seconds))
-        # with split backwards what is live depends on the policies
-        live = [0] * kept.layout.vpp if kept.sizes.split else max(kept.live_counts(stage), key=sum)
-        bound = [[live[chunk] * size for size in row] for chunk, row in zip(chunks, saved, strict=True)]
+        import numpy as np
 
-        def rank(mix: Mix) -> tuple[float, float, Mix]:
-            return round(_total(seconds, mix) / fastest, DIGITS), -_total(saved, mix), mix
-
-        for mix in sorted(mixes(len(layers), len(options)), key=rank):
-            if _total(bound, mix) > room:
-                continue
-            found = {layer: options[option] for layer, option in zip(layers, mix, strict=True)}
-            job = self._job(found)
+        layers = [layer for _, layer, *_ in self._kept.layers(stage)]
+        if not layers:
+            return {}
+        options = sorted(self.options(stage), key=lambda option: -next(option[1].layers(stage))[-1].backward)
+        jobs = [job for _, job in options]
+        beside, bound = least_bytes(jobs, stage)
+        mixed = mixes(len(layers), len(options))
+        mixed = mixed[totals(mixed, bound) <= self.limit - beside]
+        saved = [[unit.saved for *_, unit in job.layers(stage)] for job in jobs]
+        seconds = np.array([[each.total for each in self._times(job, stage)] for job in jobs])
+        relative = np.round(totals(mixed, seconds) / seconds.min(0).sum(), DIGITS)
+        for begins in mixed[np.lexsort((*(len(layers) - mixed.T)[::-1], -totals(mixed, saved), relative))]:
+            counts = zip(options, np.diff(begins), strict=True)
+            found = dict(zip(layers, (policy for (policy, _), count in counts for _ in range(count)), strict=True))
+            job = self.job(found)
             if job.rank(stage).total <= self.limit and job.moved_bytes(stage, "host") <= self.host_limit:
                 return found
-        size = min(self._job(dict.fromkeys(layers, option)).rank(stage).total for option in options)
-        message = f"no policies fit: a rank of stage {stage} needs {format_bytes(size)} of {format_bytes(self.limit)}"
-        hint = "a smaller batch.micro, more devices, or a layout that megascale plan --search finds"
-        raise ConfigError([Problem("configuration", "train.memory", message, hint)])
+        raise no_fit(jobs, stage, self.limit)
 
-    def _account(self, stage: int, policy: LayerPolicy) -> list[tuple[UnitBytes, float, float]]:
-        """Return the bytes of each layer of a rank with a policy, its seconds, and those of them that copies add."""
-        job, (kinds, times) = self._kept.with_policies(with_memory(self.config.train, [policy])), self._kinds
-        found = [(job.layer(layer, own), times(*kinds[layer], own)) for _, layer, own in job.layers(stage)]
-        return [(unit, each.total, each.forward.offload + each.backward.offload) for unit, each in found]
-
-    def _job(self, policies: Mapping[int, LayerPolicy]) -> JobMemory:
+    def job(self, policies: Mapping[int, LayerPolicy]) -> JobMemory:
         """Return the memory with policies of layers by their numbers; others keep what they save."""
         every = [policies.get(layer, "keep") for layer in range(self.config.model.total_layers)]
         return self._kept.with_policies(with_memory(self.config.train, every))
 
-    @cached_property
-    def _kept(self) -> JobMemory:
-        kept = self.config.model_copy(update={"train": with_memory(self.config.train, ["keep"])})
-        return JobMemory(kept, self.stack.storage, self.stack.imbalance)
+    def _times(self, job: JobMemory, stage: int) -> list[Seconds]:
+        """Time forward and backward together of the layers of a rank."""
+        passes = (self._layer(layer, own) for _, layer, own, _ in job.layers(stage))
+        return [each.forward + each.backward for each in passes]
 
     @cached_property
-    def _kinds(self) -> KindTimes:
-        return kind_times(PipelineTimes(self._kept.config, self.hardware, self.stack).layers)
+    def _kept(self) -> JobMemory:
+        return JobMemory(self.config, self.stack.storage, self.stack.imbalance)  # before the choice all layers keep all
+
+    @cached_property
+    def _layer(self) -> Callable[[int, RecomputePolicy], PassTimes]:
+        return layer_times(PipelineTimes(self.config, self.hardware, self.stack).layers)

@@ -87,7 +87,11 @@ def _policies(plan: Plan) -> Iterator[str]:
     if host := plan.moved_bytes["host"]:
         yield f"saved tensors of a rank in host memory {format_bytes(host)}"
     if plan.wear:
-        yield plan.wear.describe(plan.hardware.node)
+        (step, day, days), drives = plan.wear, plan.hardware.node.drives
+        yield (
+            f"a rank writes {format_bytes(step)} a step to NVMe, a node {format_bytes(day)} a day: its {drives.count} "
+            f"drives reach their rating of {drives.rated_bytes / 1e12:,.0f} TB each in {days:,.0f} days"
+        )
 
 
 def format_layout(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megascale.config.loading import load_config, load_config_tree
@@ -20,7 +21,15 @@ from megascale.config.run import RunConfig
 from megascale.config.train import LayerPolicy
 from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.search.memory_policy import MEMORY_FRACTION, PolicySearch, with_memory, with_policies
+from megascale.plan.search.memory_policy import (
+    MEMORY_FRACTION,
+    PolicySearch,
+    mixes,
+    refuse_small_limit,
+    totals,
+    with_memory,
+    with_policies,
+)
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import search
 from megascale.plan.simulate import profiles
@@ -93,9 +102,9 @@ def between(config: RunConfig, share: float) -> RunConfig:
 def fastest_of_all(search: PolicySearch) -> float:
     """Try all policies of all layers; return the seconds of the fastest step that fits, infinite without one."""
     best, config = math.inf, search.config
-    options = [search.options(stage) for stage in range(config.parallel.pp)]
+    options = [[policy for policy, _ in search.options(stage)] for stage in range(config.parallel.pp)]
     job = JobMemory(given(config, ["keep"]))
-    of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer, _ in job.layers(stage)}
+    of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer, *_ in job.layers(stage)}
     seconds = dict[tuple[float, ...], float]()
     for policies in itertools.product(*(of_layer[layer] for layer in sorted(of_layer))):
         chosen = given(config, policies)
@@ -122,6 +131,30 @@ def test_the_choice_equals_an_exhaustive_search(seed: int) -> None:
         return
     assert StepParts(chosen, hardware, STACK).step_s == pytest.approx(best, rel=1e-6)
     assert JobMemory(chosen, STACK.storage).fullest().total <= search.limit
+
+
+@pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0))
+def test_what_is_refused_on_any_hardware_does_not_fit(seed: int) -> None:
+    config, hardware = drawn(seed)
+    limit = int((config.train.memory_limit or 0) * random.Random(seed).uniform(0.5, 1))
+    try:
+        refuse_small_limit(config, limit)
+    except ConfigError:
+        with pytest.raises(ConfigError, match="no policies fit"):
+            with_policies(limited(config, limit), hardware, STACK)
+
+
+def test_mixes_are_all_counts_of_options_and_small() -> None:
+    """Of a deep model those of up to three options."""
+    for layers, options in itertools.product((1, 2, 5), (1, 2, 4)):
+        mixed = mixes(layers, options)
+        chosen = [tuple(np.repeat(range(options), np.diff(begins))) for begins in mixed]
+        assert sorted(chosen) == [*itertools.combinations_with_replacement(range(options), layers)]
+        values = np.arange(options * layers).reshape(options, layers) ** 2
+        sums = [sum(values[option, layer] for layer, option in enumerate(mix)) for mix in chosen]
+        assert totals(mixed, values).tolist() == sums
+    deep = mixes(126, 9)
+    assert len(deep) == 9 + 36 * 125 + 84 * math.comb(125, 2) and deep.nbytes < 16 << 20
 
 
 @pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0))
