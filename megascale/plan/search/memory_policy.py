@@ -1,5 +1,5 @@
-"""The choice of `train.memory = "auto"` (`PolicySearch`): what layers do with the tensors that they save, of least step
-time within the memory of a device and of its host.
+"""The choice of `train.memory = "auto"` (`with_policies`): what layers do with the tensors that they save, of least
+step time within the memory of a device and of its host.
 
 As in ProTrain (Yang et al. 2024) few counts are searched, the layers of a rank with each policy; and as in MEMO (Zhao
 et al. 2024) the share of tokens that moves is the largest whose copies hide behind the layer's compute.
@@ -18,8 +18,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from megascale.config.rules import RULES, run_rules
@@ -51,10 +49,11 @@ def with_policies(config: RunConfig, hardware: Hardware, stack: Stack) -> RunCon
     """
     if config.train.memory != "auto":
         return config
-    search, found = PolicySearch(config, hardware, stack), dict[int, LayerPolicy]()
+    kept = JobMemory(config, stack.storage, stack.imbalance)  # before the choice layers keep all that they save
+    time, found = layer_times(PipelineTimes(config, hardware, stack).layers), dict[int, LayerPolicy]()
     for stage in range(config.parallel.pp):
-        found |= search.of_stage(stage)
-    return search.job(found).config
+        found |= fastest(kept, hardware, time, stage) if [*kept.layers(stage)] else {}
+    return job_with(kept, found).config
 
 
 def refuse_small_limit(config: RunConfig, limit: int) -> None:
@@ -75,6 +74,9 @@ def with_memory(train: TrainConfig, policies: Sequence[LayerPolicy]) -> TrainCon
 
 Option = tuple[LayerPolicy, JobMemory]
 """A policy, and the memory of a job with it in all layers."""
+
+LayerTime = Callable[[int, RecomputePolicy], PassTimes]
+"""Times a layer by its number."""
 
 
 def legal(job: JobMemory, policies: Iterable[LayerPolicy]) -> list[Option]:
@@ -127,79 +129,56 @@ def totals(mixed: np.ndarray, values: Sequence[Sequence[float]]) -> np.ndarray:
     return sum(row[end] - row[begin] for row, begin, end in zip(sums, mixed.T, mixed.T[1:], strict=False))
 
 
-@dataclass(frozen=True)
-class PolicySearch:
-    """The policies of a resolved configuration's layers on hardware with a stack."""
+def limits(config: RunConfig, hardware: Hardware) -> tuple[int, int]:
+    """Return bytes to fill of a device, or of `train.memory_limit`, and of a host for the saved tensors of a rank."""
+    limit = config.train.memory_limit or hardware.memory_limit(config.world_size)
+    return int(MEMORY_FRACTION * limit), int(HOST_SHARE * hardware.node.memory / hardware.node.devices)
 
-    config: RunConfig
-    hardware: Hardware
-    stack: Stack
 
-    @property
-    def limit(self) -> int:
-        """Bytes to fill of `train.memory_limit`, or of the device's memory."""
-        limit = self.config.train.memory_limit or self.hardware.memory_limit(self.config.world_size)
-        return int(MEMORY_FRACTION * limit)
+def layer_seconds(time: LayerTime, job: JobMemory, stage: int) -> list[Seconds]:
+    """Time forward and backward together of the layers of a rank."""
+    passes = (time(layer, policy) for _, layer, policy, _ in job.layers(stage))
+    return [each.forward + each.backward for each in passes]
 
-    @property
-    def host_limit(self) -> int:
-        """Bytes of host memory for the saved tensors of a rank."""
-        return int(HOST_SHARE * self.hardware.node.memory / self.hardware.node.devices)
 
-    def options(self, stage: int) -> list[Option]:
-        """List the options for layers of a rank: what the device can do by itself, and the stores that it has. Of a
-        store, with the MLP in tiles, also the largest share that hides behind compute, and the next one.
-        """
-        found, tiles = list[LayerPolicy](["keep", "selective", "full"]), self.config.train.mlp_tiles
-        stores: dict[Literal["host", "nvme"], object] = {
-            "host": self.hardware.device.host_bandwidth,
-            "nvme": self.config.train.memory_dir,
-        }
-        for store in (store for store, given in stores.items() if given):
-            shares: list[LayerPolicy] = [{store: tile / tiles} for tile in range(1, tiles)]
-            late = [any(each.offload for each in self._times(job, stage)) for _, job in legal(self._kept, shares)]
-            found += [store, *shares[max(0, late.count(False) - 1) : late.count(False) + 1]]
-        return legal(self._kept, found)
+def policy_options(kept: JobMemory, hardware: Hardware, time: LayerTime, stage: int) -> list[Option]:
+    """List the policies for layers of a rank: what the device can do by itself, and the stores that it
+    has. Of a store, with the MLP in tiles, also the largest share that hides behind compute, and the next one. Those
+    with most transient bytes in backward come first.
+    """
+    found, train = list[LayerPolicy](["keep", "selective", "full"]), kept.config.train
+    stores: dict[Literal["host", "nvme"], object] = {"host": hardware.device.host_bandwidth, "nvme": train.memory_dir}
+    for store in (store for store, given in stores.items() if given):
+        shares: list[LayerPolicy] = [{store: tile / train.mlp_tiles} for tile in range(1, train.mlp_tiles)]
+        late = [any(each.offload for each in layer_seconds(time, job, stage)) for _, job in legal(kept, shares)]
+        found += [store, *shares[max(0, late.count(False) - 1) : late.count(False) + 1]]
+    return sorted(legal(kept, found), key=lambda option: -next(option[1].layers(stage))[-1].backward)
 
-    def of_stage(self, stage: int) -> dict[int, LayerPolicy]:
-        """Return the policies of a rank's layers, the fastest that fit; of equally fast ones those that save more on
-        the device. Raises: ConfigError
-        """
-        import numpy as np
 
-        layers = [layer for _, layer, *_ in self._kept.layers(stage)]
-        if not layers:
-            return {}
-        options = sorted(self.options(stage), key=lambda option: -next(option[1].layers(stage))[-1].backward)
-        jobs = [job for _, job in options]
-        beside, bound = least_bytes(jobs, stage)
-        mixed = mixes(len(layers), len(options))
-        mixed = mixed[totals(mixed, bound) <= self.limit - beside]
-        saved = [[unit.saved for *_, unit in job.layers(stage)] for job in jobs]
-        seconds = np.array([[each.total for each in self._times(job, stage)] for job in jobs])
-        relative = np.round(totals(mixed, seconds) / seconds.min(0).sum(), DIGITS)
-        for begins in mixed[np.lexsort((*(len(layers) - mixed.T)[::-1], -totals(mixed, saved), relative))]:
-            counts = zip(options, np.diff(begins), strict=True)
-            found = dict(zip(layers, (policy for (policy, _), count in counts for _ in range(count)), strict=True))
-            job = self.job(found)
-            if job.rank(stage).total <= self.limit and job.moved_bytes(stage, "host") <= self.host_limit:
-                return found
-        raise no_fit(jobs, stage, self.limit)
+def fastest(kept: JobMemory, hardware: Hardware, time: LayerTime, stage: int) -> dict[int, LayerPolicy]:
+    """Return the policies of a rank's layers, the fastest that fit; of equally fast ones those that save more on the
+    device. Raises: ConfigError
+    """
+    import numpy as np
 
-    def job(self, policies: Mapping[int, LayerPolicy]) -> JobMemory:
-        """Return the memory with policies of layers by their numbers; others keep what they save."""
-        every = [policies.get(layer, "keep") for layer in range(self.config.model.total_layers)]
-        return self._kept.with_policies(with_memory(self.config.train, every))
+    options, (limit, host_limit) = policy_options(kept, hardware, time, stage), limits(kept.config, hardware)
+    jobs, layers = [job for _, job in options], [layer for _, layer, *_ in kept.layers(stage)]
+    beside, bound = least_bytes(jobs, stage)
+    mixed = mixes(len(layers), len(options))
+    mixed = mixed[totals(mixed, bound) <= limit - beside]
+    saved = [[unit.saved for *_, unit in job.layers(stage)] for job in jobs]
+    seconds = np.array([[each.total for each in layer_seconds(time, job, stage)] for job in jobs])
+    relative = np.round(totals(mixed, seconds) / seconds.min(0).sum(), DIGITS)
+    for begins in mixed[np.lexsort((*(len(layers) - mixed.T)[::-1], -totals(mixed, saved), relative))]:
+        counts = zip(options, np.diff(begins), strict=True)
+        found = dict(zip(layers, (policy for (policy, _), count in counts for _ in range(count)), strict=True))
+        job = job_with(kept, found)
+        if job.rank(stage).total <= limit and job.moved_bytes(stage, "host") <= host_limit:
+            return found
+    raise no_fit(jobs, stage, limit)
 
-    def _times(self, job: JobMemory, stage: int) -> list[Seconds]:
-        """Time forward and backward together of the layers of a rank."""
-        passes = (self._layer(layer, own) for _, layer, own, _ in job.layers(stage))
-        return [each.forward + each.backward for each in passes]
 
-    @cached_property
-    def _kept(self) -> JobMemory:
-        return JobMemory(self.config, self.stack.storage, self.stack.imbalance)  # before the choice all layers keep all
-
-    @cached_property
-    def _layer(self) -> Callable[[int, RecomputePolicy], PassTimes]:
-        return layer_times(PipelineTimes(self.config, self.hardware, self.stack).layers)
+def job_with(job: JobMemory, policies: Mapping[int, LayerPolicy]) -> JobMemory:
+    """Return the memory with policies of layers by their numbers; others keep what they save."""
+    every = [policies.get(layer, "keep") for layer in range(job.config.model.total_layers)]
+    return job.with_policies(with_memory(job.config.train, every))

@@ -96,11 +96,6 @@ class Plan:
         return RankMemory(**sizes, transient=transient)
 
     @cached_property
-    def moved_bytes(self) -> dict[str, int]:
-        """The most bytes of saved tensors that a rank has in host memory, and on NVMe."""
-        return {store: self.job.most_moved(store) for store in ("host", "nvme")}
-
-    @cached_property
     def wear(self) -> DriveWear | None:
         """The wear of a node whose ranks are of the stage that writes most; None if no tensors move to drives."""
         node = self.hardware.node

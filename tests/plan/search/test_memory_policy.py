@@ -23,8 +23,9 @@ from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.memory_policy import (
     MEMORY_FRACTION,
-    PolicySearch,
+    limits,
     mixes,
+    policy_options,
     refuse_small_limit,
     totals,
     with_memory,
@@ -33,6 +34,7 @@ from megascale.plan.search.memory_policy import (
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import search
 from megascale.plan.simulate import profiles
+from megascale.plan.simulate.chunk_time import layer_times
 from megascale.plan.simulate.profiles import Hardware
 from megascale.plan.simulate.step_time import StepParts
 from tests.drawn import ranks_of
@@ -99,21 +101,20 @@ def between(config: RunConfig, share: float) -> RunConfig:
     return limited(config, math.ceil((least + share * (most - least)) / MEMORY_FRACTION) + 1)
 
 
-def fastest_of_all(search: PolicySearch) -> float:
+def fastest_of_all(config: RunConfig, hardware: Hardware) -> float:
     """Try all policies of all layers; return the seconds of the fastest step that fits, infinite without one."""
-    best, config = math.inf, search.config
-    options = [[policy for policy, _ in search.options(stage)] for stage in range(config.parallel.pp)]
-    job = JobMemory(given(config, ["keep"]))
-    of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer, *_ in job.layers(stage)}
+    best, stages, job = math.inf, range(config.parallel.pp), JobMemory(config, STACK.storage)
+    time, (limit, host_limit) = layer_times(StepParts(config, hardware, STACK).layers), limits(config, hardware)
+    options = [[policy for policy, _ in policy_options(job, hardware, time, stage)] for stage in stages]
+    of_layer = {layer: options[stage] for stage in stages for _, layer, *_ in job.layers(stage)}
     seconds = dict[tuple[float, ...], float]()
     for policies in itertools.product(*(of_layer[layer] for layer in sorted(of_layer))):
         chosen = given(config, policies)
         memory = JobMemory(chosen, STACK.storage)
-        stages = range(config.parallel.pp)
-        if all(memory.rank(stage).total <= search.limit for stage in stages) and all(
-            memory.moved_bytes(stage, "host") <= search.host_limit for stage in stages
+        if all(memory.rank(stage).total <= limit for stage in stages) and all(
+            memory.moved_bytes(stage, "host") <= host_limit for stage in stages
         ):
-            parts = StepParts(chosen, search.hardware, STACK)
+            parts = StepParts(chosen, hardware, STACK)
             passes = tuple(pair.total for pair in parts.pairs.values())
             best = min(best, seconds.setdefault(passes, parts.step_s) if passes not in seconds else seconds[passes])
     return best
@@ -122,15 +123,14 @@ def fastest_of_all(search: PolicySearch) -> float:
 @pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0, 1))
 def test_the_choice_equals_an_exhaustive_search(seed: int) -> None:
     config, hardware = drawn(seed)
-    search = PolicySearch(config, hardware, STACK)
-    best = fastest_of_all(search)
+    best = fastest_of_all(config, hardware)
     try:
         chosen = with_policies(config, hardware, STACK)
     except ConfigError:
         assert best == math.inf
         return
     assert StepParts(chosen, hardware, STACK).step_s == pytest.approx(best, rel=1e-6)
-    assert JobMemory(chosen, STACK.storage).fullest().total <= search.limit
+    assert JobMemory(chosen, STACK.storage).fullest().total <= limits(config, hardware)[0]
 
 
 @pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0))
