@@ -8,7 +8,7 @@ et al. 2024) the share of tokens that moves is the largest whose copies hide beh
   searched one by one.
 - With equal counts equal layers take as long, and need least memory if those with most transient bytes come first: most
   micro-batches are in flight there, and their backward comes when later layers have freed what they saved.
-- Counts are tried in the order of their seconds; a bound by saved bytes rules most of them out.
+- Counts are tried in the order of their seconds; bounds by saved bytes rule most of them out.
 - In a deep model a rank mixes up to three policies: the optimum of a linear programme has no more than its constraints,
   the layers, the device and the host.
 """
@@ -60,8 +60,9 @@ def refuse_small_limit(config: RunConfig, limit: int) -> None:
     """Refuse a `train.memory_limit` that no policies fit, on any hardware. Raises: ConfigError"""
     jobs = [job for _, job in legal(JobMemory(config), ["keep", "selective", "full", "host", "nvme"])]
     for stage in range(config.parallel.pp):
-        beside, saved = least_bytes(jobs, stage)
-        if beside + sum(map(min, zip(*saved, strict=True))) > (filled := int(MEMORY_FRACTION * limit)):
+        beside, live = least_bytes(jobs, stage)
+        saved = zip(live, *([unit.saved for *_, unit in job.layers(stage)] for job in jobs), strict=True)
+        if beside + sum(count * min(sizes) for count, *sizes in saved) > (filled := int(MEMORY_FRACTION * limit)):
             raise no_fit(jobs, stage, filled)
 
 
@@ -86,15 +87,15 @@ def legal(job: JobMemory, policies: Iterable[LayerPolicy]) -> list[Option]:
     return [(each, job.with_policies(own)) for each, own in trains if not any(run_rules(RULES, rest | {"train": own}))]
 
 
-def least_bytes(jobs: Sequence[JobMemory], stage: int) -> tuple[int, list[list[int]]]:
+def least_bytes(jobs: Sequence[JobMemory], stage: int) -> tuple[int, list[int]]:
     """Bound the memory of a rank whose layers have policies of `jobs`, each of one policy: the bytes beside what layers
-    save, and those [job][layer] of all micro-batches in flight.
+    save, and of each layer how many micro-batches are in flight.
     """
     job, rank = jobs[0], jobs[0].rank(stage)
     # with split backwards what is live depends on the policies
     live = [0] * job.layout.vpp if job.sizes.split else max(job.live_counts(stage), key=sum)
     state, beside = rank.total - rank.activations - rank.transient, min(job.least_transient(stage) for job in jobs)
-    return state + beside, [[live[chunk] * unit.saved for chunk, *_, unit in job.layers(stage)] for job in jobs]
+    return state + beside, [live[chunk] for chunk, *_ in job.layers(stage)]
 
 
 def no_fit(jobs: Sequence[JobMemory], stage: int, limit: int) -> ConfigError:
@@ -121,8 +122,8 @@ def mixes(layers: int, options: int) -> np.ndarray:
     return np.concatenate(found)
 
 
-def totals(mixed: np.ndarray, values: Sequence[Sequence[float]]) -> np.ndarray:
-    """Sum values [option][layer] over the layers of each of `mixes`."""
+def totals(mixed: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Sum values [option, layer] over the layers of each of `mixes`."""
     import numpy as np
 
     sums = np.pad(np.cumsum(values, 1), ((0, 0), (1, 0)))
@@ -163,10 +164,10 @@ def fastest(kept: JobMemory, hardware: Hardware, time: LayerTime, stage: int) ->
 
     options, (limit, host_limit) = policy_options(kept, hardware, time, stage), limits(kept.config, hardware)
     jobs, layers = [job for _, job in options], [layer for _, layer, *_ in kept.layers(stage)]
-    beside, bound = least_bytes(jobs, stage)
-    mixed = mixes(len(layers), len(options))
-    mixed = mixed[totals(mixed, bound) <= limit - beside]
-    saved = [[unit.saved for *_, unit in job.layers(stage)] for job in jobs]
+    saved = np.array([[unit.saved for *_, unit in job.layers(stage)] for job in jobs])
+    moved = np.array([[unit.moved * (own.store == "host") for *_, own, unit in job.layers(stage)] for job in jobs])
+    mixed, (beside, live) = mixes(len(layers), len(options)), least_bytes(jobs, stage)
+    mixed = mixed[(totals(mixed, saved * live) <= limit - beside) & (totals(mixed, moved * live) <= host_limit)]
     seconds = np.array([[each.total for each in layer_seconds(time, job, stage)] for job in jobs])
     relative = np.round(totals(mixed, seconds) / seconds.min(0).sum(), DIGITS)
     for begins in mixed[np.lexsort((*(len(layers) - mixed.T)[::-1], -totals(mixed, saved), relative))]:
