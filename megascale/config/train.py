@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -189,10 +190,9 @@ class TrainConfig(Section):
 
 
 def may_have(train: TrainConfig, *policies: str) -> bool:
-    """Return True if `train.memory` has one of these policies, of shares too, or leaves the choice to the planner."""
-    if train.memory is None or train.memory == AUTO:
-        return train.memory == AUTO
-    return any(name in policies for each in train.memory for name in ([each] if isinstance(each, str) else each))
+    """Return True if a layer has one of these policies, of shares too, or the planner has the choice."""
+    own: Sequence[LayerPolicy | str] = train.memory or [train.recompute]
+    return own == AUTO or any(name in policies for each in own for name in ([each] if isinstance(each, str) else each))
 
 
 GROUP_KEYS = {

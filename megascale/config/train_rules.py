@@ -19,7 +19,7 @@ MAX_MICROBATCHES = 2**20  # micro-batches of a rank in a step: a schedule lists 
 def recomputed_operations(train: TrainConfig) -> Iterator[Finding]:
     """Check that recompute_ops has an effect and no duplicates."""
     key, operations = "train.recompute_ops", train.recompute_ops or ()
-    if operations and train.recompute != "selective" and not may_have(train, "selective"):
+    if operations and not may_have(train, "selective"):
         message = f"selects operations for selective recomputation, but recompute = {train.recompute}"
         yield Finding(key, message, "train.recompute = selective, or remove the key")
     elif len(set(operations)) < len(operations):
