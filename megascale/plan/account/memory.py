@@ -39,7 +39,7 @@ from megascale.plan.account.rank_actions import (
 )
 from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, fetched_bytes, state_bytes
-from megascale.schedule.ir import RankSchedule, live_counts, most_live, weights_at_once
+from megascale.schedule.ir import RankSchedule, live_counts, most_live, parts, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
@@ -208,7 +208,8 @@ class JobMemory:
 
     def live_counts(self, stage: int) -> set[tuple[int, ...]]:
         """Count the micro-batches of a rank of a stage that are in flight at a time, by chunk."""
-        return live_counts(self._order(stage), self.layout.vpp)
+        freed = [part for entry in self._order(stage) for part in reversed(parts(entry))]  # pairs free as they allocate
+        return live_counts(freed, self.layout.vpp)
 
     def moved_bytes(self, stage: int, store: str) -> int:
         """Count the most bytes of saved tensors that a rank of a stage has in a store, "host" or "nvme"."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
@@ -23,6 +24,8 @@ from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.memory_policy import (
     MEMORY_FRACTION,
+    least_bytes,
+    legal,
     limits,
     mixes,
     policy_options,
@@ -142,6 +145,18 @@ def test_what_is_refused_on_any_hardware_does_not_fit(seed: int) -> None:
     except ConfigError:
         with pytest.raises(ConfigError, match="no policies fit"):
             with_policies(limited(config, limit), hardware, STACK)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+def test_a_rank_needs_no_less_than_its_bound(schedule: str) -> None:
+    """With two chunks a rank, or the number that the schedule has."""
+    layout = {"pp": 2, "vpp": SCHEDULES[schedule].facts["v"] or 2, "schedule": schedule}
+    uniform = JobMemory(job(parallel=layout, train={"mlp_tiles": 4}))
+    jobs = [each for _, each in legal(uniform, ["keep", "selective", "full", "host", {"host": 0.25}])]
+    for stage, own in itertools.product(range(2), jobs):
+        beside, live = least_bytes(jobs, stage)
+        saved = sum(count * unit.saved for count, (*_, unit) in zip(live, own.layers(stage), strict=True))
+        assert 0 < beside + saved <= own.rank(stage).total
 
 
 def test_mixes_are_all_counts_of_options_and_small() -> None:
