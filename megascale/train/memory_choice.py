@@ -1,4 +1,4 @@
-"""What becomes of the tensors that layers save: the choice of `train.memory = "auto"` at the start of a run
+"""Policies for the tensors that layers save: the choice of `train.memory = "auto"` at the start of a run
 (`with_chosen_memory`), and the store of those that move (`build_store`).
 """
 
