@@ -120,7 +120,8 @@ def with_tiles(config: RunConfig, tiles: int, offload: bool) -> RunConfig:
     """Return the configuration with tiles of the MLP, unless they are against the rules, and with offload of block
     inputs if all of them are saved.
     """
-    keys: dict[str, Any] = {"activation_offload": offload and config.train.recompute == "full"}
+    full = config.train.recompute == "full" and not config.train.recompute_model_chunks
+    keys: dict[str, Any] = {"recompute": "none", "memory": ["full_host"]} if offload and full else {}
     train = config.train.model_copy(update=keys)
     tiled = config.model_copy(update={"train": train.model_copy(update={"mlp_tiles": tiles})})
     whole = config.model_copy(update={"train": train})

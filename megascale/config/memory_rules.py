@@ -11,11 +11,9 @@ from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import TrainConfig, may_have
 
-LAYER_POLICIES = Exclusions("train.memory", unless(None), tuple(
-    (f"train.{name}", only(TrainConfig.model_fields[name].default),
-     "is of all layers, and train.memory has a policy for each",
-     f"keep, selective, full or host in train.memory, or {REMOVE}")
-    for name in ("recompute", "recompute_model_chunks", "activation_offload")
+LAYER_POLICIES = Exclusions("train.memory", unless(None), (
+    ("train.recompute", only("none"), "is of all layers, and train.memory has a policy for each",
+     f"selective or full in train.memory, or {REMOVE}"),
 ))  # fmt: skip
 
 NO_CHOICE = Exclusions("train.memory", unless("auto"), (

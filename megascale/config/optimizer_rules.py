@@ -24,7 +24,7 @@ PROJECTED_INPUTS = unsupported(
     ("optimizer.groups", only([]), "layers save what one rule needs", "no groups"),
     ("train.precision", is_full_precision, "wgrad is of projected inputs", "bf16"),
     ("train.recompute", unless("full"), "blocks save their own inputs, not those of layers", "none"),
-    ("train.memory", lambda memory: not isinstance(memory, list) or "full" not in memory,
+    ("train.memory", lambda memory: not isinstance(memory, list) or not {"full", "full_host"} & {*map(str, memory)},
      "blocks save their own inputs, not those of layers", "keep, selective, host or nvme"),
     ("train.recompute_ops", only(None, ["attention"]), "recomputed inputs are not saved", '["attention"]'),
     ("train.mlp_tiles", only(1), "tiles save no inputs of layers", "1"),

@@ -34,7 +34,7 @@ PositiveFloat = Annotated[Float32, Field(gt=0)]
 Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 StoredShare = Annotated[dict[Literal["host", "nvme"], Share], Field(min_length=1, max_length=1)]
-LayerPolicy = Literal["keep", "selective", "full", "host", "nvme"] | StoredShare
+LayerPolicy = Literal["keep", "selective", "full", "full_host", "host", "nvme"] | StoredShare
 """A policy for a layer's saved tensors, between its forward and backward."""
 
 
@@ -68,16 +68,12 @@ class TrainConfig(Section):
     recompute_model_chunks: Annotated[Chunks | None, AUTO_AS_NONE] = Field(
         None, description="model chunks with recomputation, numbered from 0 on every rank; auto: all"
     )
-    activation_offload: bool = Field(
-        False,
-        description="with recompute = full, keep the inputs of blocks in host memory from forward to backward, copied "
-        "behind compute ([offload](long-context.md#offload-of-block-inputs))",
-    )
     memory: Literal["auto"] | Annotated[list[LayerPolicy], Field(min_length=1)] | None = Field(
         None,
         description="policies for the layers' saved tensors, repeated over the layers: keep; selective or full, "
-        "recompute; host or nvme, move to host memory or to memory_dir; {host = 0.5} or {nvme = 0.5}, move a share of "
-        "mlp_tiles; auto: the planner's choice ([policies](long-context.md#a-policy-for-each-layer))",
+        "recompute; full_host, recompute from inputs in host memory; host or nvme, move to host memory or to "
+        "memory_dir; {host = 0.5} or {nvme = 0.5}, move a share of mlp_tiles; auto: the planner's choice "
+        "([policies](long-context.md#a-policy-for-each-layer))",
     )
     memory_limit: Count | None = Field(
         None, description="bytes of a device that memory = auto may fill; default: what the hardware's profile leaves"

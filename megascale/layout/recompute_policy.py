@@ -69,8 +69,8 @@ def recompute_policy(train: TrainConfig, chunk: int, layer: int) -> RecomputePol
     name, share = (policy, 1.0) if isinstance(policy, str) else next(iter(policy.items()))
     kept = replace(NO_RECOMPUTE, mlp_tiles=train.mlp_tiles)
     match name:
-        case "full":
-            return replace(kept, full=True, store="host" if train.activation_offload else "device")
+        case "full" | "full_host":
+            return replace(kept, full=True, store="host" if name == "full_host" else "device")
         case "selective":
             ops = train.recompute_ops or ["attention"]
             return replace(kept, attention="attention" in ops, norm="norm" in ops, activation="activation" in ops)

@@ -42,18 +42,18 @@ def with_chosen_memory(config: RunConfig, device: Device, mesh: Mesh) -> RunConf
 
 
 def build_store(config: RunConfig, pp_rank: int, device: Device) -> ActivationStore | None:
-    """Build the store, if a policy needs one. The memory of offloaded block inputs is allocated here: CUDA may wait for
-    the device to pin it, and in a step the device may be waiting for other ranks.
+    """Build the store, if a policy needs one. Where it has block inputs alone, their memory is allocated here: CUDA may
+    wait for the device to pin it, and in a step the device may be waiting for other ranks.
     """
     train = config.train
-    if not (train.activation_offload or may_have(train, "host", "nvme")):
+    if not may_have(train, "full_host", "host", "nvme"):
         return None
     from megascale.parallel.activation_media import FileMemory, HostMemory
     from megascale.parallel.activation_store import ActivationStore
     from megascale.plan.account.memory import JobMemory
 
     host = HostMemory(device.host_buffers())
-    if train.activation_offload:
+    if not may_have(train, "host"):
         job = JobMemory(config)
         inputs = job.moved_bytes(pp_rank, "host") // job.sizes.stream
         for piece in [host.pool.take(job.sizes.stream) for _ in range(inputs)]:

@@ -243,7 +243,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
                 "MTP layers have no learned positions (model.mtp_layers = 1)",
             ),
             (HYBRID, "parallel.hybrid_dp", "have no targets of MTP layers"),
-            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "with MTP"),
             ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
             ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "not supported with MTP layers"),
         )
@@ -254,7 +253,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         ("EXITS", {"model__exits": [2]} | changes, {key: message})
         for changes, key, message in (
             (HYBRID, "parallel.hybrid_dp", "not supported with exits (model.exits = [2])"),
-            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "with exits"),
             ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
         )
     ),
@@ -758,16 +756,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "NO_RECOMPUTATION",
         {"train__recompute_model_chunks": [0]},
         {"train.recompute_model_chunks": "selects chunks for recomputation, but recompute = none"},
-    ),
-    (
-        "NOT_FULL",
-        {"train__activation_offload": True, "train__recompute": "selective"},
-        {"train.activation_offload": "full recomputation saves, but recompute = selective"},
-    ),
-    (
-        "LAYER_POLICIES",
-        {"train__memory": ["keep"], "train__recompute": "full", "train__activation_offload": True},
-        dict.fromkeys(["train.recompute", "train.activation_offload"], "and train.memory has a policy for each"),
     ),
     ("LAYER_POLICIES", {"train__memory": ["keep"], "train__recompute": "selective"}, {"train.recompute": "of all"}),
     ("layer_policies", {"train__memory": ["keep", "full"] * 3}, {"train.memory": "6 policies, and the model has 4"}),

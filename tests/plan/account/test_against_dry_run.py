@@ -297,7 +297,7 @@ def test_ranks_with_an_mlp_in_tiles_or_offload() -> None:
     @settings(drawn, max_examples=100)
     @given(jobs(large=True, saves=True))
     def check(config: RunConfig) -> None:
-        if config.train.mlp_tiles > 1 or config.train.activation_offload:
+        if config.train.mlp_tiles > 1 or config.train.memory:
             peak, error = compare(config, ranks_of(config)[config.model.num_layers % config.parallel.pp])
             assert peak < LARGE or LOW <= error <= HIGH, f"{error:+.1%} of {config!r}"
 
