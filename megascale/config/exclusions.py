@@ -195,11 +195,6 @@ TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
      "tie_embeddings = false, or remove the key"),
 ))  # fmt: skip
 
-NO_RECOMPUTATION = Exclusions("train.recompute", only("none"), (
-    ("train.recompute_model_chunks", only(None), "selects chunks for recomputation, but recompute = none",
-     "train.recompute = selective or full, or remove the key"),
-))  # fmt: skip
-
 MOCK_DATA = _off("data.mock", only(True), DataConfig, "packing", "sample_weight", hint="data.train, or remove the key")
 
 NO_DOCUMENTS = _without_effect("data.attention_mask", unless("document"), {

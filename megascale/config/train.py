@@ -28,7 +28,6 @@ from megascale.core.registry import closest_name
 HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugging Face weights
 MOCK_TEACHER = "mock"  # value of `train.distill_teacher` for random soft labels
 
-Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
 Names = list[Annotated[str, Field(min_length=1)]]
 PositiveFloat = Annotated[Float32, Field(gt=0)]
 Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]
@@ -64,9 +63,6 @@ class TrainConfig(Section):
     )
     recompute_ops: Annotated[Operations | None, AUTO_AS_NONE] = Field(
         None, description="operations for selective recomputation; auto: attention"
-    )
-    recompute_model_chunks: Annotated[Chunks | None, AUTO_AS_NONE] = Field(
-        None, description="model chunks with recomputation, numbered from 0 on every rank; auto: all"
     )
     memory: Literal["auto"] | Annotated[list[LayerPolicy], Field(min_length=1)] | None = Field(
         None,

@@ -8,7 +8,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.batch_rampup import schedule_steps
 from megascale.config.data import DataConfig
-from megascale.config.finding import Finding, join_values
+from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig, may_have
@@ -24,16 +24,6 @@ def recomputed_operations(train: TrainConfig) -> Iterator[Finding]:
         yield Finding(key, message, "train.recompute = selective, or remove the key")
     elif len(set(operations)) < len(operations):
         yield Finding(key, "names an operation twice", "remove the duplicate")
-
-
-def recompute_model_chunks(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Finding]:
-    """Check that recompute_model_chunks exist and are unique."""
-    key, chunks, last = "train.recompute_model_chunks", train.recompute_model_chunks or (), parallel.vpp - 1
-    if missing := sorted(set(chunks) - set(range(parallel.vpp))):
-        message = f"with vpp = {parallel.vpp} there is no chunk {join_values(missing)}"
-        yield Finding(key, message, f"chunks 0 to {last}" if last else "chunk 0, or remove the key")
-    elif len(set(chunks)) < len(chunks):
-        yield Finding(key, "names a chunk twice", "remove the duplicate")
 
 
 def batch_size(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:

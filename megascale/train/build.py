@@ -308,7 +308,7 @@ def build_stages(
         context = replace(context, linear_gemms=linear, grouped_gemms=grouped)
     stages = []
     for chunk in range(layout.vpp):
-        index, policy = layout.index(pp_rank, chunk), partial(recompute_policy, settings, chunk)
+        index, policy = layout.index(pp_rank, chunk), partial(recompute_policy, settings)
         own, ends = replace(context, parameters=buffers.parameters(chunk)), (index == 0, index == layout.count - 1)
         stages.append(Stage(own, layout.layers(index), *ends, buffers.make_bucket_boundary(chunk), policy))
     return stages

@@ -42,7 +42,7 @@ EACH = ["attention", "norm", "activation"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute": "full"},
-    "full, one chunk": {"recompute": "full", "recompute_model_chunks": [0]},
+    "full, some layers": {"memory": ["full", "full", "keep", "keep"]},
     **{op: {"recompute": "selective", "recompute_ops": [op]} for op in EACH},
     "all": {"recompute": "selective", "recompute_ops": EACH},
 }

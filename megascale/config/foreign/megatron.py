@@ -203,7 +203,7 @@ TRAIN = (
     computed("--recompute-modules", "train.recompute_ops",
              lambda values, _: [_MODULES[name] for name in values if name in _MODULES]
              or Needless("not supported: other operations"), "core_attn is attention, layernorm is norm", takes=MANY),
-    needless("--recompute-num-layers, --recompute-method", "write train.recompute_model_chunks, by model chunk"),
+    needless("--recompute-num-layers, --recompute-method", "write train.memory, by layer"),
     computed("--fine-grained-activation-offloading, --cpu-offloading", "train.memory", lambda _, context: ["host"]
              if value_of(context, "recompute_granularity") is None else Needless(_OFFLOAD), takes=0),
     words("--attention-backend", "backends.attention",

@@ -128,7 +128,7 @@ TORCHTITAN = (
              f"{values[0] * context['lr'][0]:.6g}"), "a rate, theirs is a share of lr"),
     words("activation_checkpoint.mode", "train.recompute", {"none": "none", "selective": "selective", "full": "full"},
           "memory_budget is not supported", "selective"),
-    needless("activation_checkpoint.selective_ac_option", "write train.recompute_ops, or train.recompute_model_chunks"),
+    needless("activation_checkpoint.selective_ac_option", "write train.recompute_ops, or train.memory"),
     words("quantize.linear.float8.recipe_name, float8.recipe_name", "fp8.recipe",
           {"tensorwise": "tensorwise", "rowwise": "rowwise"}, 'with train.precision = "fp8"'),
     needless("float8.enable_fsdp_float8_all_gather, float8.precompute_float8_dynamic_scale_for_fsdp, "

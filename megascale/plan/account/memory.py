@@ -194,7 +194,7 @@ class JobMemory:
         """List the chunks and numbers of a stage's layers, with their policies and bytes."""
         for chunk in range(self.layout.vpp):
             for layer in self.layout.layers(self.layout.index(stage, chunk)):
-                policy = recompute_policy(self.config.train, chunk, layer)
+                policy = recompute_policy(self.config.train, layer)
                 yield chunk, layer, policy, self.layer(layer, policy)
 
     def least_transient(self, stage: int) -> int:
@@ -251,7 +251,7 @@ class JobMemory:
         if barriers := self.config.parallel.vocab_pp:
             begin_unit, end_unit = activations.stage_ends(self.sizes)
         for chunk in range(self.layout.vpp):
-            index, policy = self.layout.index(stage, chunk), partial(recompute_policy, self.config.train, chunk)
+            index, policy = self.layout.index(stage, chunk), partial(recompute_policy, self.config.train)
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [begin_unit] if index == 0 else []
             units, layers = begin, self.layout.layers(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
@@ -55,8 +55,8 @@ def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     stages, shared = stages_of(config.model, config.parallel), config.parallel.vocab_pp
     embedding, head = cache(layers.embedding), cache(layers.head)
     for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
-        stage, policy = stages.index(*place), partial(recompute_policy, config.train, place[1])
-        own = Counter(layer_time(layer, policy(layer)) for layer in stages.layers(stage))
+        stage = stages.index(*place)
+        own = Counter(layer_time(layer, recompute_policy(config.train, layer)) for layer in stages.layers(stage))
         ends = embedding() if stage == 0 and not shared else PassTimes()
         if heads := count_heads(config.model, stages, stage):
             ends += head() * heads

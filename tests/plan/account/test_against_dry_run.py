@@ -329,7 +329,7 @@ def test_memory_of_large_ranks(count: int) -> None:
 ON_A_V: dict[str, dict[str, Any]] = {
     "zb_v": {"parallel__tp": 2, "batch__global": 10},
     "dualpipev": {"model__tie_embeddings": True, "batch__global": 16, "model__mtp_layers": 1, "parallel__pp": 4},
-    "v_half": {"train__recompute": "full", "train__recompute_model_chunks": [1], "batch__global": 8},
+    "v_half": {"train__memory": ["keep", "keep", "full", "full"], "batch__global": 8},
 }
 
 
