@@ -42,7 +42,7 @@ EACH = ["attention", "norm", "activation"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute": "full"},
-    "full, some layers": {"memory": ["full", "full", "keep", "keep"]},
+    "full, some layers": {"memory": ["full", "keep"]},
     **{op: {"recompute": "selective", "recompute_ops": [op]} for op in EACH},
     "all": {"recompute": "selective", "recompute_ops": EACH},
 }
