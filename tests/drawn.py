@@ -82,7 +82,7 @@ def jobs(
         }
     if depths and (parallel["tp"] == 1 or parallel["sp"]):  # otherwise ranks of tp repeat a projection
         tree["model"] |= {"mtp_layers": draw(st.integers(1, 2)), "position": "rope"}
-    tree["train"] |= draw(recomputation(parallel["vpp"]))
+    tree["train"] |= draw(recomputation())
     if parallel["pp"] > 2 and draw(booleans):  # ends of the network without layers
         chunks = parallel["pp"] * parallel["vpp"]
         inner = split_layers(tree["model"]["num_layers"], looped(chunks - 2, 1)).starts
@@ -120,7 +120,8 @@ def with_tiles(config: RunConfig, tiles: int, offload: bool) -> RunConfig:
     """Return the configuration with tiles of the MLP, unless they are against the rules, and with offload of block
     inputs if all of them are saved.
     """
-    keys: dict[str, Any] = {"activation_offload": offload and config.train.recompute == "full"}
+    moves = offload and config.train.recompute == "full"
+    keys: dict[str, Any] = {"recompute": "none", "memory": ["full_host"]} if moves else {}
     train = config.train.model_copy(update=keys)
     tiled = config.model_copy(update={"train": train.model_copy(update={"mlp_tiles": tiles})})
     whole = config.model_copy(update={"train": train})
@@ -193,15 +194,13 @@ def mixtures(draw: Draw, tp: int, layers: int, widths: list[int]) -> dict[str, A
 
 
 @st.composite
-def recomputation(draw: Draw, vpp: int) -> dict[str, Any]:
+def recomputation(draw: Draw) -> dict[str, Any]:
     """Draw the keys of [train] for activation recomputation."""
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
     keys: dict[str, Any] = {"recompute": recompute}
     if recompute == "selective":
         ops = st.lists(st.sampled_from(["attention", "norm", "activation"]), min_size=1, unique=True)
         keys["recompute_ops"] = draw(ops)
-    if recompute != "none" and vpp > 1 and draw(booleans):
-        keys["recompute_model_chunks"] = [draw(st.integers(0, vpp - 1))]
     return keys
 
 

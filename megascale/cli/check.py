@@ -33,6 +33,10 @@ def run(options: argparse.Namespace) -> int:
         check_fault_ranks(config.fault, config.world_size, also)
         refuse_second_run(config.folder, config.checkpoint.resume)
         check_plug_in_schedule(config)
+        if limit := config.train.memory_limit:
+            from megascale.plan.search.memory_policy import refuse_small_limit  # other checks load no planner
+
+            refuse_small_limit(config, limit)
         changes = compare_initial_model(config)
     except ConfigError as error:
         if not options.json:

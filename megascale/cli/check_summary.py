@@ -24,7 +24,6 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
     """
     job = JobMemory(config)
     rank = job.fullest()
-    stages = range(config.parallel.pp if config.train.activation_offload or config.train.memory else 0)
     state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
     return {
         "state_bytes": {**state, "total": sum(state.values())},
@@ -32,7 +31,7 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
         "transient_bytes": rank.transient,
         "total_bytes": rank.total,
         "reader_bytes": reader_bytes(config),
-        "host_activation_bytes": max((job.moved_bytes(stage, "host") for stage in stages), default=0),
+        "host_activation_bytes": job.most_moved("host"),
         "host_optimizer_bytes": host_state_bytes(config),
     }
 

@@ -165,7 +165,6 @@ MTP = unsupported(
     ("model.position", unless("learned"), "MTP layers have no learned positions", "rope"),
     ("data.sequence_chunk_tokens", only(None), "chunks of sequences are not supported with MTP layers", REMOVE),
     ("parallel.hybrid_dp", only(False), "planned micro-batches have no targets of MTP layers", "false"),
-    ("train.activation_offload", only(False), "offloading is not supported with MTP layers", "false"),
     ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
 )  # fmt: skip
 
@@ -175,7 +174,6 @@ NO_EXITS = _without_effect("model.exits", only([]), {
 EXITS = unsupported(
     "model.exits",
     ("parallel.hybrid_dp", only(False), "planned micro-batches are not supported with exits", "false"),
-    ("train.activation_offload", only(False), "offloading is not supported with exits", "false"),
     ("train.noise_scale_every", only(0), "the noise scale of several losses is not supported", "0"),
 )  # fmt: skip
 
@@ -195,17 +193,6 @@ SPARSE_ATTENTION = Exclusions("model.sparse_attention", bool, (
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
     ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",
      "tie_embeddings = false, or remove the key"),
-))  # fmt: skip
-
-NO_RECOMPUTATION = Exclusions("train.recompute", only("none"), (
-    ("train.recompute_model_chunks", only(None), "selects chunks for recomputation, but recompute = none",
-     "train.recompute = selective or full, or remove the key"),
-))  # fmt: skip
-
-NOT_FULL = Exclusions("train.recompute", unless("full"), (
-    ("train.activation_offload", only(False),
-     "keeps the block inputs that full recomputation saves, but recompute = {given}",
-     "train.recompute = full, or false"),
 ))  # fmt: skip
 
 MOCK_DATA = _off("data.mock", only(True), DataConfig, "packing", "sample_weight", hint="data.train, or remove the key")

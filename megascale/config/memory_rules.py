@@ -11,11 +11,9 @@ from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import TrainConfig, may_have
 
-LAYER_POLICIES = Exclusions("train.memory", unless(None), tuple(
-    (f"train.{name}", only(TrainConfig.model_fields[name].default),
-     "is of all layers, and train.memory has a policy for each",
-     f"keep, selective, full or host in train.memory, or {REMOVE}")
-    for name in ("recompute", "recompute_model_chunks", "activation_offload")
+LAYER_POLICIES = Exclusions("train.memory", unless(None), (
+    ("train.recompute", only("none"), "is of all layers, and train.memory has a policy for each",
+     f"selective or full in train.memory, or {REMOVE}"),
 ))  # fmt: skip
 
 NO_CHOICE = Exclusions("train.memory", unless("auto"), (
@@ -31,7 +29,7 @@ def layer_policies(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
         message = f"{len(policies)} policies, and the model has {model.total_layers} layers"
         yield Finding("train.memory", message, f"at most {model.total_layers}; a shorter list repeats")
     shares = [share for policy in policies if isinstance(policy, dict) for share in policy.values()]
-    for share in [share for share in shares if not (share * tiles).is_integer()][:1]:
+    if share := next((share for share in shares if not (share * tiles).is_integer()), None):
         message = f"a share of {share:g} is no whole number of tiles with train.mlp_tiles = {tiles}"
         several = f"a multiple of 1 / {tiles}, or another train.mlp_tiles"
         hint = several if tiles > 1 else "train.mlp_tiles above 1, or host or nvme for all that a layer saves"

@@ -123,11 +123,9 @@ def paired_experts(
     why = f"the exchange of tokens is hidden by another micro-batch (parallel.schedule = {parallel.schedule})"
     if moe.token_blocks > 1:
         yield Finding("moe.token_blocks", f"not between blocks: {why}", "1, or interleaved_1f1b")
-    if train.recompute == "full":
-        yield Finding("train.recompute", f"not in a recomputed layer: {why}", "selective, or interleaved_1f1b")
-    elif train.memory != "auto" and may_have(train, "full", "host", "nvme"):
+    if train.memory != "auto" and may_have(train, "full", "full_host", "host", "nvme"):
         message = f"not in a layer that is recomputed or moved: {why}"
-        yield Finding("train.memory", message, "keep and selective, or interleaved_1f1b")
+        yield Finding("train.memory" if train.memory else "train.recompute", message, "selective, or interleaved_1f1b")
 
 
 SHARDED_WEIGHTS = unsupported(

@@ -14,7 +14,7 @@ RENAMED_KEYS = {
     "data.min_piece": "data.decompose_min_length", "data.boundary_loss": "data.eod_mask_loss",
     "data.mask": "data.attention_mask", "data.weights": "data.blend_schedule", "data.policy": "data.blend_policy",
     "data.policy_every": "data.blend_policy_every", "data.order": "data.document_order_file",
-    "data.skip": "data.skip_samples", "train.recompute_chunks": "train.recompute_model_chunks",
+    "data.skip": "data.skip_samples", "train.recompute_chunks": "train.memory",
     "train.check_replicas": "train.check_replicas_every", "train.average": "train.weight_average",
     "train.average_decay": "train.weight_average_decay", "train.average_every": "train.weight_average_every",
     "train.average_count": "train.weight_average_count", "optimizer.master": "optimizer.master_weights",

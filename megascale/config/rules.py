@@ -51,7 +51,6 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.hybrid_sharding,
     parallel_rules.coded_gradients,
     train_rules.recomputed_operations,
-    exclusions.NO_RECOMPUTATION, exclusions.NOT_FULL, train_rules.recompute_model_chunks,
     memory_rules.LAYER_POLICIES, memory_rules.layer_policies, memory_rules.saved_tensors_folder, memory_rules.NO_CHOICE,
     train_rules.batch_size, train_rules.batch_rampup, train_rules.counts,
     train_rules.noise_scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -27,12 +28,11 @@ from megascale.core.registry import closest_name
 HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugging Face weights
 MOCK_TEACHER = "mock"  # value of `train.distill_teacher` for random soft labels
 
-Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
 PositiveFloat = Annotated[Float32, Field(gt=0)]
 Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 StoredShare = Annotated[dict[Literal["host", "nvme"], Share], Field(min_length=1, max_length=1)]
-LayerPolicy = Literal["keep", "selective", "full", "host", "nvme"] | StoredShare
+LayerPolicy = Literal["keep", "selective", "full", "full_host", "host", "nvme"] | StoredShare
 """A policy for a layer's saved tensors, between its forward and backward."""
 
 
@@ -63,19 +63,12 @@ class TrainConfig(Section):
     recompute_ops: Annotated[Operations | None, AUTO_AS_NONE] = Field(
         None, description="operations for selective recomputation; auto: attention"
     )
-    recompute_model_chunks: Annotated[Chunks | None, AUTO_AS_NONE] = Field(
-        None, description="model chunks with recomputation, numbered from 0 on every rank; auto: all"
-    )
-    activation_offload: bool = Field(
-        False,
-        description="with recompute = full, keep the inputs of blocks in host memory from forward to backward, copied "
-        "behind compute ([offload](long-context.md#offload-of-block-inputs))",
-    )
     memory: Literal["auto"] | Annotated[list[LayerPolicy], Field(min_length=1)] | None = Field(
         None,
         description="policies for the layers' saved tensors, repeated over the layers: keep; selective or full, "
-        "recompute; host or nvme, move to host memory or to memory_dir; {host = 0.5} or {nvme = 0.5}, move a share of "
-        "mlp_tiles; auto: the planner's choice ([policies](long-context.md#a-policy-for-each-layer))",
+        "recompute; full_host, recompute from inputs in host memory; host or nvme, move to host memory or to "
+        "memory_dir; {host = 0.5} or {nvme = 0.5}, move a share of mlp_tiles; auto: the planner's choice "
+        "([policies](long-context.md#a-policy-for-each-layer))",
     )
     memory_limit: Count | None = Field(
         None, description="bytes of a device that memory = auto may fill; default: what the hardware's profile leaves"
@@ -185,10 +178,9 @@ class TrainConfig(Section):
 
 
 def may_have(train: TrainConfig, *policies: str) -> bool:
-    """Return True if `train.memory` has one of these policies, of shares too, or leaves the choice to the planner."""
-    if train.memory is None or train.memory == AUTO:
-        return train.memory == AUTO
-    return any(name in policies for each in train.memory for name in ([each] if isinstance(each, str) else each))
+    """Return True if a layer has one of these policies, of shares too, or the planner has the choice."""
+    own: Sequence[LayerPolicy | str] = train.memory or [train.recompute]
+    return own == AUTO or any(name in policies for each in own for name in ([each] if isinstance(each, str) else each))
 
 
 GROUP_KEYS = {

@@ -10,7 +10,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.batch_rampup import schedule_steps
 from megascale.config.data import DataConfig
 from megascale.config.exclusions import is_full_precision, only, unless, unsupported
-from megascale.config.finding import Finding, join_values
+from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig, may_have
@@ -31,7 +31,7 @@ PROJECTED_INPUTS = unsupported(
     ("optimizer.groups", only([]), "layers save what one rule needs", "no groups"),
     ("train.precision", is_full_precision, "wgrad is of projected inputs", "bf16"),
     ("train.recompute", unless("full"), "blocks save their own inputs, not those of layers", "none"),
-    ("train.memory", lambda memory: not isinstance(memory, list) or "full" not in memory,
+    ("train.memory", lambda memory: not isinstance(memory, list) or not {"full", "full_host"} & {*map(str, memory)},
      "blocks save their own inputs, not those of layers", "keep, selective, host or nvme"),
     ("train.recompute_ops", only(None, ["attention"]), "recomputed inputs are not saved", '["attention"]'),
     ("train.mlp_tiles", only(1), "tiles save no inputs of layers", "1"),
@@ -47,21 +47,11 @@ PROJECTED_INPUTS = unsupported(
 def recomputed_operations(train: TrainConfig) -> Iterator[Finding]:
     """Check that recompute_ops has an effect and no duplicates."""
     key, operations = "train.recompute_ops", train.recompute_ops or ()
-    if operations and train.recompute != "selective" and not may_have(train, "selective"):
+    if operations and not may_have(train, "selective"):
         message = f"selects operations for selective recomputation, but recompute = {train.recompute}"
         yield Finding(key, message, "train.recompute = selective, or remove the key")
     elif len(set(operations)) < len(operations):
         yield Finding(key, "names an operation twice", "remove the duplicate")
-
-
-def recompute_model_chunks(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Finding]:
-    """Check that recompute_model_chunks exist and are unique."""
-    key, chunks, last = "train.recompute_model_chunks", train.recompute_model_chunks or (), parallel.vpp - 1
-    if missing := sorted(set(chunks) - set(range(parallel.vpp))):
-        message = f"with vpp = {parallel.vpp} there is no chunk {join_values(missing)}"
-        yield Finding(key, message, f"chunks 0 to {last}" if last else "chunk 0, or remove the key")
-    elif len(set(chunks)) < len(chunks):
-        yield Finding(key, "names a chunk twice", "remove the duplicate")
 
 
 def batch_size(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:

@@ -54,23 +54,23 @@ def joined_chunks(train: TrainConfig, parallel: ParallelConfig, layout: Stages) 
     whole = {
         chunk
         for index, (_, chunk) in enumerate(layout.placement.places if split else ())
-        if any(recompute_policy(train, chunk, layer).whole for layer in layout.layers(index))
+        if any(recompute_policy(train, layer).whole for layer in layout.layers(index))
     }
     return tuple(sorted(whole))
 
 
-def recompute_policy(train: TrainConfig, chunk: int, layer: int) -> RecomputePolicy:
-    """The policy of a layer, in model chunk `chunk` of its pipeline rank; before the planner's choice as kept."""
+def recompute_policy(train: TrainConfig, layer: int) -> RecomputePolicy:
+    """The policy of a layer; before the planner's choice as kept."""
     policy: LayerPolicy = "keep"
     if isinstance(train.memory, list):
         policy = train.memory[layer % len(train.memory)]
-    elif train.recompute != "none" and chunk in (train.recompute_model_chunks or [chunk]):
+    elif train.recompute != "none":
         policy = train.recompute
     name, share = (policy, 1.0) if isinstance(policy, str) else next(iter(policy.items()))
     kept = replace(NO_RECOMPUTE, mlp_tiles=train.mlp_tiles)
     match name:
-        case "full":
-            return replace(kept, full=True, store="host" if train.activation_offload else "device")
+        case "full" | "full_host":
+            return replace(kept, full=True, store="host" if name == "full_host" else "device")
         case "selective":
             ops = train.recompute_ops or ["attention"]
             return replace(kept, attention="attention" in ops, norm="norm" in ops, activation="activation" in ops)

@@ -16,8 +16,9 @@ import os
 import tempfile
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -165,10 +166,8 @@ class FileMemory(HostMemory):
         self.extents = MemoryPool(self._extend)
         self.written = self._end = 0
         self._folder = folder
-        try:
+        with self._telling("create a file of"):
             self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
-        except OSError as error:
-            raise self._error("create a file of", error) from error
         weakref.finalize(self, self._file.close)
         self.writer, self.reader = (ThreadPoolExecutor(1, f"saved tensors {work}") for work in ("out", "in"))
 
@@ -180,34 +179,37 @@ class FileMemory(HostMemory):
 
     def read(self, piece: Tensor, nbytes: int, start: int) -> Loaded:
         """Read a tensor by way of a piece of host memory, and start to copy it to the device."""
-        self._transfer("read", lambda rest, at: os.preadv(self._file.fileno(), [rest], at), piece, nbytes, start)
+        self._transfer("read", os.preadv, piece, nbytes, start)
         return self.load(piece, nbytes)
 
     def _write(self, saved: Wait, piece: Tensor, nbytes: int, start: int) -> None:
         saved()
-        self._transfer("write", lambda rest, at: os.pwrite(self._file.fileno(), rest, at), piece, nbytes, start)
+        self._transfer("write", os.pwritev, piece, nbytes, start)
         self.written += nbytes
 
     def _transfer(
-        self, what: str, move: Callable[[memoryview, int], int], piece: Tensor, nbytes: int, start: int
+        self, what: str, move: Callable[[int, list[memoryview], int], int], piece: Tensor, nbytes: int, start: int
     ) -> None:
         """Read or write the first bytes of a piece, in as many calls as that takes."""
         rest = piece.numpy().data[:nbytes]
-        try:
+        with self._telling(what):
             while rest:
-                count = move(rest, start + nbytes - len(rest))
+                count = move(self._file.fileno(), [rest], start + nbytes - len(rest))
                 if not count:
                     raise OSError(0, f"the file ends {len(rest)} bytes too early")
                 rest = rest[count:]
-        except OSError as error:
-            raise self._error(what, error) from error
 
     def _extend(self, nbytes: int) -> range:
         """Return a new extent at the end of the file."""
         self._end += nbytes
         return range(self._end - nbytes, self._end)
 
-    def _error(self, what: str, error: OSError) -> SavedTensorError:
-        hint = "free or repair the disk, set another train.memory_dir, or write host or full in train.memory"
-        message = f"cannot {what} saved tensors in train.memory_dir = {self._folder}: {error.strerror}"
-        return SavedTensorError(message, hint=hint)
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Say which folder an error is of, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            hint = "free or repair the disk, set another train.memory_dir, or write host or full in train.memory"
+            message = f"cannot {what} saved tensors in train.memory_dir = {self._folder}: {error.strerror}"
+            raise SavedTensorError(message, hint=hint) from error

@@ -70,7 +70,18 @@ class ActivationStore:
             stored, dtype = self._stored(kept, medium), tensor.dtype
             place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             block.tensors[id(stored)] = stored
-            return lambda: self._restore(stored, block).view(dtype).as_strided(*place)
+
+            def restore() -> Tensor:
+                """Return the tensor; the first one of a block starts to load the block before it."""
+                if block is self._leaving:
+                    self._leaving = None
+                block.fetch()
+                flat, before, block.before = stored.take(), block.before, None
+                if before is not None:
+                    before.fetch()
+                return flat.view(dtype).as_strided(*place)
+
+            return restore
 
         with saved_tensors_hooks(pack, lambda restore: restore()):
             yield
@@ -94,17 +105,6 @@ class ActivationStore:
             flat = tensor.as_strided((memory.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
             self._seen[key] = known = self.media[medium].save(flat)
         return known
-
-    def _restore(self, stored: MovedTensor, block: MovedBlock) -> Tensor:
-        """Return a tensor of a block; the first one starts to load the block before it."""
-        if block is self._leaving:
-            self._leaving = None
-        block.fetch()
-        x = stored.take()
-        before, block.before = block.before, None
-        if before is not None:
-            before.fetch()
-        return x
 
 
 def moved_tensors(x: Tensor, weights: Iterable[Tensor]) -> Callable[[Tensor], bool]:

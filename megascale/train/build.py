@@ -55,8 +55,8 @@ from megascale.schedule.lower import compute_order, lower, with_passes
 from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.build_optimizer import build_optimizer
-from megascale.train.build_store import build_store
 from megascale.train.further_losses import FurtherLosses
+from megascale.train.memory_choice import build_store
 from megascale.train.op_context import op_context
 from megascale.train.run import Dtypes, Hook, Hooks, Run
 from megascale.train.stop import StopRequest
@@ -304,7 +304,7 @@ def build_stages(
         context = replace(context, linear_gemms=linear, grouped_gemms=grouped)
     stages = []
     for chunk in range(layout.vpp):
-        index, policy = layout.index(pp_rank, chunk), partial(recompute_policy, settings, chunk)
+        index, policy = layout.index(pp_rank, chunk), partial(recompute_policy, settings)
         own, ends = replace(context, parameters=buffers.parameters(chunk)), (index == 0, index == layout.count - 1)
         stages.append(Stage(own, layout.layers(index), *ends, buffers.make_bucket_boundary(chunk), policy))
     return stages

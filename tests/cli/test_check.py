@@ -212,6 +212,16 @@ def test_a_number_of_processes_without_a_layout(config: str, capsys: pytest.Capt
     assert "command line  --gpus: 3 processes are not a multiple of tp 2 x cp 1 x pp 1 = 2  -> start 2 or 4: dp" in err
 
 
+def test_a_limit_that_no_policies_fit_is_refused_as_by_a_plan(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = list[str]()
+    for command in (["check"], ["plan", "--hardware", "h100"]):
+        assert main([*command, config, "train.memory=auto", "train.memory_limit=100000"]) == 2
+        said.append(capsys.readouterr().err)
+    assert "train.memory: no policies fit: a rank of stage 0 needs" in said[0]
+    assert said[0] == said[1]
+    assert main(["check", config, "train.memory=auto", "train.memory_limit=100000000"]) == 0
+
+
 @pytest.mark.parametrize("gpus", ["0", "-1", "two", "1.5", ""])
 def test_an_invalid_number_of_gpus_is_refused(config: str, capsys: pytest.CaptureFixture[str], gpus: str) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -445,13 +445,13 @@ def test_an_unknown_key_disables_no_rule() -> None:
 
 
 def test_auto_is_an_unset_key_also_beside_mistakes() -> None:
-    lists = ["parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_model_chunks"]
+    lists = ["parallel.layers_per_chunk", "train.recompute_ops"]
     keys = ["parallel.pp=2", "parallel.vpp=2", *(f"{key}=auto" for key in lists)]
     with pytest.raises(ConfigError) as caught:
         load_config("good.toml", [*keys, "parallel.sp=yes", "train.steps=x"])
     assert [problem.key for problem in caught.value.problems] == ["parallel.sp", "train.steps"]
     config = load_config("good.toml", keys, world_size=2)
-    assert config.parallel.layers_per_chunk is config.train.recompute_ops is config.train.recompute_model_chunks is None
+    assert config.parallel.layers_per_chunk is config.train.recompute_ops is None
 
 
 def test_a_path_named_auto_is_a_value_beside_mistakes() -> None:

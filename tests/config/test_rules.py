@@ -205,7 +205,10 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "paired_experts",
         MOE | {"parallel__schedule": "combined_1f1b", "moe__token_blocks": 2, "train__recompute": "full"},
-        {"moe.token_blocks": "hidden by another micro-batch", "train.recompute": "not in a recomputed layer"},
+        {
+            "moe.token_blocks": "hidden by another micro-batch",
+            "train.recompute": "that is recomputed or moved",
+        },
     ),
     (
         "CHUNKS",
@@ -241,7 +244,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
                 "MTP layers have no learned positions (model.mtp_layers = 1)",
             ),
             (HYBRID, "parallel.hybrid_dp", "have no targets of MTP layers"),
-            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "with MTP"),
             ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
             ({"data__sequence_chunk_tokens": 8}, "data.sequence_chunk_tokens", "not supported with MTP layers"),
         )
@@ -252,7 +254,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         ("EXITS", {"model__exits": [2]} | changes, {key: message})
         for changes, key, message in (
             (HYBRID, "parallel.hybrid_dp", "not supported with exits (model.exits = [2])"),
-            ({"train__recompute": "full", "train__activation_offload": True}, "train.activation_offload", "with exits"),
             ({"train__noise_scale_every": 1}, "train.noise_scale_every", "noise scale of several losses"),
         )
     ),
@@ -751,21 +752,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train__recompute": "selective", "train__recompute_ops": ["norm", "attention", "norm"]},
         {"train.recompute_ops": "names an operation twice"},
     ),
-    (
-        "NO_RECOMPUTATION",
-        {"train__recompute_model_chunks": [0]},
-        {"train.recompute_model_chunks": "selects chunks for recomputation, but recompute = none"},
-    ),
-    (
-        "NOT_FULL",
-        {"train__activation_offload": True, "train__recompute": "selective"},
-        {"train.activation_offload": "full recomputation saves, but recompute = selective"},
-    ),
-    (
-        "LAYER_POLICIES",
-        {"train__memory": ["keep"], "train__recompute": "full", "train__activation_offload": True},
-        dict.fromkeys(["train.recompute", "train.activation_offload"], "and train.memory has a policy for each"),
-    ),
     ("LAYER_POLICIES", {"train__memory": ["keep"], "train__recompute": "selective"}, {"train.recompute": "of all"}),
     ("layer_policies", {"train__memory": ["keep", "full"] * 3}, {"train.memory": "6 policies, and the model has 4"}),
     (
@@ -853,21 +839,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "tile_recomputation",
         {"train__recompute": "selective", "train__recompute_ops": ["norm", "activation"], "train__mlp_tiles": 2},
         {"train.recompute_ops": "activation has no effect with mlp_tiles = 2"},
-    ),
-    (
-        "recompute_model_chunks",
-        {"train__recompute": "full", "train__recompute_model_chunks": [0, 1]},
-        {"train.recompute_model_chunks": "with vpp = 1 there is no chunk 1"},
-    ),
-    (
-        "recompute_model_chunks",
-        {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_model_chunks": [2, 1, 4]},
-        {"train.recompute_model_chunks": "with vpp = 2 there is no chunk 2, 4"},
-    ),
-    (
-        "recompute_model_chunks",
-        {"train__recompute": "full", "train__recompute_model_chunks": [0, 0]},
-        {"train.recompute_model_chunks": "names a chunk twice"},
     ),
     ("counts", {"batch__global": 2**23}, {"batch.global": "8388608 micro-batches in a step of a rank, over 1048576"}),
     ("batch_size", {"batch__micro": 3}, {"batch.global": "8 is not divisible by micro x dp = 3 x 1"}),
@@ -1523,12 +1494,6 @@ def test_no_mlp_is_split_where_all_layers_have_experts(tmp_path: Path) -> None:
     config_of(settings(GPT, tmp_path, **MOE, **layout), tmp_path)
     with pytest.raises(ConfigError, match="33 columns of the MLP"):
         config_of(settings(GPT, tmp_path, **MOE, **layout, model__dense_layers=1), tmp_path)
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_chunks_need_recomputation(recompute: str, tmp_path: Path) -> None:
-    changes = {"train__recompute": recompute, "train__recompute_model_chunks": [0]}
-    assert config_of(settings(GPT, tmp_path, **changes), tmp_path).train.recompute_model_chunks == [0]
 
 
 def test_a_resolved_configuration_loads_again(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.worlds import run_world
 pytestmark = pytest.mark.gpu(1)
 
 STEPS = 10
+FULL: dict[str, Any] = {"train__memory": ["full"]}
 WIDE = LLAMA | {"hidden_size": 256, "ffn_size": 512, "vocab_size": 512, "seq_length": 128, "num_layers": 2}
 
 
@@ -68,12 +69,12 @@ def test_masked_attention_is_that_of_a_cpu(case: str, tmp_path: Path, figure: Fi
     assert difference < 1e-2
 
 
-@pytest.mark.parametrize("keys", [{"train__activation_offload": True}, {"train__mlp_tiles": 4}], ids=str)
+@pytest.mark.parametrize("keys", [{"train__memory": ["full_host"]}, {**FULL, "train__mlp_tiles": 4}], ids=str)
 def test_what_saves_memory_changes_no_step(keys: dict[str, Any], tmp_path: Path, figure: Figure) -> None:
     """Inputs of many blocks that travel through host memory, and an MLP in tiles, both recomputed."""
-    common = {"train__precision": "fp64", "train__recompute": "full", "optimizer__lr": 1e-3}
+    common = {"train__precision": "fp64", "optimizer__lr": 1e-3}
     model = LLAMA | {"num_layers": 8}
-    plain, saving = (config_of(settings(model, tmp_path, **common, **more), tmp_path) for more in ({}, keys))
+    plain, saving = (config_of(settings(model, tmp_path, **common, **more), tmp_path) for more in (FULL, keys))
     (expected,), (found,) = world_of(1, curve_on, plain, STEPS), world_of(1, curve_on, saving, STEPS)
     difference = furthest(found, expected)
     figure("difference", difference)

@@ -16,7 +16,7 @@ from tests.runs import FAMILIES, GPT, config_of, curve_of, settings
 
 STEPS = 10
 TENSOR: dict[str, Any] = {"parallel__tp": 2, "parallel__sp": True}
-OFFLOAD: dict[str, Any] = {"train__recompute": "full", "train__activation_offload": True}
+OFFLOAD: dict[str, Any] = {"train__memory": ["full_host"]}
 WIDE = FAMILIES["llama"] | {"hidden_size": 256, "ffn_size": 512, "vocab_size": 512, "seq_length": 128}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -70,7 +70,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     files = FileMemory(PlainBuffers(), str(tmp_path))
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     tensor = files.save(random_bytes(10))
     with pytest.raises(
         SavedTensorError, match=f"cannot write saved tensors in train.memory_dir = {tmp_path}: No space left"

@@ -1,5 +1,5 @@
-"""Policies of layers for what they save, `train.memory` and `train.activation_offload`: every one is the same run bit
-for bit, and bytes leave the device.
+"""Policies of layers for what they save, `train.memory`: every one is the same run bit for bit, and bytes leave the
+device.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ CASES: list[dict[str, Any]] = [
 ]
 Keys = dict[str, Any]
 MIXED: Keys = {"train__memory": ["host", "full", "nvme", "selective"]}
-OFFLOAD: Keys = {"train__recompute": "full", "train__activation_offload": True}
+OFFLOAD: Keys = {"train__memory": ["full_host"]}
 POLICIES: list[Keys] = [
     *({"train__memory": policies} for policies in (["host"], ["nvme"], ["selective", "keep", "host"])), MIXED, OFFLOAD,
+    {"train__memory": ["keep", "keep", "full_host", "full"]},
 ]  # fmt: skip
 SHARES: list[Keys] = [
     *({"train__memory": policies} for policies in (["host"], [{"host": 1 / 3}], ["keep", {"nvme": 2 / 3}])),
@@ -79,9 +80,10 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "host_buffers", late_buffers)
         for run in builds(rank, configs):
-            before = made[-1].allocated if run.config.train.activation_offload else 0
+            inputs_move = run.config.train.memory == ["full_host"]
+            before = made[-1].allocated if inputs_move else 0
             results.append(outcome(run, 2))
-            if run.config.train.activation_offload:
+            if inputs_move:
                 assert made[-1].allocated == before == JobMemory(run.config).moved_bytes(run.mesh.coord.pp, "host")
                 free = run.pipeline.store.media["host"].pool.free
                 assert run.config.parallel.hybrid_dp or sum(map(len, free)) == before
@@ -112,8 +114,7 @@ def check(cases: list[Keys], policies: list[Keys], folder: Path, **layout: Any) 
 @pytest.mark.parametrize("layout", only_quick(list(LAYOUTS), "pp2 vpp2 dp2 zero2"))
 def test_policies_are_bit_equal(layout: str, tmp_path: Path) -> None:
     cases = CASES if layout not in ("one", "pp2 vpp2 dp2 zero2") else CASES[:2]
-    of_one_chunk = [OFFLOAD | {"train__recompute_model_chunks": [1]}] if "vpp2" in layout else []
-    check(cases, [*POLICIES, *of_one_chunk], tmp_path, **LAYOUTS[layout])
+    check(cases, POLICIES, tmp_path, **LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", only_quick(["one", "tp2 sp", "pp2 v", "dp2 zero3"], "one"))
@@ -135,8 +136,7 @@ def test_layers_with_experts_are_bit_equal(more: dict[str, Any], tmp_path: Path)
     ids=str,
 )
 def test_other_models_are_bit_equal(more: dict[str, Any], tmp_path: Path) -> None:
-    ways = [POLICIES[0], MIXED, *([OFFLOAD] if "model__block" in more else [])]
-    check(CASES[1:2], ways, tmp_path, model__dropout=0.0, **more)
+    check(CASES[1:2], [POLICIES[0], MIXED, OFFLOAD], tmp_path, model__dropout=0.0, **more)
 
 
 @pytest.mark.slow

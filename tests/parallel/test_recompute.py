@@ -43,7 +43,7 @@ EACH = ["attention", "norm", "activation"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute": "full"},
-    "full, one chunk": {"recompute": "full", "recompute_model_chunks": [0]},
+    "full, some layers": {"memory": ["full", "keep"]},
     **{op: {"recompute": "selective", "recompute_ops": [op]} for op in EACH},
     "all": {"recompute": "selective", "recompute_ops": EACH},
 }

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "offload, averages dp2": (
         LLAMA,
-        {"parallel__dp": 2, **FULL, "train__activation_offload": True, "train__weight_average": "ema", **BF16},
+        {"parallel__dp": 2, "train__memory": ["full_host"], "train__weight_average": "ema", **BF16},
     ),
     "noise scale, guard dp2": (GPT, {"parallel__dp": 2, "train__noise_scale_every": 1, "optimizer__zclip": True}),
     "chunks dp2 pp2": (

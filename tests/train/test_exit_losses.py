@@ -129,7 +129,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     "keys",
     [
         {"train__recompute": "full"},
-        {"train__recompute": "full", "train__recompute_model_chunks": [1]},
+        {"train__memory": ["keep", "keep", "full", "full"]},
         {"train__mlp_tiles": 2},
         pytest.param({"train__recompute": "selective"}, marks=pytest.mark.slow),
     ],

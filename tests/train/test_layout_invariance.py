@@ -70,7 +70,7 @@ LAYOUTS: dict[str, Layout] = {
         "parallel__zero": 2,
     },
     "offload pp2 vpp2": {
-        "train__activation_offload": True, "train__recompute": "full", "parallel__pp": 2, "parallel__vpp": 2,
+        "train__memory": ["full_host"], "parallel__pp": 2, "parallel__vpp": 2,
     },
     "layer memory tp2 sp pp2 vpp2": {
         "train__memory": ["host", "full", "keep", "selective"], "parallel__tp": 2, "parallel__sp": True,
@@ -90,7 +90,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2 sp pp2 v": {**V, "parallel__tp": 2, "parallel__sp": True},
     "pp2 v dp2 zero2": {**V, "parallel__dp": 2, "parallel__zero": 2, "overlap__bucket_bytes": 60_000},
     "cp2 ring pp2 v zero2": {**V, "parallel__cp": 2, "parallel__zero": 2},
-    "pp2 v offload": {**V, "train__activation_offload": True, "train__recompute": "full"},
+    "pp2 v offload": {**V, "train__memory": ["full_host"]},
     "pp3 v": {**V, "parallel__pp": 3},
     "pp2 v vocabulary": {**V, "parallel__vocab_pp": 1},
     "tp2 sp pp2 v vocabulary": {**V, "parallel__tp": 2, "parallel__sp": True, "parallel__vocab_pp": 2},

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama recompute selective": {"train__recompute": "selective"},
     "gpt recompute full": {"train__recompute": "full", "model__dropout": 0.1},
     "llama pp2 tiles and offload": {
-        "parallel__pp": 2, "train__recompute": "full", "train__activation_offload": True, "train__mlp_tiles": 2,
+        "parallel__pp": 2, "train__memory": ["full_host"], "train__mlp_tiles": 2,
     },
     "llama dp2 zero1": {"parallel__dp": 2, "parallel__zero": 1},
     "gpt dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},

@@ -35,7 +35,7 @@ _TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; tr
 _DECAY = "not supported: optimizer.weight_decay is constant"
 _WSD = "with decay = wsd; linear, theirs exponential by default"
 _WARMUP = "steps of batch.global, + 1: Megatron-LM's step k has the rate after k - 1 steps"
-_OFFLOAD = 'with train.recompute = "full"'
+_OFFLOAD = 'write train.memory = ["full_host"] in place of train.recompute'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _CLAMP = "not supported but for --quick-geglu: 7 and 1"
 
@@ -203,10 +203,9 @@ TRAIN = (
     computed("--recompute-modules", "train.recompute_ops",
              lambda values, _: [_MODULES[name] for name in values if name in _MODULES]
              or Needless("not supported: other operations"), "core_attn is attention, layernorm is norm", takes=MANY),
-    needless("--recompute-num-layers, --recompute-method", "write train.recompute_model_chunks, by model chunk"),
-    computed("--fine-grained-activation-offloading, --cpu-offloading", "train.activation_offload",
-             lambda _, context: True if value_of(context, "recompute_granularity") == "full" or
-             "num_layers" not in context else Needless(_OFFLOAD), _OFFLOAD, takes=0),
+    needless("--recompute-num-layers, --recompute-method", "write train.memory, by layer"),
+    computed("--fine-grained-activation-offloading, --cpu-offloading", "train.memory", lambda _, context: ["host"]
+             if value_of(context, "recompute_granularity") is None else Needless(_OFFLOAD), takes=0),
     words("--attention-backend", "backends.attention",
           {"auto": "auto", "flash": "flash", "fused": "te", "unfused": "torch", "local": "torch"}),
     switch("--use-flash-attn", "backends.attention", "flash"),

@@ -128,7 +128,7 @@ TORCHTITAN = (
              f"{values[0] * context['lr'][0]:.6g}"), "a rate, theirs is a share of lr"),
     words("activation_checkpoint.mode", "train.recompute", {"none": "none", "selective": "selective", "full": "full"},
           "memory_budget is not supported", "selective"),
-    needless("activation_checkpoint.selective_ac_option", "write train.recompute_ops, or train.recompute_model_chunks"),
+    needless("activation_checkpoint.selective_ac_option", "write train.recompute_ops, or train.memory"),
     words("quantize.linear.float8.recipe_name, float8.recipe_name", "fp8.recipe",
           {"tensorwise": "tensorwise", "rowwise": "rowwise"}, 'with train.precision = "fp8"'),
     needless("float8.enable_fsdp_float8_all_gather, float8.precompute_float8_dynamic_scale_for_fsdp, "
@@ -215,7 +215,7 @@ DEEPSPEED = (
     switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", NO_FP16),
     same("gradient_clipping", "optimizer.clip_norm", theirs=0.0),
     absent("scheduler.type", "write optimizer.decay"),
-    switch("cpu_checkpointing", "train.activation_offload", True, 'with train.recompute = "full"'),
+    switch("cpu_checkpointing", "train.memory", ["full_host"]),
     absent("partition_activations", "write parallel.sp = true", 0),
     needless("wall_clock_breakdown", "nothing to write: observe.record_events", 0),
     same("sequence_parallel_size, ulysses_degree", "parallel.cp", 'with parallel.cp_mode = "ulysses"'),

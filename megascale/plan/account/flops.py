@@ -83,7 +83,7 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
     shares, total = layout.computed_shares(config.num_microbatches), model_flops(config, scores)
     for stage in range(layout.count):
         for layer in layout.layers(stage):
-            recompute = recompute_policy(config.train, layout.placement.places[stage][1], layer)
+            recompute = recompute_policy(config.train, layer)
             if recompute == NO_RECOMPUTE:
                 continue
             described = block_spec(config.model, layer)

@@ -39,7 +39,7 @@ from megascale.plan.account.rank_actions import (
 )
 from megascale.plan.account.sizes import gathered_bytes, micro_batch_sizes
 from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, fetched_bytes, state_bytes
-from megascale.schedule.ir import RankSchedule, live_counts, most_live, weights_at_once
+from megascale.schedule.ir import RankSchedule, live_counts, most_live, parts, weights_at_once
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label
@@ -183,19 +183,35 @@ class JobMemory:
             vars(changed)[name] = getattr(self, name)
         return changed
 
-    def layers(self, stage: int) -> Iterator[tuple[int, int, RecomputePolicy]]:
-        """List the layers of a rank of a stage, with their chunks and policies."""
+    def layers(self, stage: int) -> Iterator[tuple[int, int, RecomputePolicy, UnitBytes]]:
+        """List the chunks and numbers of a stage's layers, with their policies and bytes."""
         for chunk in range(self.layout.vpp):
             for layer in self.layout.layers(self.layout.index(stage, chunk)):
-                yield chunk, layer, recompute_policy(self.config.train, chunk, layer)
+                policy = recompute_policy(self.config.train, layer)
+                yield chunk, layer, policy, self.layer(layer, policy)
+
+    def least_transient(self, stage: int) -> int:
+        """Bound the transient bytes of a rank of a stage while most is saved, at the end of a chunk: of its forward,
+        and of its backward, with the unsharded gradients of ZeRO-2.
+        """
+        c = self.config
+        wide = self.sizes.wide if c.parallel.zero == 2 and not c.train.freeze else 0
+        held = [(units[-1], wide * sum(unit.elements for unit in units)) for units in self._units(stage) if units]
+        return min((max(last.forward, last.backward + unsharded) for last, unsharded in held), default=0)
 
     def live_counts(self, stage: int) -> set[tuple[int, ...]]:
         """Count the micro-batches of a rank of a stage that are in flight at a time, by chunk."""
-        return live_counts(self._order(stage), self.layout.vpp)
+        freed = [part for entry in self._order(stage) for part in reversed(parts(entry))]  # pairs free as they allocate
+        return live_counts(freed, self.layout.vpp)
 
     def moved_bytes(self, stage: int, store: str) -> int:
         """Count the most bytes of saved tensors that a rank of a stage has in a store, "host" or "nvme"."""
-        return most_live(self._order(stage), self._moved(stage, store))
+        moved = self._moved(stage, store)
+        return most_live(self._order(stage), moved) if any(moved) else 0
+
+    def most_moved(self, store: str) -> int:
+        """Count the most bytes of saved tensors that a rank has in a store."""
+        return max(self.moved_bytes(stage, store) for stage in range(self.config.parallel.pp))
 
     def moved_in_step(self, stage: int, store: str) -> int:
         """Count the bytes that a rank of a stage writes to a store in a step."""
@@ -205,8 +221,8 @@ class JobMemory:
     def _moved(self, stage: int, store: str) -> list[int]:
         """List by chunk the bytes that a micro-batch of a rank of a stage has in a store."""
         sizes = [0] * self.layout.vpp
-        for chunk, layer, policy in self.layers(stage):
-            sizes[chunk] += self.layer(layer, policy).moved if policy.store == store else 0
+        for chunk, _, policy, unit in self.layers(stage):
+            sizes[chunk] += unit.moved if policy.store == store else 0
         return sizes
 
     def _order(self, stage: int) -> RankSchedule:
@@ -229,7 +245,7 @@ class JobMemory:
         if barriers := self.config.parallel.vocab_pp:
             begin_unit, end_unit = activations.stage_ends(self.sizes)
         for chunk in range(self.layout.vpp):
-            index, policy = self.layout.index(stage, chunk), partial(recompute_policy, self.config.train, chunk)
+            index, policy = self.layout.index(stage, chunk), partial(recompute_policy, self.config.train)
             begin = [] if chunk or not self.sizes.documents else [activations.angle_bytes(self.sizes)]
             begin += [begin_unit] if index == 0 else []
             units, layers = begin, self.layout.layers(index)

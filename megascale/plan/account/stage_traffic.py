@@ -85,7 +85,7 @@ class StageTraffic:
                     frozen_names(config.model, layer, config.train.freeze),
                     layer in fp8,
                     f"layers.{layer}" in self._coded,
-                    recompute_policy(config.train, chunk, layer),
+                    recompute_policy(config.train, layer),
                 )
                 for layer in layers
             )

@@ -359,11 +359,11 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
     ) -> ReplayModule:
         return ReplayModule(module, key, layer, cost_cache, anchor, policy)
 
-    for chunk, stage in enumerate(run.stages):
+    for stage in run.stages:
         for modules in (stage.layers, stage.predictions):
             for name, block in list(modules.items()):
                 layer = int(name)
-                policy = recompute_policy(run.config.train, chunk, layer)
+                policy = recompute_policy(run.config.train, layer)
                 trained = tuple(parameter.requires_grad for parameter in block.parameters())
                 key = (kinds[layer], layer in quantized, policy, trained)
                 modules[name] = replayed(block, key, layer, policy)

@@ -16,7 +16,7 @@ A rank of the first stage holds its state, and activations as its schedule says.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.blocks import block_spec
@@ -130,10 +130,8 @@ class Bounds:
         """Time layers on one pipeline stage, with a chunk for each, for the embedding, and for the head with the layers
         after it.
         """
-        config = self._space.config
-        recompute = "none" if config.train.recompute_model_chunks else layout.recompute
         dp = self._space.devices // (layout.tp * layout.cp)
-        layerwise = layout._replace(vpp=config.model.num_layers + 2, dp=dp, recompute=recompute)
+        layerwise = layout._replace(vpp=self._space.config.model.num_layers + 2, dp=dp)
         return LayerTimes.from_config(self._space.free.with_layout(layerwise), self._hardware, self._stack)
 
     def _blocks_of(self, layout: Layout) -> int:
@@ -144,7 +142,7 @@ class Bounds:
         def seconds(blocks: int) -> float:
             layers = self._layers(layout._replace(token_blocks=blocks))
             train = layers.config.train
-            return block_times(layers, block, train.quantizes, recompute_policy(train, 0, model.num_layers - 1)).total
+            return block_times(layers, block, train.quantizes, recompute_policy(train, model.num_layers - 1)).total
 
         return min(self._space.token_blocks(layout), key=seconds)
 
@@ -166,8 +164,8 @@ class Bounds:
     def _saved_of(self, layout: Layout) -> int:
         """Saved bytes of a layer for a micro-batch."""
         config = self._space.free.with_layout(layout)
-        job, policy = JobMemory(config), partial(recompute_policy, config.train, 0)
-        return min(job.layer(layer, policy(layer)).saved for layer in range(config.model.num_layers))
+        job, layers = JobMemory(config), range(config.model.num_layers)
+        return min(job.layer(layer, recompute_policy(config.train, layer)).saved for layer in layers)
 
     def _reset(self, layout: Layout) -> tuple[Layout, Layout]:
         """Reset keys without effect on a layer's time and activations; and keys without effect on a rank's state and

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale.config.run import RunConfig
 from megascale.config.run_warnings import run_warnings
 from megascale.layout.gpu_overlap import exposed_collectives
 from megascale.plan.account.memory import JobMemory, RankMemory
-from megascale.plan.search.drive_wear import DriveWear, drive_wear
 from megascale.plan.search.memory_policy import with_policies
 from megascale.plan.search.space import Layout, layout_of
 from megascale.plan.simulate.host_update import host_update
@@ -21,6 +20,17 @@ from megascale.plan.simulate.step_time import Estimate, StepParts
 
 MIN_EXPOSED = 0.01  # smallest share of a step that tp has exposed, for a note to tell why
 MIN_DEVICES = 64  # fewest devices of the publications by which errors are known
+DAY_S = 86400
+
+
+class DriveWear(NamedTuple):
+    """Bytes of saved tensors that a rank writes in a `step`, and a node to its NVMe drives in a `day`; `days` until
+    they have been written to as often as they are rated for.
+    """
+
+    step: int
+    day: float
+    days: float
 
 
 @dataclass(frozen=True)
@@ -84,18 +94,12 @@ class Plan:
         return RankMemory(**sizes, transient=transient)
 
     @cached_property
-    def moved_bytes(self) -> dict[str, int]:
-        """The most bytes of saved tensors that a rank has in host memory, and on NVMe."""
-        stages = range(self.config.parallel.pp)
-        return {store: max(self.job.moved_bytes(stage, store) for stage in stages) for store in ("host", "nvme")}
-
-    @cached_property
     def wear(self) -> DriveWear | None:
         """The wear of a node whose ranks are of the stage that writes most; None if no tensors move to drives."""
-        written = max(self.job.moved_in_step(stage, "nvme") for stage in range(self.config.parallel.pp))
-        if not written:
-            return None
-        return drive_wear(written, self.config.world_size, self.hardware.node, self.estimate.step_s)
+        node = self.hardware.node
+        step = max(self.job.moved_in_step(stage, "nvme") for stage in range(self.config.parallel.pp))
+        day = step * min(node.devices, self.config.world_size) * DAY_S / self.estimate.step_s
+        return DriveWear(step, day, node.drives.count * node.drives.rated_bytes / day) if step else None
 
     @property
     def memory_limit(self) -> int:

@@ -84,10 +84,14 @@ def _policies(plan: Plan) -> Iterator[str]:
     """Describe the policies of the layers, what they move, and the wear of drives."""
     if isinstance(policies := plan.config.train.memory, list):
         yield f"train.memory: {describe_policies(policies, plan.config.model.total_layers)}"
-    if host := plan.moved_bytes["host"]:
+    if host := plan.job.most_moved("host"):
         yield f"saved tensors of a rank in host memory {format_bytes(host)}"
     if plan.wear:
-        yield plan.wear.describe(plan.hardware.node)
+        (step, day, days), drives = plan.wear, plan.hardware.node.drives
+        yield (
+            f"a rank writes {format_bytes(step)} a step to NVMe, a node {format_bytes(day)} a day: its {drives.count} "
+            f"drives reach their rating of {drives.rated_bytes / 1e12:,.0f} TB each in {days:,.0f} days"
+        )
 
 
 def format_layout(plan: Plan) -> str:
@@ -254,7 +258,7 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Fai
         "memory_bytes": {**vars(plan.memory), "total": plan.memory.total},
         "memory_bytes_by_stage": plan.memory_by_stage,
         "fullest_stage": plan.fullest_stage,
-        "moved_bytes": plan.moved_bytes,
+        "moved_bytes": {store: plan.job.most_moved(store) for store in ("host", "nvme")},
         "drive_wear": plan.wear and plan.wear._asdict(),
         "expected_error": plan.expected_error,
         "bubble": e.causes["bubble"] / e.step_s,

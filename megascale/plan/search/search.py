@@ -143,7 +143,7 @@ class _BranchAndBound:
     def _balanced(self, layout: Layout) -> Plan:
         """Return the plan of a layout, with layers split over its stages by time where that fits and pays."""
         plan, key = self._plan(layout), "parallel.layers_per_chunk"
-        if layout.pp == 1 or key in self._space.fixed or self._space.config.train.recompute_model_chunks:
+        if layout.pp == 1 or key in self._space.fixed:
             return plan
         sizes = self._bounds.balanced(layout, plan.parts.slowness)
         uneven = replace(plan, config=plan.config.changed(parallel={"layers_per_chunk": sizes}))

@@ -53,7 +53,7 @@ SECTIONS = {"micro": "batch", "recompute": "train", "token_blocks": "moe"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
-DEPENDENT_KEYS = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_model_chunks")
+DEPENDENT_KEYS = ("parallel.layers_per_chunk", "train.recompute_ops")
 """Keys dropped by layouts with another number of chunks or another recomputation."""
 
 MAX_DEVICE_COUNTS = 17  # most device counts to try for a legal layout
@@ -111,11 +111,10 @@ class Space:
     def with_layout(self, layout: Layout) -> RunConfig:
         """Return the resolved configuration with this layout."""
         config = self.config
-        sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_model_chunks or [0]
+        sizes = config.parallel.layers_per_chunk or ()
         suits = {
             "parallel.layers_per_chunk": len(sizes) == layout.pp * layout.vpp and sum(sizes) == config.model.num_layers,
             "train.recompute_ops": layout.recompute == "selective",
-            "train.recompute_model_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
         }
         values = dict(zip(LAYOUT_KEYS, layout, strict=True))
         values["parallel.vocab_pp"] = config.parallel.vocab_pp if layout.pp > 1 else 0

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 from megascale.layout.blocks import BlockSpec, distinct_blocks, frozen_names, is_skippable, tile_mlp
 from megascale.layout.chunks import count_heads, fp8_layers, stages_of
@@ -41,14 +41,8 @@ def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: Reco
     return PassTimes(forward, back, total.weights)
 
 
-KindTimes = tuple[list[tuple[int, bool]], Callable[[int, bool, RecomputePolicy], PassTimes]]
-"""The kind of each layer, as the number of its block and whether it is in FP8; and the times of a kind by policy."""
-
-
-def kind_times(layers: LayerTimes) -> KindTimes:
-    """Return the kinds of all layers: the number of a block among the distinct ones, in FP8 or not; and a function that
-    times a kind with recomputation.
-    """
+def layer_times(layers: LayerTimes) -> Callable[[int, RecomputePolicy], PassTimes]:
+    """Return a function that times a layer by its number, with recomputation; equal blocks are timed once."""
     c = layers.config
     (distinct, numbers), fp8 = distinct_blocks(c.model, tuple(c.train.freeze)), fp8_layers(c.model, c.train, c.fp8)
     part, parts = (layers.of_half(), 2) if c.overlap.tp == "domino" else (layers, 1)
@@ -57,26 +51,21 @@ def kind_times(layers: LayerTimes) -> KindTimes:
         for kind in range(len(distinct))
     ]
     times = cache(lambda kind, fp8, recompute: block_times(of_kinds[kind], distinct[kind], fp8, recompute) * parts)
-    return [(number, layer in fp8) for layer, number in enumerate(numbers)], times
+    return lambda layer, recompute: times(numbers[layer], layer in fp8, recompute)
 
 
 def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
     """Time every model chunk of every pipeline rank."""
-    config = layers.config
+    config, layer_time, times = layers.config, layer_times(layers), dict[Place, PassTimes]()
     stages, shared = stages_of(config.model, config.parallel), config.parallel.vocab_pp
-    kinds, block = kind_times(layers)
-
-    @cache
-    def chunk(layer_kinds: tuple[tuple[int, bool, RecomputePolicy], ...], first: bool, heads: int) -> PassTimes:
-        ends = (layers.embedding() if first else PassTimes()) + layers.head() * heads
-        return sum((block(*kind) * count for kind, count in Counter(layer_kinds).items()), ends)
-
-    times = dict[Place, PassTimes]()
+    embedding, head = cache(layers.embedding), cache(layers.head)
     for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
-        stage, policy = stages.index(*place), partial(recompute_policy, config.train, place[1])
-        layer_kinds = tuple((*kinds[layer], policy(layer)) for layer in stages.layers(stage))
-        heads = count_heads(config.model, stages, stage)
-        times[place] = chunk(layer_kinds, stage == 0 and not shared, heads)
+        stage = stages.index(*place)
+        own = Counter(layer_time(layer, recompute_policy(config.train, layer)) for layer in stages.layers(stage))
+        ends = embedding() if stage == 0 and not shared else PassTimes()
+        if heads := count_heads(config.model, stages, stage):
+            ends += head() * heads
+        times[place] = sum((each * count for each, count in own.items()), ends)
     for rank in range(config.parallel.pp) if shared else ():
         times[rank, config.parallel.vpp] = layers.vocabulary(shared)
     return times

@@ -35,7 +35,7 @@ def rank_flops(config: RunConfig, pp_rank: int, cp_rank: int = 0) -> int:
     m, tp = config.model, config.parallel.tp
     layout, samples, every = stages_of(config.model, config.parallel), config.num_microbatches // config.num_chunks, 0
     for chunk in range(layout.vpp):
-        index, policy = layout.index(pp_rank, chunk), partial(recompute_policy, config.train, chunk)
+        index, policy = layout.index(pp_rank, chunk), partial(recompute_policy, config.train)
         total = sum(_layer_flops(config, layer, policy(layer), cp_rank) for layer in layout.layers(index))
         heads = sum(after - 1 in layout.layers(index) for after in m.exits)
         heads += 1 + m.mtp_layers if index == layout.count - 1 else 0

@@ -67,7 +67,7 @@ def saved_bytes(config: RunConfig) -> int:
     """Bytes saved for backward by a rank, per micro-batch."""
     sizes, model, fp8 = micro_batch_sizes(config), config.model, fp8_layers(config.model, config.train, config.fp8)
     blocks = (
-        block_bytes(sizes, block_spec(model, n), n in fp8, recompute_policy(config.train, 0, n)).saved
+        block_bytes(sizes, block_spec(model, n), n in fp8, recompute_policy(config.train, n)).saved
         for n in range(model.num_layers)
     )
     return sum(blocks) + embedding_bytes(sizes).saved + head_bytes(sizes).saved

@@ -299,7 +299,7 @@ def test_ranks_with_an_mlp_in_tiles_or_offload() -> None:
     @settings(drawn, max_examples=100)
     @given(jobs(large=True, saves=True))
     def check(config: RunConfig) -> None:
-        if config.train.mlp_tiles > 1 or config.train.activation_offload:
+        if config.train.mlp_tiles > 1 or config.train.memory:
             peak, error = compare(config, ranks_of(config)[config.model.num_layers % config.parallel.pp])
             assert peak < LARGE or LOW <= error <= HIGH, f"{error:+.1%} of {config!r}"
 
@@ -331,7 +331,7 @@ def test_memory_of_large_ranks(count: int) -> None:
 ON_A_V: dict[str, dict[str, Any]] = {
     "zb_v": {"parallel__tp": 2, "batch__global": 10},
     "dualpipev": {"model__tie_embeddings": True, "batch__global": 16, "model__mtp_layers": 1, "parallel__pp": 4},
-    "v_half": {"train__recompute": "full", "train__recompute_model_chunks": [1], "batch__global": 8},
+    "v_half": {"train__memory": ["keep", "keep", "full", "full"], "batch__global": 8},
 }
 
 

@@ -77,8 +77,8 @@ RECOMPUTE |= {f"{name} and tiles": RECOMPUTE[name] | {"train__mlp_tiles": 4} for
 
 
 def test_tiles_recompute_all_but_the_last_gemm_of_the_mlp(tmp_path) -> None:
-    """Whatever chunks are recomputed; by hand for a GPT model without grouped heads and with f = 4 h."""
-    layout = {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_model_chunks": [0]}
+    """Whatever layers are recomputed; by hand for a GPT model without grouped heads and with f = 4 h."""
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "train__memory": ["full", "full", "keep", "keep"]}
     config = config_of(settings(FAMILIES["gpt"], tmp_path, train__mlp_tiles=2), tmp_path)
     chunked = config_of(settings(FAMILIES["gpt"], tmp_path, train__mlp_tiles=2, **layout), tmp_path)
     l, h, s = 4, 32, 16  # noqa: E741
@@ -87,7 +87,7 @@ def test_tiles_recompute_all_but_the_last_gemm_of_the_mlp(tmp_path) -> None:
 
 
 def test_hardware_flops_by_the_share_of_layers(tmp_path) -> None:
-    """Chunks 0 have one layer of seven on the first rank and two on the second."""
+    """Chunks 0 have the first three layers of seven."""
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__layers_per_chunk": [1, 2, 2, 2], "model__num_layers": 7}
 
     def recomputed(**more) -> float:
@@ -97,8 +97,8 @@ def test_hardware_flops_by_the_share_of_layers(tmp_path) -> None:
     for recompute in ("selective", "full"):
         full = recomputed(train__recompute=recompute)
         assert full > 0
-        assert recomputed(train__recompute=recompute, train__recompute_model_chunks=[0]) == pytest.approx(3 / 7 * full)
-        assert recomputed(train__recompute=recompute, train__recompute_model_chunks=[1]) == pytest.approx(4 / 7 * full)
+        assert recomputed(train__memory=[*[recompute] * 3, *["keep"] * 4]) == pytest.approx(3 / 7 * full)
+        assert recomputed(train__memory=[*["keep"] * 3, *[recompute] * 4]) == pytest.approx(4 / 7 * full)
 
 
 def test_full_recomputation_by_hand() -> None:
@@ -145,15 +145,16 @@ def test_head_flops_do_not_grow_with_the_layers() -> None:
 
 def test_windows_of_recomputed_chunks(tmp_path) -> None:
     """The first chunk of a rank has windowed attention, the second full attention."""
-    layout = {"parallel__pp": 2, "parallel__vpp": 2, "model__window": [4, 4, 0, 0], "train__recompute": "selective"}
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "model__window": [4, 4, 0, 0]}
 
-    def recomputed(chunk: int) -> tuple[float, float]:
-        tree = settings(FAMILIES["gpt"], tmp_path, **layout, train__recompute_model_chunks=[chunk])
+    def recomputed(*policies: str) -> tuple[float, float]:
+        tree = settings(FAMILIES["gpt"], tmp_path, **layout, train__memory=[*policies])
         config = config_of(tree, tmp_path)
         hardware, model = hardware_flops(config), token_flops(config.model)
         return hardware.full - model.full, hardware.causal - model.causal
 
-    windowed, full = recomputed(0), recomputed(1)
+    windowed = recomputed("selective", "selective", "keep", "keep")
+    full = recomputed("keep", "keep", "selective", "selective")
     assert windowed[0] == pytest.approx(full[0] * 4 / 16)
     assert windowed[1] == pytest.approx(full[1] * (4 - 4 * 4 / 32) / 8)
 

@@ -65,7 +65,7 @@ def test_collectives_of_a_layer_equal_the_event_log(case: str, tmp_path: Path) -
     tree = settings(FAMILIES["llama"] | WIDE, tmp_path, parallel__tp=2, batch__global=1, **more)
     config = config_of(tree, tmp_path)
     sizes = replace(micro_batch_sizes(config), fp8=bool(fp8_layers(config.model, config.train, config.fp8)))
-    planned = block_traffic(sizes, block_spec(config.model, 0), recompute_policy(config.train, 0, 0))
+    planned = block_traffic(sizes, block_spec(config.model, 0), recompute_policy(config.train, 0))
     logged = [
         (call.operation, call.bytes, call.text.split("/")[0].removesuffix(" 1"))
         for call in dry_run(config, 0).calls

@@ -12,18 +12,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
 from megascale.config.train import LayerPolicy
 from megascale.core.errors import ConfigError
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.search.memory_policy import MEMORY_FRACTION, PolicySearch, with_memory, with_policies
+from megascale.plan.search.memory_policy import (
+    MEMORY_FRACTION,
+    least_bytes,
+    legal,
+    limits,
+    mixes,
+    policy_options,
+    refuse_small_limit,
+    totals,
+    with_memory,
+    with_policies,
+)
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import search
 from megascale.plan.simulate import profiles
+from megascale.plan.simulate.chunk_time import layer_times
 from megascale.plan.simulate.profiles import Hardware
 from megascale.plan.simulate.step_time import StepParts
 from tests.drawn import ranks_of
@@ -90,21 +104,20 @@ def between(config: RunConfig, share: float) -> RunConfig:
     return limited(config, math.ceil((least + share * (most - least)) / MEMORY_FRACTION) + 1)
 
 
-def fastest_of_all(search: PolicySearch) -> float:
+def fastest_of_all(config: RunConfig, hardware: Hardware) -> float:
     """Try all policies of all layers; return the seconds of the fastest step that fits, infinite without one."""
-    best, config = math.inf, search.config
-    options = [search.options(stage) for stage in range(config.parallel.pp)]
-    job = JobMemory(given(config, ["keep"]))
-    of_layer = {layer: options[stage] for stage in range(config.parallel.pp) for _, layer, _ in job.layers(stage)}
+    best, stages, job = math.inf, range(config.parallel.pp), JobMemory(config, STACK.storage)
+    time, (limit, host_limit) = layer_times(StepParts(config, hardware, STACK).layers), limits(config, hardware)
+    options = [[policy for policy, _ in policy_options(job, hardware, time, stage)] for stage in stages]
+    of_layer = {layer: options[stage] for stage in stages for _, layer, *_ in job.layers(stage)}
     seconds = dict[tuple[float, ...], float]()
     for policies in itertools.product(*(of_layer[layer] for layer in sorted(of_layer))):
         chosen = given(config, policies)
         memory = JobMemory(chosen, STACK.storage)
-        stages = range(config.parallel.pp)
-        if all(memory.rank(stage).total <= search.limit for stage in stages) and all(
-            memory.moved_bytes(stage, "host") <= search.host_limit for stage in stages
+        if all(memory.rank(stage).total <= limit for stage in stages) and all(
+            memory.moved_bytes(stage, "host") <= host_limit for stage in stages
         ):
-            parts = StepParts(chosen, search.hardware, STACK)
+            parts = StepParts(chosen, hardware, STACK)
             passes = tuple(pair.total for pair in parts.pairs.values())
             best = min(best, seconds.setdefault(passes, parts.step_s) if passes not in seconds else seconds[passes])
     return best
@@ -113,15 +126,50 @@ def fastest_of_all(search: PolicySearch) -> float:
 @pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0, 1))
 def test_the_choice_equals_an_exhaustive_search(seed: int) -> None:
     config, hardware = drawn(seed)
-    search = PolicySearch(config, hardware, STACK)
-    best = fastest_of_all(search)
+    best = fastest_of_all(config, hardware)
     try:
         chosen = with_policies(config, hardware, STACK)
     except ConfigError:
         assert best == math.inf
         return
     assert StepParts(chosen, hardware, STACK).step_s == pytest.approx(best, rel=1e-6)
-    assert JobMemory(chosen, STACK.storage).fullest().total <= search.limit
+    assert JobMemory(chosen, STACK.storage).fullest().total <= limits(config, hardware)[0]
+
+
+@pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0))
+def test_what_is_refused_on_any_hardware_does_not_fit(seed: int) -> None:
+    config, hardware = drawn(seed)
+    limit = int((config.train.memory_limit or 0) * random.Random(seed).uniform(0.5, 1))
+    try:
+        refuse_small_limit(config, limit)
+    except ConfigError:
+        with pytest.raises(ConfigError, match="no policies fit"):
+            with_policies(limited(config, limit), hardware, STACK)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+def test_a_rank_needs_no_less_than_its_bound(schedule: str) -> None:
+    """With two chunks a rank, or the number that the schedule has."""
+    layout = {"pp": 2, "vpp": SCHEDULES[schedule].facts["v"] or 2, "schedule": schedule}
+    uniform = JobMemory(job(parallel=layout, train={"mlp_tiles": 4}))
+    jobs = [each for _, each in legal(uniform, ["keep", "selective", "full", "host", {"host": 0.25}])]
+    for stage, own in itertools.product(range(2), jobs):
+        beside, live = least_bytes(jobs, stage)
+        saved = sum(count * unit.saved for count, (*_, unit) in zip(live, own.layers(stage), strict=True))
+        assert 0 < beside + saved <= own.rank(stage).total
+
+
+def test_mixes_are_all_counts_of_options_and_small() -> None:
+    """Of a deep model those of up to three options."""
+    for layers, options in itertools.product((1, 2, 5), (1, 2, 4)):
+        mixed = mixes(layers, options)
+        chosen = [tuple(np.repeat(range(options), np.diff(begins))) for begins in mixed]
+        assert sorted(chosen) == [*itertools.combinations_with_replacement(range(options), layers)]
+        values = np.arange(options * layers).reshape(options, layers) ** 2
+        sums = [sum(values[option, layer] for layer, option in enumerate(mix)) for mix in chosen]
+        assert totals(mixed, values).tolist() == sums
+    deep = mixes(126, 9)
+    assert len(deep) == 9 + 36 * 125 + 84 * math.comb(125, 2) and deep.nbytes < 16 << 20
 
 
 @pytest.mark.parametrize("seed", only_quick(range(DRAWS), 0))

@@ -83,7 +83,7 @@ SECTIONS: list[dict[str, Any]] = [
     {},
     {"parallel": {"sp": True, "tp": 3, "zero": 2}},
     {"parallel": {"pp": 2, "vpp": 3, "layers_per_chunk": [0, 1, 1, 1, 1, 1]}},
-    {"parallel": {"pp": 2, "vpp": 2}, "train": {"recompute": "full", "recompute_model_chunks": [1]}},
+    {"parallel": {"pp": 2, "vpp": 2}, "train": {"recompute": "full"}},
     {"train": {"precision": "fp8", "recompute": "selective", "recompute_ops": ["norm"]},
      "fp8": {"first_layers_bf16": 0, "last_layers_bf16": 0}, "model": {"seq_length": 24}},
     {"batch": {"global": 24, "rampup": [12, 6, 60]}},
