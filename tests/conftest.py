@@ -48,6 +48,7 @@ def environment() -> Iterator[None]:
     """Restore the environment after a test: commands called by a test set variables of this process."""
     before = dict(os.environ)
     yield
-    if os.environ != before:
-        os.environ.clear()
-        os.environ.update(before)
+    after = dict(os.environ)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before.items() - after.items())  # few: pytest's own PYTEST_CURRENT_TEST differs for each test
