@@ -72,7 +72,7 @@ class Exclusions:
 
         def read(key: str) -> object:
             table, _, name = key.partition(".")
-            return getattr(section := sections[table], _field_of(type(section), name))
+            return getattr(section := sections[table], _field_of(section.__class__, name))
 
         if not self.when(given := read(self.key)):
             return []
