@@ -25,8 +25,8 @@ test: install ## the tests, 12 minutes on two quiet cores; JOBS=N at a time (4)
 	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile
 
 test-all: install ## the tests, the slow ones too
-	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile
-	$(BIN)/python -m pytest -m slow # one at a time: clusters, testbeds and limits of the whole host
+	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --hypothesis-profile all
+	$(BIN)/python -m pytest -m slow --hypothesis-profile all # one at a time: clusters, testbeds and limits of the whole host
 
 test-gpu: install ## what only GPUs show: a table and a file to send; GPUS=2, GPUS=8 for several
 	$(BIN)/python tools/test_gpu.py --gpus $(or $(GPUS),1)

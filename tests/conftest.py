@@ -20,9 +20,11 @@ if os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > NEEDED:
 # Before any test imports gRPC: its handlers of fork abort children that this process starts with a `preexec_fn`.
 os.environ.update(GRPC_DEFAULTS | os.environ)
 
-# No deadlines: the machine is shared. The same examples each time: a failure must not come and go.
-settings.register_profile("megascale", deadline=None, derandomize=True)
-settings.load_profile("megascale")
+# No deadlines: the machine is shared. The same examples each time: a failure must not come and go. `make test-all` has
+# twice as many, by `--hypothesis-profile`.
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=50)
+settings.load_profile("quick")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,11 +38,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter's last collection scan nothing: the process ends."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """Restore the environment after a test: commands called by a test set variables of this process."""
     before = dict(os.environ)
     yield
-    if os.environ != before:
-        os.environ.clear()
-        os.environ.update(before)
+    after = dict(os.environ)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before.items() - after.items())  # few: pytest's own PYTEST_CURRENT_TEST differs for each test

@@ -6,6 +6,7 @@ import gc
 from importlib import import_module
 from pkgutil import walk_packages
 
+gc.disable()  # imports leave next to no garbage
 for _name in (
     "encodings.idna",
     "hypothesis",
@@ -28,5 +29,6 @@ for _name in ("checkpoint", "comm", "convert", "model", "optim", "parallel", "sc
     for _module in walk_packages(import_module(f"megascale.{_name}").__path__, f"megascale.{_name}."):
         import_module(_module.name)
 
+gc.enable()
 gc.collect()
 gc.freeze()  # else a rank's first collection writes to the pages of all these objects, and so copies them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import re
 import signal
@@ -152,6 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"megascale: the output cannot be written: {error.strerror}", file=sys.stderr)
         return int(Exit.UNCLASSIFIED)
+    finally:
+        if arguments is None:
+            gc.freeze()  # the process ends: its last collection would scan all of torch
 
 
 def _check_current_folder() -> None:

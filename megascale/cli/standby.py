@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megascale.core.process import imports_to_keep
 from megascale.operate.node import environment
 from megascale.operate.node.standby_process import take_task
 
@@ -17,9 +18,10 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status: that of the task."""
     environment.set_defaults()  # before torch is imported
-    import megascale.cli.train
-    import megascale.train.entry  # noqa: F401
-    from megascale.cli.main import main
+    with imports_to_keep():
+        import megascale.cli.train
+        import megascale.train.entry  # noqa: F401
+        from megascale.cli.main import main
 
     arguments = take_task(options.channel)
     if arguments is None:

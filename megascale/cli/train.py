@@ -18,6 +18,7 @@ from megascale.cli.run_lock import begin_run, prepare_host
 from megascale.cli.torch_import import torch_import_problem
 from megascale.config.run_warnings import run_warnings
 from megascale.core.errors import MegascaleError
+from megascale.core.process import imports_to_keep
 from megascale.core.rank import STORE_VARIABLE, Rank, die_with_torchrun, local_world_size, rank_from_environment
 from megascale.operate.node import environment
 from megascale.operate.node.failure import write_end, write_error
@@ -68,7 +69,8 @@ def run(options: argparse.Namespace) -> int:
 
             held.enter_context(collector_process(config.folder, config.observe))  # else the launcher or agent collects
         try:
-            from megascale.train.entry import run_rank
+            with imports_to_keep():
+                from megascale.train.entry import run_rank
         except Exception as error:
             if rank is not None and (problem := torch_import_problem(error)) is not None:
                 write_error(problem, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megascale.catalog.backends import AUTO
@@ -45,7 +46,14 @@ def can_wait(schedule: object) -> bool:
     return facts["periodic"] and not facts["pairs"]
 
 
-@dataclass(frozen=True)
+@cache
+def _field_of(section: type, name: str) -> str:
+    """Return the field of a key: the value that was given, where the section derives one under the key's name."""
+    explicit = f"explicit_{name}"
+    return explicit if explicit in getattr(section, "model_fields", (explicit,)) else name
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity, not with all rows
 class Exclusions:
     """The limits of other keys while the value of `key` passes the test `when`. `rows`: key, test of its value, message
     and hint of the finding after a failure. A message may name the `{value}` of its key, the `{given}` value of `key`,
@@ -63,8 +71,8 @@ class Exclusions:
     def __call__(self, **sections: Any) -> list[Finding]:
 
         def read(key: str) -> object:
-            section, _, name = key.partition(".")
-            return getattr(sections[section], f"explicit_{name}", getattr(sections[section], name))
+            table, _, name = key.partition(".")
+            return getattr(section := sections[table], _field_of(section.__class__, name))
 
         if not self.when(given := read(self.key)):
             return []

@@ -110,10 +110,10 @@ def run_rules(rules: Iterable[Rule], sections: Mapping[str, Any]) -> Iterator[Fi
     fp8 = sections.get("fp8")
     later = [{**sections, "fp8": section} for _, section in fp8.phases[1:]] if isinstance(fp8, Fp8Config) else []
     for rule in rules:
-        if sections_of(rule) <= sections.keys():
-            phases = [sections, *(later if "fp8" in sections_of(rule) and not isinstance(rule, Exclusions) else ())]
+        if (names := sections_of(rule)) <= sections.keys():
+            phases = [sections, *(later if "fp8" in names and not isinstance(rule, Exclusions) else ())]
             try:
-                found = [each for phase in phases for each in rule(**{name: phase[name] for name in sections_of(rule)})]
+                found = [each for phase in phases for each in rule(**{name: phase[name] for name in names})]
             except InvalidValueError:
                 continue
             yield from dict.fromkeys(found)

@@ -165,13 +165,17 @@ class BucketSize(NamedTuple):
     frozen: bool = False
 
     @classmethod
-    def of(cls, layout: BucketLayout, modules: Iterable[str] = ()) -> BucketSize:
-        """Size a bucket of a layout; `modules`: in order, instead of those that it names."""
+    def of(cls, layout: BucketLayout) -> BucketSize:
+        """Size a bucket of a layout."""
         kinds = {slot.parameter.name: slot.parameter.kind for slot in layout.slots}
         tables = frozenset(name for name, kind in kinds.items() if kind in ("embedding", "head"))
-        first, *others = [*modules] or map(module_of, kinds)
-        held = frozenset([first, *others])
-        return cls(first, layout.numel, layout.reduce_axes, layout.fp8_numel, tables, held, layout.frozen)
+        size = cls("", layout.numel, layout.reduce_axes, layout.fp8_numel, tables, frozen=layout.frozen)
+        return size.with_modules(map(module_of, kinds))
+
+    def with_modules(self, modules: Iterable[str]) -> BucketSize:
+        """Return the size of an equal bucket of other modules, in order."""
+        first, *others = modules
+        return self._replace(first_module=first, modules=frozenset([first, *others]))
 
     def coded(self, layers: range, weight: QuantizerSpec) -> int:
         """Count the first elements that are gathered as FP8 codes: weights of a bucket of FP8 `layers` alone, where the
@@ -199,7 +203,7 @@ def bucket_sizes(
     """
     topology, kinds = topology_of(parallel), distinct_blocks(model, tuple(train.freeze))[1]
     module = partial(_module, topology, train.freeze)
-    layers, known = dict[int, _Module](), dict[tuple[str, ...], list[BucketLayout]]()
+    layers, known = dict[int, _Module](), dict[tuple[str, ...], list[BucketSize]]()
     for number, kind in enumerate(kinds):
         if kind not in layers:
             layers[kind] = module(f"layers.{number}", layer_params(model, number))
@@ -207,8 +211,8 @@ def bucket_sizes(
     def sizes(modules: list[_Module]) -> list[BucketSize]:
         key = tuple(module.params[0].name for module in modules)
         if key not in known:
-            known[key] = [pack(bucket, topology) for bucket in _params_of_buckets(modules)]
-        return [BucketSize.of(layout, _modules_in(layout, modules)) for layout in known[key]]
+            known[key] = [BucketSize.of(pack(bucket, topology)) for bucket in _params_of_buckets(modules)]
+        return [size.with_modules(_modules_in(size, modules)) for size in known[key]]
 
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")
@@ -241,9 +245,9 @@ def _module(topology: Topology, freeze: Sequence[str], name: str, params: list[P
     return _Module(name, mark_frozen(params, freeze), numel)
 
 
-def _modules_in(layout: BucketLayout, modules: Iterable[_Module]) -> Iterator[str]:
+def _modules_in(bucket: BucketSize, modules: Iterable[_Module]) -> Iterator[str]:
     """The names of those modules that have parameters in a bucket."""
-    kind = layout.frozen, layout.reduce_axes
+    kind = bucket.frozen, bucket.reduce_axes
     return (each.name for each in modules if any((param.frozen, param.reduce_axes) == kind for param in each.params))
 
 
@@ -276,8 +280,8 @@ def _modules_of_buckets(
         begin = [each for each in ends if each.name == "embedding"]
         numbers = stages.layers(index)
         trunk, deeper = range(numbers.start, min(numbers.stop, model.num_layers)), range(model.num_layers, numbers.stop)
-        exits = {n: module(exit_name(n + 1), exit_params(model, n + 1)) for n in trunk}
-        inner = [each for n in trunk for each in (layer(n), exits[n]) if each.params]
+        exits = {n: [module(exit_name(n + 1), params)] for n in trunk if (params := exit_params(model, n + 1))}
+        inner = [each for n in trunk for each in (layer(n), *exits.get(n, ()))]
         modules = [*begin, *inner, *ends[len(begin) :], *map(layer, deeper)]
         buckets = _split(modules, *limits(sum(each.numel for each in modules)))
         end = "head" if index else "embedding"

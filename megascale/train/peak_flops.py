@@ -9,12 +9,16 @@ import torch
 from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import device_barrier, sum_over_job
+from megascale.core.process import usable_cores
+from megascale.core.rank import local_world_size
 from megascale.device import Device
 
 if TYPE_CHECKING:
     from megascale.train.run import Run
 
 ROUNDS = 3  # rounds of measurement; all ranks measure at the same time
+ROUND_S = 0.02  # of each, with a core for each rank
+CROWDED_ROUND_S = 0.1  # with more ranks than cores: ranks take turns of some milliseconds
 
 
 def find_peak_flops(run: Run) -> Peak | None:
@@ -31,10 +35,11 @@ def measure_peak_flops(device: Device, dtype: torch.dtype, mesh: Mesh) -> Peak:
     """
     from megascale.ops.gemm_rate import gemm_rate
 
-    best = 0.0
+    best, crowded = 0.0, local_world_size(default=1) > usable_cores()
     device_barrier(mesh, device.torch_device)  # the sum of a round is the barrier before the next
     for _ in range(ROUNDS):
-        total = torch.tensor([gemm_rate(device, dtype)], dtype=torch.float64, device=device.torch_device)
+        rate = gemm_rate(device, dtype, CROWDED_ROUND_S if crowded else ROUND_S)
+        total = torch.tensor([rate], dtype=torch.float64, device=device.torch_device)
         sum_over_job(mesh, total)
         best = max(best, float(total))
     name = str(dtype).removeprefix("torch.")

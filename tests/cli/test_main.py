@@ -34,6 +34,13 @@ def config(tmp_path: Path) -> str:
     return str(write_config(settings(GPT, tmp_path), tmp_path / "run.toml"))
 
 
+def test_no_object_is_collected_after_the_command() -> None:
+    """The interpreter's last collection, which would scan all of torch, has nothing to scan."""
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 10_000))"
+    command = [sys.executable, "-c", f"{code}; from megascale.cli.main import main; main()", "--version"]
+    assert subprocess.check_output(command, text=True).splitlines()[-1] == "True"
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["check", "--help"], ["train", "--help"], ["doctor", "--help"]]
 )

@@ -1,7 +1,8 @@
-"""Stop signals close open files."""
+"""Stop signals close open files; imports are not collected."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -12,7 +13,14 @@ from pathlib import Path
 import pytest
 
 import megascale
-from megascale.core.process import REQUEST_S, StopRequests, blocking_stops, exit_on_stop_signals, usable_cores
+from megascale.core.process import (
+    REQUEST_S,
+    StopRequests,
+    blocking_stops,
+    exit_on_stop_signals,
+    imports_to_keep,
+    usable_cores,
+)
 from tests.jobs import heed_signals
 
 WRITE = """
@@ -99,3 +107,11 @@ def test_cores_are_those_of_processes_together_or_of_this_one_once_they_have_end
     ended = subprocess.Popen(["true"])
     ended.wait()
     assert usable_cores([ended.pid]) == usable_cores() == usable_cores([os.getpid(), ended.pid])
+
+
+def test_nothing_is_collected_while_a_block_imports_or_of_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    with imports_to_keep():
+        assert not gc.isenabled() and not frozen
+    assert frozen == [True]

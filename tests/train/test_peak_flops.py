@@ -20,7 +20,7 @@ CPU = Device(torch.device("cpu"), "gloo")
 
 
 def test_the_source_names_processor_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_rate, "gemm_rate", lambda device, dtype: 7e9)
+    monkeypatch.setattr(gemm_rate, "gemm_rate", lambda device, dtype, seconds: 7e9)
     peak = peak_flops.measure_peak_flops(CPU, torch.bfloat16, single_process_mesh())
     assert peak.flops == 7e9
     assert peak.source == f"{CPU.name} bfloat16, measured by GEMM"
@@ -31,7 +31,7 @@ def shared(rank: Rank) -> float:
     from megascale.comm.mesh import open_mesh
     from megascale.layout.topology import Topology
 
-    gemm_rate.gemm_rate = lambda device, dtype: rank.rank + 1.0  # type: ignore[assignment]
+    gemm_rate.gemm_rate = lambda device, dtype, seconds: rank.rank + 1.0  # type: ignore[assignment]
     mesh = open_mesh(Topology(tp=1, cp=1, dp=3, pp=1), rank.rank, tied=False)
     return peak_flops.measure_peak_flops(CPU, torch.float32, mesh).flops
 

@@ -18,7 +18,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.finding import divisors
 from megascale.config.moe import MOST_BLOCKS
-from megascale.config.rules import RULES, run_rules, sections_of
+from megascale.config.rules import RULES, Rule, run_rules, sections_of
 from megascale.config.run import RunConfig
 
 
@@ -61,6 +61,12 @@ RECOMPUTE = ("none", "selective", "full")  # train.recompute, from the least to 
 CP_MODES = ("ring", "allgather", "ulysses", "usp")
 RESHARD = ("keep", "microbatch", "forward")  # parallel.reshard, from the most memory to the least
 MIN_SHARED_TOKENS = 4096  # fewest tokens of a sequence on a rank for cp: fewer take less time than their exchange
+
+
+@cache
+def _layout_rules() -> list[Rule]:
+    sections = {key.partition(".")[0] for key in LAYOUT_KEYS}
+    return [rule for rule in RULES if sections & sections_of(rule)]
 
 
 @dataclass(frozen=True)
@@ -132,9 +138,7 @@ class Space:
 
     def is_legal(self, layout: Layout) -> bool:
         """Check all rules that read a section of `LAYOUT_KEYS`."""
-        sections = {key.partition(".")[0] for key in LAYOUT_KEYS}
-        rules = (rule for rule in RULES if sections & sections_of(rule))
-        return not any(run_rules(rules, dict(self.with_layout(layout))))
+        return not any(run_rules(_layout_rules(), dict(self.with_layout(layout))))
 
     def nearest_legal(self) -> int | None:
         """Find the nearest other number of devices with a legal layout, trying `MAX_DEVICE_COUNTS` numbers."""

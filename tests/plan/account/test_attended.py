@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megascale.plan.account.flops import hardware_flops, token_flops
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.simulate.profiles import hardware, stack
 from megascale.plan.simulate.step_time import StepParts
+from tests.marks import only_quick_rows
 from tests.plan.account.executed_flops import rank_flops
 from tests.runs import GPT, LLAMA, config_of, settings
 
@@ -79,15 +81,20 @@ def test_without_an_expected_length_whole_rows_are_the_upper_bound(tmp_path: Pat
     assert "documents of 150 tokens" in summary(configure(GPT, tmp_path, **WITHIN))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+ATTENTION = {"causal": {}, "window": {"window": [100, 0]}, "sparse": {"sparse_attention": SPARSE}}
+
+
 @pytest.mark.parametrize(
-    "model",
-    [GPT, LLAMA | {"window": [100, 0]}, LLAMA | {"sparse_attention": SPARSE}],
-    ids=["gpt", "llama with a window", "llama, sparse"],
-)
-def test_flops_equal_a_dry_run_with_documents(model: dict[str, Any], recompute: str, tmp_path: Path) -> None:
+    ("attention", "recompute"),
+    only_quick_rows(
+        itertools.product(ATTENTION, ("none", "selective")),
+        ("causal", "none"), ("causal", "selective"), ("window", "none"), ("sparse", "none"),
+    ),
+)  # fmt: skip
+def test_flops_equal_a_dry_run_with_documents(attention: str, recompute: str, tmp_path: Path) -> None:
     from megascale.plan.dryrun.dry_run import dry_run
 
+    model = LLAMA | ATTENTION[attention] if ATTENTION[attention] else GPT
     keys = {"parallel__tp": 2, "parallel__pp": 2, "train__precision": "bf16", "train__recompute": recompute}
     keys["batch__global"] = 2
     config = configure(model, tmp_path, **keys, **WITHIN)

@@ -113,7 +113,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt tp2 sp pp2 vocabulary": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vocab_pp": 1},
     "llama cp2 ring": {"parallel__cp": 2, "parallel__cp_mode": "ring"},
     "gpt cp2 allgather": {"parallel__cp": 2, "parallel__cp_mode": "allgather", "train__recompute": "full"},
-    "gpt memory": {"parallel__pp": 2, "train__memory": ["host", "keep", "full", "host", "host"]},
+    "gpt memory": {
+        "parallel__pp": 2,
+        "train__memory": ["host", "keep", "full", "host", "host"],
+        "batch__global": 4,
+    },
     "gpt memory shares": {
         "parallel__tp": 2,
         "parallel__sp": True,
