@@ -202,3 +202,33 @@ def balance_weight(values: Values, context: Context) -> Any:
     if "num_experts" not in context or "moe_router_load_balancing_type" in context:
         return float(weight)
     return Several(balance(["aux_loss"], context) | {"moe.balance_weight": float(weight)})
+
+
+def experts(values: Values, context: Context) -> Any:
+    """Return the experts, with a bias of the router where linear layers have biases."""
+    biases = "disable_bias_linear" not in context and context.get("add_bias_linear") != [False]
+    if values[0] and biases and "num_layers" in context:
+        return Several({"model.experts": values[0], "model.router_bias": True})
+    return values[0]
+
+
+def dense_layers(values: Values, context: Context) -> int | Advice:
+    """Return the first layers, which have no experts."""
+    kinds = every(values, context)
+    if kinds == [1]:
+        return Needless("nothing to write: all layers have experts")
+    if written := re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(values[0]).replace(" ", "")):
+        return int(written[1])
+    if set(kinds) <= {0, 1} and kinds == sorted(kinds):
+        return kinds.count(0)
+    return Advice("not supported: only model.dense_layers first layers lack experts")
+
+
+def router_groups(values: Values, context: Context) -> Any:
+    """Return the groups of experts, with their value: of as many experts as a token has of a group."""
+    each = value_of(context, "moe_router_topk", 2) // value_of(context, "moe_router_group_topk", 1)
+    if "num_layers" not in context or values[0] == 1:
+        return values[0]
+    if each not in (1, 2):
+        return Advice("not supported: more than two experts of a group")
+    return Several({"model.router_groups": values[0], "model.router_group_value": "max" if each == 1 else "top2"})

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from megascale.config.foreign.others import TORCHTITAN_RUNS as RUNS
 from megascale.config.foreign.setting import Values, plain
 from megascale.config.foreign.shell_script import PROGRAM, ShellScript, split_words
-from megascale.config.foreign.torchtitan_runs import RUNS
 from megascale.config.foreign.translation import read_flags, read_value
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.registry import closest_name
