@@ -20,7 +20,7 @@ from megascale.convert import tokenizer_files
 from megascale.convert.config_file import CONFIG_FILE, QUANTIZED
 from megascale.convert.huggingface import PretrainedWeights, export_model
 from megascale.convert.saved_weights import SavedWeights, average_of_weights, saved_model
-from megascale.convert.tensor_map import model_tensors, stack_biases
+from megascale.convert.tensor_map import model_weights, stack_biases
 from megascale.convert.upcycling import Upcycling, upcycled_model, upcycled_reader
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -85,10 +85,9 @@ def _write(
     if to is not None:
         model = upcycled_model(model, to, where)
         read = upcycled_reader(model, read)
-    names = [tensor.name for tensor in model_tensors(model) if not tensor.name.startswith(BALANCE_BIAS)]
     biases = [(BALANCE_BIAS, stack_biases(model, read))] if model.balance_bias else []
     config = {"model": model.model_dump(mode="json", by_alias=True)}
-    tensors = itertools.chain(((WEIGHTS + name, read(name)) for name in names), biases)
+    tensors = itertools.chain(((WEIGHTS + weight.name, read(weight.name)) for weight in model_weights(model)), biases)
     offline.write_state(folder, tensors, config, companions)
 
 

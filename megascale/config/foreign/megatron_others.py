@@ -4,20 +4,9 @@ that have none here.
 
 from dataclasses import replace
 
-from megascale.config.foreign import megatron_values as convert
-from megascale.config.foreign.setting import (
-    MANY,
-    Needless,
-    Setting,
-    Several,
-    absent,
-    needless,
-    same,
-    same_values,
-    switch,
-    value_of,
-    words,
-)
+from megascale.config.foreign import conversions as convert
+from megascale.config.foreign import setting
+from megascale.config.foreign.setting import MANY, Needless, Setting, absent, needless, same, switch, words
 
 _ALWAYS = "nothing to write: always so"
 _NO_DEEPEP = "not supported: the exchange is NCCL's, see moe.dispatcher"
@@ -30,9 +19,9 @@ MUON = "not supported: another scale, steps and momentum; write optimizer.name =
 _FP32 = {"fp32": "nothing to write: fp32", "torch.float32": "nothing to write: fp32"}
 
 _OF_EXPERTS = (
-    Setting("--moe-router-topk", "model.experts_per_token", lambda values, _: values[0] if values[0] > 1
-             else Several({"model.experts_per_token": 1, "model.router_normalize": False})),  # as a single weight is
-    *same_values({
+    Setting("--moe-router-topk", "model.experts_per_token", lambda values, _: values[0] if values[0] > 1 else
+            setting.Several({"model.experts_per_token": 1, "model.router_normalize": False})),  # as a single weight is
+    *setting.same_values({
         "--moe-ffn-hidden-size": "model.expert_ffn_size",
         "--moe-shared-expert-intermediate-size": "model.shared_ffn_size",
         "--moe-router-group-topk": "model.router_top_groups", "--moe-router-topk-scaling-factor": "model.router_scale",
@@ -45,7 +34,7 @@ _OF_EXPERTS = (
     words("--moe-router-score-function", "model.router_score",
           {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}),
     Setting("--moe-router-pre-softmax", "model.router_normalize", lambda _, context: Needless("of softmax alone")
-             if value_of(context, "moe_router_score_function", "softmax") != "softmax" else False, takes=0),
+            if convert.value_of(context, "moe_router_score_function", "softmax") != "softmax" else False, takes=0),
     Setting("--moe-router-num-groups", "model.router_groups", convert.router_groups,
             "with router_group_value = top2, at two experts a group"),
     switch("--moe-router-enable-expert-bias", "model.balance_bias", True),

@@ -110,36 +110,3 @@ def absent(names: str, note: str, takes: int = 1, harmless: Mapping[str, str] = 
 def needless(names: str, note: str, takes: int = 1) -> Setting:
     """Make a setting without a key here, which the same run does not need. `note`: why."""
     return Setting(names, "", lambda *_: Needless(note), note, takes=takes)
-
-
-def value_of(context: Context, name: str, default: Any = None) -> Any:
-    """Return the first value of a setting, or its default."""
-    values = context.get(name)
-    return values[0] if values else default
-
-
-def every(values: Values, context: Context) -> list[Any]:
-    """Return all values as a list."""
-    return list(values[0]) if len(values) == 1 and isinstance(values[0], list) else list(values)
-
-
-def betas(**theirs: float) -> Conversion:
-    """Return the conversion of one of Adam's decays to both. `theirs`: their names, with the system's defaults."""
-    return lambda _, context: [value_of(context, name, default) for name, default in theirs.items()]
-
-
-def blend(values: Values, context: Context) -> Any:
-    """Return a dataset, or a blend of weights and datasets."""
-    listed = every(values, context)
-    if len(listed) == 1:
-        return str(listed[0])
-    if any(isinstance(value, str) for value in listed[::2]):
-        return Advice("several datasets without weights: theirs are blended by length; write the weights")
-    return [[weight, prefix] for weight, prefix in zip(listed[::2], listed[1::2], strict=True)]
-
-
-def two_shares(values: Values, context: Context) -> list[float]:
-    """Return the shares, of a text or a list: training, and validation with a test."""
-    given = values[0] if isinstance(values[0], list) else str(values[0]).strip("'\"").split(",")
-    shares = [float(share) for share in given]
-    return [int(share) if share.is_integer() else share for share in (shares[0], sum(shares[1:], 0.0))]

@@ -15,9 +15,8 @@ from torch import Tensor
 from megascale.convert.config_file import read_json
 from megascale.convert.dcp import DAMAGED_HINT, DcpFolder
 from megascale.convert.families.megatron_lm import ALIASES, FAMILY
-from megascale.convert.megatron_lm.dp_buckets import BUCKETS, read_buckets
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, read_common
-from megascale.convert.megatron_lm.shards import Shards
+from megascale.convert.megatron_lm.shards import BUCKETS, Shards, read_buckets
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
