@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from megascale.config.foreign.imported import import_arguments
+from megascale.config.foreign.imported import Arguments, import_arguments
 from megascale.config.foreign.setting import Values
-from megascale.config.foreign.sources import Arguments
 from megascale.config.foreign.translation import SYSTEMS, find, read_value
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import Record
