@@ -10,8 +10,8 @@ from megascale.config.run import RunConfig
 from megascale.convert import torchtitan
 from megascale.convert.dcp import METADATA
 from megascale.convert.megatron_lm.checkpoints import from_megatron, to_megatron
+from megascale.convert.megatron_lm.folders import COMMON
 from megascale.convert.megatron_lm.iteration import TRACKER
-from megascale.convert.megatron_lm.torch_dist import COMMON
 from megascale.core.storage import Location
 
 

@@ -56,14 +56,6 @@ def norm(values: Values, context: Context) -> str:
     return {"layernorm": "layernorm", "rmsnorm": "rmsnorm_1p" if around_1 else "rmsnorm"}[name]
 
 
-def swiglu(values: Values, context: Context) -> str | Several:
-    """Return the activation, with Megatron-LM's default width of the MLP."""
-    if "hidden_size" not in context or "ffn_hidden_size" in context:
-        return "swiglu"
-    width = int(4 * context["hidden_size"][0] * 2 / 3 / 64) * 64
-    return Several({"model.activation": "swiglu", "model.ffn_size": width})
-
-
 def activation_func(values: Values, context: Context) -> str | Advice:
     """Return the activation without a gate. Fused with a bias, GELU is its approximation."""
     if value_of(context, "gated_linear_unit"):

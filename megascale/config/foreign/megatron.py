@@ -31,8 +31,7 @@ MODEL = (
         "--init-method-std": "model.init_std", "--mup-base-hidden-size": "model.mup_base_width",
         "--mtp-num-layers": "model.mtp_layers", "--mtp-loss-scaling-factor": "train.mtp_loss_weight",
     }),
-    Setting("--group-query-attention", "model.num_kv_heads", convert.query_groups, "1, or --num-query-groups",
-            takes=0),
+    Setting("--group-query-attention", "model.num_kv_heads", convert.query_groups, "1, or --num-query-groups", takes=0),
     Setting("--num-query-groups", "model.num_kv_heads", convert.query_groups),
     same("--ffn-hidden-size", "model.ffn_size", "for a gated activation the width of one of the two matrices"),
     same("--vocab-size", "model.vocab_size", "the true size; it is padded to a multiple of 64 x tp"),
@@ -42,7 +41,9 @@ MODEL = (
     Setting("--normalization", "model.norm", convert.norm),
     Setting("--apply-layernorm-1p", "model.norm", convert.norm, "for RMSNorm; LayerNorm has gain 1 from the start",
             takes=0),
-    Setting("--swiglu", "model.activation", convert.swiglu, theirs="gelu_tanh", takes=0),
+    Setting("--swiglu", "model.activation", lambda _, context: "swiglu" if "hidden_size" not in context or
+            "ffn_hidden_size" in context else setting.Several({"model.activation": "swiglu", "model.ffn_size":
+            int(4 * context["hidden_size"][0] * 2 / 3 / 64) * 64}), theirs="gelu_tanh", takes=0),
     switch("--openai-gelu", "model.activation", "gelu_tanh"),
     absent("--squared-relu", "not supported: one of the choices of model.activation", 0),
     Setting("--quick-geglu", "model.activation", lambda _, context: "clamped_swiglu" if {
@@ -108,9 +109,8 @@ PARALLEL = (
         "--max-seqlen-per-dp-cp-rank": "data.max_tokens_per_rank", "--micro-batch-size": "batch.micro",
         "--global-batch-size": "batch.global", "--distributed-timeout-seconds-after-init": "comm.timeout_s",
     }),
-    Setting("--num-layers-per-virtual-pipeline-stage", "parallel.vpp",
-            lambda values, context: context["num_layers"][0] // (
-                context["pipeline_model_parallel_size"][0] * values[0]),
+    Setting("--num-layers-per-virtual-pipeline-stage", "parallel.vpp", lambda values, context:
+            context["num_layers"][0] // (context["pipeline_model_parallel_size"][0] * values[0]),
             "counts chunks: num_layers / (pp x their number)"),
     needless("--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
              "write parallel.layers_per_chunk; auto gives the first and last stage fewer layers"),
@@ -139,9 +139,8 @@ PARALLEL = (
     Setting("--step-batch-size-schedule", "batch.rampup", convert.batch_schedule,
             "[start, increment, samples], and batch.global: equal increments at equal distances of samples",
             takes=MANY),
-    Setting("--distributed-timeout-minutes", "comm.timeout_s", lambda values, _: float(values[0]) * 60
-            if values[0] <= 30 else setting.Several({"comm.timeout_s": values[0] * 60.0, "launch.start_timeout_s":
-                                             values[0] * 60.0}),
+    Setting("--distributed-timeout-minutes", "comm.timeout_s", lambda values, _: float(values[0]) * 60 if values[0] <= 30
+            else setting.Several(dict.fromkeys(("comm.timeout_s", "launch.start_timeout_s"), values[0] * 60.0)),
             "in seconds; launch.start_timeout_s is no less"),
     needless("--distributed-backend", "nothing to write: NCCL on GPUs, gloo on CPUs"),
     needless("--nccl-communicator-config-path", "write nccl.*_ctas"),
@@ -222,12 +221,9 @@ TRAIN = (
 )  # fmt: skip
 
 OPTIMIZER = (
-    words("--optimizer", "optimizer.name",
-          {"adam": "adamw", "lion": "lion", "soap": "soap"},
+    words("--optimizer", "optimizer.name", {"adam": "adamw", "lion": "lion", "soap": "soap"},
           "sgd is not supported, nor others than adam, lion and soap", muon=MUON, dist_muon=MUON),
-    *setting.same_values({
-        "--lr": "optimizer.lr", "--adam-eps": "optimizer.eps", "--clip-grad": "optimizer.clip_norm",
-    }),
+    same("--lr", "optimizer.lr"), same("--adam-eps", "optimizer.eps"), same("--clip-grad", "optimizer.clip_norm"),
     Setting("--min-lr", "optimizer.min_lr", lambda values, context: Needless("nothing to write: a constant rate")
             if convert.value_of(context, "lr_decay_style") == "constant" else values[0]),
     Setting("--lr-warmup-iters, --lr-warmup-samples", "optimizer.warmup_steps",

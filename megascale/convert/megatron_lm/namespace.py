@@ -15,9 +15,8 @@ from megascale.config.foreign.setting import Values
 from megascale.config.foreign.translation import SYSTEMS, find, read_value
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import Record
+from megascale.convert.megatron_lm.folders import COMMON, FILE
 from megascale.convert.megatron_lm.iteration import iteration_folder, read_common
-from megascale.convert.megatron_lm.legacy import FILE
-from megascale.convert.megatron_lm.torch_dist import COMMON
 from megascale.core.errors import CheckpointError
 
 SYSTEM = "Megatron-LM"
