@@ -220,7 +220,9 @@ def import_arguments(
     name; None, and False for a switch, are as no argument. `gpus`: of the job, for what counts by them. `unknown`:
     statements by variable of the script.
     """
-    given = {name: values for name, values in given.items() if not _is_unset(name, values, system)}
+    switches = {name for name in given if (row := find(name, system)) and not row[1].takes and "--" in row[1].names[0]}
+    given = {name: values for name, values in given.items() if list(values) != [None]}
+    given = {name: values for name, values in given.items() if name not in switches or list(values) != [False]}
     context = translation.context_of(given) | ({"gpus": [gpus]} if gpus else {})
     made = Imported()
     for name, values in given.items():
@@ -259,13 +261,6 @@ def _translation(name: str, values: Values, context: Context, system: str, chang
         note = one.note if "not supported" in one.note else f"{note}: {one.note}".removesuffix(": ")
         return replace(one, note=note, needless=one.key.partition(".")[0] not in LOSS_SECTIONS)
     return one
-
-
-def _is_unset(name: str, values: Values, system: str) -> bool:
-    if list(values) == [None]:
-        return True
-    found = find(name, system)
-    return list(values) == [False] and found is not None and found[1].takes == 0 and found[1].names[0].startswith("--")
 
 
 def _write(made: Imported, name: str, one: Translation) -> None:

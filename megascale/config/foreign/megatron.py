@@ -139,8 +139,9 @@ PARALLEL = (
     Setting("--step-batch-size-schedule", "batch.rampup", convert.batch_schedule,
             "[start, increment, samples], and batch.global: equal increments at equal distances of samples",
             takes=MANY),
-    Setting("--distributed-timeout-minutes", "comm.timeout_s", lambda values, _: float(values[0]) * 60 if values[0] <= 30
-            else setting.Several(dict.fromkeys(("comm.timeout_s", "launch.start_timeout_s"), values[0] * 60.0)),
+    Setting("--distributed-timeout-minutes", "comm.timeout_s", lambda values, _: float(values[0]) * 60
+            if values[0] <= 30 else setting.Several(
+            dict.fromkeys(("comm.timeout_s", "launch.start_timeout_s"), values[0] * 60.0)),
             "in seconds; launch.start_timeout_s is no less"),
     needless("--distributed-backend", "nothing to write: NCCL on GPUs, gloo on CPUs"),
     needless("--nccl-communicator-config-path", "write nccl.*_ctas"),

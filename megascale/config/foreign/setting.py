@@ -61,7 +61,7 @@ class Setting:
         return tuple(self.listed.split(", "))
 
 
-def as_word(value: Any) -> str:
+def as_word(value: Any = "") -> str:
     """Return a value as a key of `Setting.notes`."""
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value).lower()
 
@@ -99,12 +99,10 @@ def absent(names: str, note: str, takes: int = 1, harmless: Mapping[str, str] = 
     """Make a setting without a key here. `note`: what to write or do in its place; `harmless`: words that mean the same
     run as none, with the reason.
     """
-
-    def convert(values: Values, context: Context) -> Advice:
-        reason = harmless.get(as_word(values[0])) if values else None
-        return Advice(note) if reason is None else Needless(reason)
-
-    return Setting(names, "", convert, note, takes=takes, notes=harmless)
+    reasons = {word: Needless(reason) for word, reason in harmless.items()}
+    return Setting(
+        names, "", lambda values, _: reasons.get(as_word(*values[:1]), Advice(note)), note, takes=takes, notes=harmless
+    )
 
 
 def needless(names: str, note: str, takes: int = 1) -> Setting:

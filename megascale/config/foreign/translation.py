@@ -148,11 +148,10 @@ def read_flags(words: Sequence[str]) -> dict[str, list[Any]]:
 
 def is_ours(name: str) -> bool:
     """Return True for the name of a key, with its table."""
-    from megascale.config.loading import sections
+    from megascale.config.loading import keys_named
 
-    table, _, key = name.partition(".")
-    fields = sections()[table].model_fields if table in sections() else {}
-    return key.partition(".")[0] in {field.alias or attribute for attribute, field in fields.items()}
+    table, key = [*name.split("."), ""][:2]
+    return f"{table}.{key}" in keys_named(key)
 
 
 OURS = re.compile(r"[a-z0-9_]+\.[a-z0-9_.]+=")

@@ -57,29 +57,25 @@ def from_megatron(folder: Path, output: Path, config: RunConfig | None = None) -
     """
     path = iteration_folder(folder)
     try:
-        return _convert(path, output, config)
+        source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
+        args = vars(source.common["args"]) if "args" in source.common else {}
+        model = _model(args, path, config.model if config else None)
+        progress, notes = _progress(source, args, model, config.batch.total if config else 0)
+        states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
+        states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
+        schedule = source.common.get("opt_param_scheduler") or {}  # of the optimizer that wrote the moments
+        keys = (("lr", "max_lr"), ("min_lr", "min_lr"), ("weight_decay", "end_wd"))
+        optimizer = {"name": "adamw", "lr": 1e-3} | {ours: schedule[key] for ours, key in keys if key in schedule}
+        settings = config.model_dump(mode="json", by_alias=True) if config else {"optimizer": optimizer}
+        settings["model"] = model.model_dump(mode="json", by_alias=True)
+        with atomic_folder(output) as made:
+            offline.write_state(made, _tensors(source, model, states, args, notes), settings, progress=progress)
+            if unread := source.unread():
+                what = f"{path} has {len(unread)} tensors unknown to the model: {', '.join(unread[:3])}"
+                raise CheckpointError(what, hint="weights and arguments of one model")
+        return notes
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} is not what Megatron-LM writes: {error!r}", hint=DAMAGED_HINT) from error
-
-
-def _convert(path: Path, output: Path, config: RunConfig | None) -> list[str]:
-    source = LegacyFolder(path) if next(path.glob("mp_rank_*"), None) else TorchDist(path)
-    args = vars(source.common["args"]) if "args" in source.common else {}
-    model = _model(args, path, config.model if config else None)
-    progress, notes = _progress(source, args, model, config.batch.total if config else 0)
-    states = {WEIGHTS: MASTER if MASTER in source.states else MODEL}
-    states |= {f"{moment}.": moment for moment in MOMENTS if progress.step}
-    schedule = source.common.get("opt_param_scheduler") or {}  # of the optimizer that wrote the moments
-    keys = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "end_wd"}
-    optimizer = {"name": "adamw", "lr": 1e-3} | {ours: schedule[key] for ours, key in keys.items() if key in schedule}
-    settings = config.model_dump(mode="json", by_alias=True) if config else {"optimizer": optimizer}
-    settings["model"] = model.model_dump(mode="json", by_alias=True)
-    with atomic_folder(output) as made:
-        offline.write_state(made, _tensors(source, model, states, args, notes), settings, progress=progress)
-        if unread := source.unread():
-            what = f"{path} has {len(unread)} tensors unknown to the model: {', '.join(unread[:3])}"
-            raise CheckpointError(what, hint="weights and arguments of one model")
-    return notes
 
 
 def _model(args: Mapping[str, Any], path: Path, here: ModelConfig | None) -> ModelConfig:
