@@ -26,7 +26,7 @@ from megascale.config.train import TrainConfig
 from megascale.convert import tokenizer_files
 from megascale.convert.config_file import CONFIG_FILE, QUANTIZED
 from megascale.convert.huggingface import PretrainedWeights, export_model
-from megascale.convert.saved_weights import SavedWeights, average_of_weights, saved_model
+from megascale.convert.saved_weights import open_weights
 from megascale.convert.tensor_map import model_weights, stack_biases
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -80,8 +80,7 @@ def upcycle(
 
     Raises: CheckpointError if the checkpoint is unreadable or its model cannot have experts; OSError
     """
-    saved = manifest.read(source)
-    weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
+    weights = open_weights(source, average)
 
     def read(name: str) -> Tensor:
         weight = weights.read(name)
@@ -89,17 +88,13 @@ def upcycle(
 
     with atomic_folder(output) as folder:
         copied = copy_companions(source, Location(str(folder)))
-        _write(folder, saved_model(source, saved), read, copied, to, str(source))
+        _write(folder, weights.model, read, copied, to, str(source))
 
 
 def _write(
-    folder: Path,
-    model: ModelConfig,
-    read: Read,
-    companions: Mapping[str, manifest.StoredFile],
-    to: Upcycling | None,
+    folder: Path, model: ModelConfig, read: Read, companions: Mapping[str, manifest.StoredFile], to: Upcycling | None,
     where: str,
-) -> None:
+) -> None:  # fmt: skip
     """Write the weights that `read` returns of a `model`, as they are or `to` experts."""
     if to is not None:
         model = _upcycled_model(model, to, where)
@@ -161,13 +156,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
 
 
 def to_huggingface(
-    source: Location,
-    output: Path,
-    dtype: torch.dtype | None = None,
-    tokenizer: Path | None = None,
-    eod: str | None = None,
-    average: bool = False,
-) -> list[str]:
+    source: Location, output: Path, dtype: torch.dtype | None = None, tokenizer: Path | None = None,
+    eod: str | None = None, average: bool = False,
+) -> list[str]:  # fmt: skip
     """Make a Hugging Face folder of a checkpoint. Returns what its files lack, a line each.
 
     `dtype`: of the weights; by default the smallest dtype that holds all stored dtypes. `tokenizer`: a tokenizer.json;
@@ -179,26 +170,23 @@ def to_huggingface(
         element overflows in `dtype`; DataError if `tokenizer` is unusable or larger than the model's vocabulary;
         OSError if `output` cannot be written
     """
-    saved = manifest.read(source)
-    with_exits = saved_model(source, saved)
-    model = with_exits.model_copy(update={"exits": []})
-    weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
+    weights = open_weights(source, average)
+    model = weights.model.model_copy(update={"exits": []})
 
     def read(name: str, index: tuple[int, ...]) -> Tensor:
         tensor = weights.read(name, index)
-        return (
-            tensor if name.startswith(BALANCE_BIAS) else _cast(tensor, target, f"{source}: {name}{list(index) or ''}")
-        )
+        where = f"{source}: {name}{list(index) or ''}"
+        return tensor if name.startswith(BALANCE_BIAS) else _cast(tensor, target, where)
 
     target = dtype or weights.widest_dtype()
     with atomic_folder(output) as folder:
         copy_companions(source, Location(str(folder)), COMPANIONS)
-        configured = (saved.facts.config.get("data") or {}).get("tokenizer")
+        configured = (weights.saved.facts.config.get("data") or {}).get("tokenizer")
         wanted = tokenizer, eod, configured and str(configured)
         extra_keys, missing = tokenizer_files.add_tokenizer(source, folder, model, *wanted)
         export_model(model, read, folder, target, extra_keys)
     if extra_keys.get(QUANTIZED):
         missing.append(f"no {QUANTIZED} included: weights that were quantized are written in {target}")
-    if with_exits.exits:
+    if weights.model.exits:
         missing.append("no early exits included: transformers has no such models")
     return missing

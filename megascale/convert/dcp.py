@@ -225,9 +225,8 @@ def write_dcp(folder: Path, items: Iterable[tuple[str, Any]], dicts: Collection[
                 continue
             tensor = GlobalTensor.whole(item) if isinstance(item, Tensor) else item
             properties = metadata.TensorProperties(dtype=tensor.dtype)
-            listed = described.setdefault(
-                name, metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
-            )
+            empty = metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
+            listed = described.setdefault(name, empty)
             for shard in tensor.shards:
                 offset, size = torch.Size(shard.offset), torch.Size(shard.size)
                 listed.chunks.append(metadata.ChunkStorageMetadata(offset, size))

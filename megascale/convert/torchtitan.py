@@ -23,7 +23,7 @@ from megascale.convert import tensor_map as maps
 from megascale.convert.dcp import DcpFolder, write_dcp
 from megascale.convert.families.config_json import family_of_model
 from megascale.convert.families.family import Family, Fused
-from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
+from megascale.convert.saved_weights import open_weights, planned_steps
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
@@ -178,20 +178,19 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
     Raises: CheckpointError if the checkpoint is unreadable, or torchtitan has no such model; OSError if `output` cannot
         be written
     """
-    saved = manifest.read(source)
-    model = saved_model(source, saved)
-    names = [f"{kind}.{tensor.name}" for tensor in maps.model_tensors(model) for kind in MOMENTS]
-    moments = all(name in saved.tensors for name in names) and saved.facts.config["optimizer"]["name"] == "adamw"
+    weights = open_weights(source)
+    model, facts = weights.model, weights.saved.facts
+    moments = weights.have(MOMENTS) and facts.config["optimizer"]["name"] == "adamw"
     states = states_of(model, moments=moments)
 
     def items() -> Iterator[tuple[str, Any]]:
         for kind, places in states.items():
-            read = SavedWeights(source, saved, (kind,)).read
+            read = replace(weights, prefixes=(kind,)).read
             yield from ((name, maps.assemble(parts, read)) for name, parts in maps.parts_by_name(model, places).items())
         if model.tie_embeddings:
-            yield HEAD, offline.read_tensor(source, saved, WEIGHTS + TOKEN_EMBEDDING)
+            yield HEAD, weights.read(TOKEN_EMBEDDING)
         if moments:
-            yield from _run_items(saved.facts, maps.parts_by_name(model, _places(model, fused=True)))
+            yield from _run_items(facts, maps.parts_by_name(model, _places(model, fused=True)))
 
     with atomic_folder(output) as folder:
         write_dcp(folder, items(), ("optimizer", "train_state", "lr_scheduler"))

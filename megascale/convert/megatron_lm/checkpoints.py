@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIP
 from megascale.convert.megatron_lm.folders import COMMON, LAYER, PREFIXES, LegacyFolder, TorchDist, stored_forms
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, TRACKER, iteration_folder
 from megascale.convert.megatron_lm.namespace import model_of
-from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
+from megascale.convert.saved_weights import SavedWeights, open_weights, planned_steps
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
@@ -164,20 +165,19 @@ def to_megatron(source: Location, output: Path) -> list[str]:
 
     Raises: CheckpointError if the checkpoint is unreadable, or Megatron-LM has no arguments for its model; OSError
     """
-    saved = manifest.read(source)
-    model = saved_model(source, saved)
+    weights = open_weights(source)
+    model, saved = weights.model, weights.saved
     args = arguments_of(model)
     if different := differences(model_of(args, f"{source}: its model"), model):
         listed = ", ".join(f"{key} = {value!r}" for key, value in different.items())
         raise CheckpointError(f"{source}: Megatron-LM's arguments do not express this model, but one with {listed}")
     if any(name.startswith(f"{LOW}.") for name in saved.tensors):
         raise CheckpointError(f"{source} has compensated weights", hint="train on with optimizer.master_weights=full")
-    names = [weight.name for weight in maps.model_weights(model)]
-    trained = all(f"{moment}.{name}" in saved.tensors for moment in MOMENTS for name in names)
+    trained = weights.have(MOMENTS)
     step = saved.facts.progress.step if trained else 0
     precision = (saved.facts.config.get("train") or {}).get("precision")
     dtype = torch.float32 if precision in ("fp32", "fp64") else torch.bfloat16
-    dtype = dtype if precision else SavedWeights(source, saved).widest_dtype()
+    dtype = dtype if precision else weights.widest_dtype()
     common = _optimizer(saved.facts, step) if trained else {}
     common["args"] = argparse.Namespace(
         **args, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1,
@@ -188,7 +188,7 @@ def to_megatron(source: Location, output: Path) -> list[str]:
     common |= {"iteration": step, "checkpoint_version": 3.0, "num_floating_point_operations_so_far": 0}
     with atomic_folder(output) as folder:
         (path := folder / (f"iter_{step:07d}" if trained else "release")).mkdir()
-        write_dcp(path, itertools.chain(_stored_tensors(source, saved, model, dtype, trained), _extra_states(model)))
+        write_dcp(path, itertools.chain(_stored_tensors(weights, dtype, trained), _extra_states(model)))
         torch.save(common, path / COMMON)
         versions = {f"{backend}_version": 1 for backend in BACKENDS}
         (path / "metadata.json").write_text(json.dumps(BACKENDS | versions))
@@ -225,20 +225,18 @@ def _optimizer(facts: manifest.Facts, step: int) -> dict[str, Any]:
     }
 
 
-def _stored_tensors(
-    source: Location, saved: manifest.Manifest, model: ModelConfig, dtype: torch.dtype, trained: bool
-) -> Iterator[tuple[str, GlobalTensor]]:
+def _stored_tensors(weights: SavedWeights, dtype: torch.dtype, trained: bool) -> Iterator[tuple[str, GlobalTensor]]:
     """Yield the tensors of all states by stored name, of stacks a matrix at a time."""
-    found = maps.parts_by_name(model, maps.tensor_map(FAMILY, model))
+    found = maps.parts_by_name(weights.model, maps.tensor_map(FAMILY, weights.model))
     states = {MODEL: WEIGHTS} | ({MASTER: WEIGHTS} | {moment: f"{moment}." for moment in MOMENTS} if trained else {})
     for (state, prefix), (name, parts) in itertools.product(states.items(), found.items()):
         if (bias := parts[0].tensor.startswith(BALANCE_BIAS)) and state != MODEL:
             continue
-        whole = maps.assemble(parts, SavedWeights(source, saved, (prefix,)).read)
+        whole = maps.assemble(parts, replace(weights, prefixes=(prefix,)).read)
         if name in VOCABULARY:
             whole = pad(whole, (0, 0, 0, -len(whole) % VOCAB_MULTIPLE))
         whole = whole.to(dtype if state == MODEL and not bias else torch.float32)
-        stored, index, counts = _stored(name, model)
+        stored, index, counts = _stored(name, weights.model)
         shard = TensorShard((*index, *(0 for _ in whole.shape)), (*(1 for _ in index), *whole.shape), whole)
         yield PREFIXES[state][0] + stored, GlobalTensor((*counts, *whole.shape), whole.dtype, [shard])
 
