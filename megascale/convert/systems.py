@@ -9,8 +9,8 @@ from typing import NamedTuple
 from megascale.config.run import RunConfig
 from megascale.convert import torchtitan
 from megascale.convert.dcp import METADATA
-from megascale.convert.megatron_lm.checkpoints import from_megatron, to_megatron
-from megascale.convert.megatron_lm.folders import COMMON
+from megascale.convert.megatron_lm.conversion import from_megatron, to_megatron
+from megascale.convert.megatron_lm.formats import COMMON
 from megascale.convert.megatron_lm.iteration import TRACKER
 from megascale.core.storage import Location
 

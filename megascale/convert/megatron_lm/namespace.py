@@ -15,7 +15,7 @@ from megascale.config.foreign.setting import Values
 from megascale.config.foreign.translation import SYSTEMS, find, read_value
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import Record
-from megascale.convert.megatron_lm.folders import COMMON, FILE
+from megascale.convert.megatron_lm.formats import COMMON, FILE
 from megascale.convert.megatron_lm.iteration import iteration_folder, read_common
 from megascale.core.errors import CheckpointError
 

@@ -21,7 +21,7 @@ from megascale.checkpoint.format.state import Progress
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import DcpFolder
-from megascale.convert.megatron_lm.checkpoints import from_megatron, to_megatron
+from megascale.convert.megatron_lm.conversion import from_megatron, to_megatron
 from megascale.convert.megatron_lm.iteration import MOMENTS, TRACKER, read_common
 from megascale.convert.megatron_lm.namespace import model_of
 from megascale.convert.tensor_map import model_tensors

@@ -28,7 +28,7 @@ from megascale.convert import tensor_map as maps
 from megascale.convert.dcp import DAMAGED_HINT, write_dcp
 from megascale.convert.families.config_json import differences
 from megascale.convert.families.megatron_lm import ALIASES, FAMILY, VOCAB_MULTIPLE, VOCABULARY, arguments_of
-from megascale.convert.megatron_lm.folders import COMMON, LAYER, PREFIXES, LegacyFolder, TorchDist, stored_forms
+from megascale.convert.megatron_lm.formats import COMMON, LAYER, PREFIXES, LegacyFolder, TorchDist, stored_forms
 from megascale.convert.megatron_lm.iteration import MASTER, MODEL, MOMENTS, RESHARDABLE_HINT, TRACKER, iteration_folder
 from megascale.convert.megatron_lm.namespace import model_of
 from megascale.convert.saved_weights import SavedWeights, open_weights, planned_steps
