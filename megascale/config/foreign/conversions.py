@@ -195,12 +195,6 @@ def schedule(values: Values, context: Context) -> Any:
     return steps_of("lr_decay", context)
 
 
-def steps_of_share(values: Values, context: Context) -> int:
-    """Return the steps, and one, of a warm-up that is a share of the decay."""
-    decays = {"lr_decay_iters", "lr_decay_samples"} & set(context)
-    return round(values[0] * steps_of("lr_decay" if decays else "train", context)) + 1
-
-
 def decoupled(values: Values, context: Context) -> list[dict[str, Any]] | Advice:
     """Return the group of the embedding and the head, whose rate is a multiple of the others' from start to end."""
     factor, least = values[0] / context["lr"][0], value_of(context, "min_lr", 0.0)

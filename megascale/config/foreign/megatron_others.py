@@ -8,7 +8,6 @@ from megascale.config.foreign import conversions as convert
 from megascale.config.foreign import setting
 from megascale.config.foreign.setting import MANY, Needless, Setting, absent, needless, same, switch, words
 
-_ALWAYS = "nothing to write: always so"
 _NO_DEEPEP = "not supported: the exchange is NCCL's, see moe.dispatcher"
 _WHOLE = "not supported: an expert is whole on a rank, of parallel.ep"
 _UPCYCLING = "not in training: `megascale ckpt convert --experts N K` makes a checkpoint of experts"
@@ -53,11 +52,11 @@ _OF_EXPERTS = (
     needless("--moe-pad-expert-input-to-capacity", "not supported: rows are as many as chosen", 0),
     words("--moe-token-dispatcher-type", "moe.dispatcher",
           {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"}, "", "all_gather"),
-    needless("--moe-shared-expert-overlap", _ALWAYS, 0),
     needless("--overlap-moe-expert-parallel-comm", "write parallel.schedule = combined_1f1b", 0),
     needless("--moe-router-dtype", "nothing to write: logits are in fp32"),
     absent("--moe-input-jitter-eps", "not supported"),
-    needless("--moe-grouped-gemm, --moe-per-layer-logging", _ALWAYS, 0),
+    needless("--moe-shared-expert-overlap, --moe-grouped-gemm, --moe-per-layer-logging",
+             "nothing to write: always so", 0),
     needless("--moe-permute-fusion, --moe-router-fusion", "nothing to write: a switch for speed alone", 0),
     absent("--moe-use-upcycling", _UPCYCLING, 0),
     needless("--moe-upcycling-granularity", _UPCYCLING),

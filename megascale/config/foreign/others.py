@@ -7,6 +7,7 @@ the arguments of its Trainer.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megascale.config.foreign import conversions as convert
@@ -249,7 +250,7 @@ TRANSFORMERS = (
           {"silu": "swiglu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
           "a gated MLP: swiglu for silu, geglu for gelu_pytorch_tanh"),
     switch("tie_word_embeddings", "model.tie_embeddings", True),
-    Setting("query_pre_attn_scalar", "model.softmax_scale", lambda values, _: values[0] ** -0.5,
+    Setting("query_pre_attn_scalar", "model.softmax_scale", lambda values, _: math.pow(values[0], -0.5),
             "its inverse square root"),
     words("torch_dtype, dtype", "train.precision", _DTYPES),
     absent("fsdp, reshard_after_forward", "write parallel.zero = 3 and parallel.reshard"),

@@ -98,8 +98,6 @@ def translate(name: str, values: Values = (), context: Context | None = None, of
         return Translation(system, "", None, value, isinstance(value, Needless))
     if value is None and own:
         return Translation(system, "", None, own)
-    if isinstance(value, complex):
-        value = None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         value = int(value)
     known = value is not None and setting.meanings and "not supported" in setting.note
