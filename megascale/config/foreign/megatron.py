@@ -229,9 +229,9 @@ OPTIMIZER = (
             if convert.value_of(context, "lr_decay_style") == "constant" else values[0]),
     Setting("--lr-warmup-iters, --lr-warmup-samples", "optimizer.warmup_steps",
             lambda _, context: convert.steps_of("lr_warmup", context) + 1, _WARMUP, 1),
-    Setting("--lr-warmup-fraction", "optimizer.warmup_steps", lambda values, context: 1 + round(
-            values[0] * convert.steps_of("lr_decay" if {"lr_decay_iters", "lr_decay_samples"} & set(context) else "train",
-                                         context)), "share x --lr-decay-iters, + 1"),
+    Setting("--lr-warmup-fraction", "optimizer.warmup_steps", lambda values, context: 1 + round(values[0] *
+            convert.steps_of("lr_decay" if {"lr_decay_iters", "lr_decay_samples"} & set(context) else "train",
+                             context)), "share x --lr-decay-iters, + 1"),
     words("--lr-decay-style", "optimizer.decay",
           {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}, theirs="linear"),
     Setting("--lr-decay-iters, --lr-decay-samples", "optimizer.schedule_steps", convert.schedule,
