@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale.config.foreign.imported import Imported, import_arguments
-from megascale.config.foreign.sources import Arguments, read_arguments
+from megascale.config.foreign.imported import Arguments, Imported, import_arguments, read_arguments
 from megascale.core.errors import ConfigError
 from results import pipes, write_page
 

@@ -285,9 +285,11 @@ def _convert_huggingface(options: argparse.Namespace) -> list[str]:
     from megascale.checkpoint import folders
     from megascale.convert import conversion
     from megascale.convert.huggingface import weights_folder
-    from megascale.convert.upcycling import Upcycling
 
-    dtype, to = conversion.DTYPES.get(options.dtype), Upcycling(*options.experts) if options.experts else None
+    dtype, to = (
+        conversion.DTYPES.get(options.dtype),
+        conversion.Upcycling(*options.experts) if options.experts else None,
+    )
     location = run_location(options.source)
     if folder := weights_folder(location.local_path):
         if options.average:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from megascale.cli.arguments import positive_int
 from megascale.cli.command_output import OutputError, writing
-from megascale.config.foreign.imported import UNKNOWN, import_arguments
+from megascale.config.foreign.imported import UNKNOWN, Arguments, import_arguments, read_arguments
 from megascale.config.foreign.setting import plain
-from megascale.config.foreign.sources import Arguments, read_arguments
 from megascale.config.foreign.translation import OURS, SYSTEMS, find, is_ours, read_value
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import exists, write_text

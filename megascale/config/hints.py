@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from megascale.config.foreign.setting import NO_FP16, plain, two_shares
+from megascale.config.foreign.conversions import two_shares
+from megascale.config.foreign.setting import NO_FP16, plain
 from megascale.config.section import FEW_CHOICES, TableChoice
 from megascale.config.value_words import A_CHOICE, literals_of, values_in_words
 from megascale.core.registry import closest_name, closest_names

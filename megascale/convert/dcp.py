@@ -85,29 +85,25 @@ class DcpFolder:
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, ByteSpan] = {}
         try:
-            self._index()
+            places = {}
+            for key, info in self.metadata.storage_data.items():
+                if descriptors := vars(info).get("transform_descriptors"):
+                    what = f"{self.folder}: {key.fqn} is stored transformed, by {', '.join(descriptors)}"
+                    raise CheckpointError(what, hint="save it without extensions of the storage writer")
+                places[key.fqn, vars(key).get("offset")] = ByteSpan(info.relative_path, info.offset, info.length)
+            for name, item in self.metadata.state_dict_metadata.items():
+                if "chunks" in vars(item):
+                    chunks = {(chunk.offsets, chunk.sizes): places[name, chunk.offsets] for chunk in item.chunks}
+                    if any(len(side) != len(item.size) for region in chunks for side in region):
+                        raise ValueError(f"a chunk of {name} has other dimensions")
+                    self.tensors[name] = DcpTensor(item.size, item.properties.state[0], chunks)
+                else:
+                    self.objects[name] = places[name, None]
             spans = [span for tensor in self.tensors.values() for span in tensor.chunks.values()]
             self._check_files([*spans, *self.objects.values()])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{folder / METADATA} is not what torch.distributed.checkpoint writes: {error!r}"
             raise CheckpointError(what, hint=DAMAGED_HINT) from None
-
-    def _index(self) -> None:
-        """Fill `tensors` and `objects`."""
-        spans = {}
-        for key, info in self.metadata.storage_data.items():
-            if descriptors := vars(info).get("transform_descriptors"):
-                what = f"{self.folder}: {key.fqn} is stored transformed, by {', '.join(descriptors)}"
-                raise CheckpointError(what, hint="save it without extensions of the storage writer")
-            spans[key.fqn, vars(key).get("offset")] = ByteSpan(info.relative_path, info.offset, info.length)
-        for name, item in self.metadata.state_dict_metadata.items():
-            if "chunks" in vars(item):
-                chunks = {(chunk.offsets, chunk.sizes): spans[name, chunk.offsets] for chunk in item.chunks}
-                if any(len(side) != len(item.size) for region in chunks for side in region):
-                    raise ValueError(f"a chunk of {name} has other dimensions")
-                self.tensors[name] = DcpTensor(item.size, item.properties.state[0], chunks)
-            else:
-                self.objects[name] = spans[name, None]
 
     def _check_files(self, spans: Iterable[ByteSpan]) -> None:
         """Check that each file is there, and has all its spans. Raises: CheckpointError"""
@@ -229,9 +225,8 @@ def write_dcp(folder: Path, items: Iterable[tuple[str, Any]], dicts: Collection[
                 continue
             tensor = GlobalTensor.whole(item) if isinstance(item, Tensor) else item
             properties = metadata.TensorProperties(dtype=tensor.dtype)
-            listed = described.setdefault(
-                name, metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
-            )
+            empty = metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
+            listed = described.setdefault(name, empty)
             for shard in tensor.shards:
                 offset, size = torch.Size(shard.offset), torch.Size(shard.size)
                 listed.chunks.append(metadata.ChunkStorageMetadata(offset, size))

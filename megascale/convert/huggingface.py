@@ -19,30 +19,11 @@ from torch import Tensor
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region, slices
 from megascale.config.model import ModelConfig
-from megascale.convert import dequantize
-from megascale.convert.config_file import (
-    CONFIG_FILE,
-    DAMAGED_HINT,
-    QUANTIZATION_KEYS,
-    UNQUANTIZED_HINT,
-    check_small_files,
-    read_json,
-    read_model_config,
-)
+from megascale.convert import config_file, dequantize
+from megascale.convert import tensor_map as maps
+from megascale.convert.config_file import CONFIG_FILE, DAMAGED_HINT, read_json
 from megascale.convert.families.config_json import FAMILIES, TEXT_ALONE_HINT, make_config
 from megascale.convert.families.family import ConfigKeys, Family
-from megascale.convert.tensor_map import (
-    Part,
-    Places,
-    ReadMatrix,
-    assemble,
-    model_tensors,
-    parts_by_name,
-    read_region,
-    stack_biases,
-    stored_copies,
-    tensor_map,
-)
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists, is_file, why_unreadable, write_text
 from megascale.core.limits import os_error_hint
@@ -68,13 +49,13 @@ class PretrainedWeights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config, self.model = read_model_config(folder)
+        self.config, self.model = config_file.read_model_config(folder)
         self._family = FAMILIES[self.config["model_type"]]
         first = f"{self._family.layer_prefix}.{self.model.num_layers}."
         if self.model.mtp_layers and not any(first in name for name in self.files):
             self.leave_out_depths(0)  # as transformers saves a model, with the key of config.json
-        self._places = tensor_map(self._family, self.model)
-        self.tensors = model_tensors(self.model)
+        self._places = maps.tensor_map(self._family, self.model)
+        self.tensors = maps.model_tensors(self.model)
         self._specs = {tensor.name: tensor for tensor in self.tensors}
         self._headers: dict[Path, dict[str, tuple[tuple[int, ...], str]]] = {}
 
@@ -111,13 +92,13 @@ class PretrainedWeights:
 
         Raises: CheckpointError
         """
-        check_small_files(self.folder)
+        config_file.check_small_files(self.folder)
         unchecked = set(self.files)
         for ours, places in self._places.items():
             spec = self._specs[ours]
             unchecked -= self._check_places(places, spec.shape[len(spec.outer) :])
         head = {self._family.outer[HEAD]: TOKEN_EMBEDDING} if self.model.tie_embeddings else {}
-        for copy, ours in (head | stored_copies(self._family, self.model)).items():
+        for copy, ours in (head | maps.stored_copies(self._family, self.model)).items():
             if copy in unchecked:
                 self._check_copy(copy, self.hf_name(ours))
                 unchecked.discard(copy)
@@ -126,7 +107,7 @@ class PretrainedWeights:
             what = f"{self.folder} has {len(unknown)} tensors unknown to its config.json: {', '.join(unknown[:3])}"
             raise CheckpointError(what)
 
-    def _check_places(self, places: Places, shape: tuple[int, ...]) -> set[str]:
+    def _check_places(self, places: maps.Places, shape: tuple[int, ...]) -> set[str]:
         """Check the tensors of `places`, of a vector or matrix of `shape` each, and of one dtype. Returns their names.
 
         Raises: CheckpointError
@@ -137,7 +118,7 @@ class PretrainedWeights:
             stored, dtypes[name] = self._shape_and_dtype(name)
             if dtypes[name] not in SAFETENSORS_FLOATS.values():
                 what = f"{self.files[name]}: {name} is stored as {dtypes[name]}"
-                raise CheckpointError(what, hint=UNQUANTIZED_HINT)
+                raise CheckpointError(what, hint=config_file.UNQUANTIZED_HINT)
             if stored != (expected := place.stored_shape(shape)):
                 what = f"{name} has shape {list(stored)}, its config.json says {list(expected)}"
                 raise CheckpointError(what, hint="weights and config.json of one model")
@@ -197,7 +178,7 @@ class PretrainedWeights:
         """
 
         if name == BALANCE_BIAS:
-            biases = stack_biases(self.model, self.read_tensor)
+            biases = maps.stack_biases(self.model, self.read_tensor)
             return biases if part is None else biases[slices(*part)]
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
@@ -214,7 +195,7 @@ class PretrainedWeights:
             def read(name: str, box: dequantize.Box) -> Tensor:
                 return dequantize.read(self._stored_name(name), box, self._stored, stored)
 
-            return read_region(self._places[name], self._specs[name], read, part)
+            return maps.read_region(self._places[name], self._specs[name], read, part)
 
     def _bytes(self, hf_name: str, rows: slice) -> Tensor:
         with _open_safetensors(self.files[hf_name]) as file:
@@ -251,7 +232,7 @@ def weights_folder(path: Path | None) -> Path | None:
 
 
 def export_model(
-    model: ModelConfig, read: ReadMatrix, folder: Path, dtype: torch.dtype, source_keys: ConfigKeys
+    model: ModelConfig, read: maps.ReadMatrix, folder: Path, dtype: torch.dtype, source_keys: ConfigKeys
 ) -> None:
     """Write a model's weights and config.json into a folder, with the tensors of a single file in memory at a time.
 
@@ -262,13 +243,13 @@ def export_model(
     """
     written = str(dtype).removeprefix("torch.")
     dtype_keys = dict.fromkeys({"torch_dtype", "dtype"} & source_keys.keys() or {"torch_dtype"}, written)
-    kept = {key: value for key, value in source_keys.items() if key not in QUANTIZATION_KEYS}
+    kept = {key: value for key, value in source_keys.items() if key not in config_file.QUANTIZATION_KEYS}
     config = make_config(model, kept) | dtype_keys
     groups = list(_files(FAMILIES[config["model_type"]], model, dtype))
     weights, total = dict[str, str](), 0
     for number, group in enumerate(groups, 1):
         file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors_of_file = {name: assemble(parts, read) for name, parts in group}
+        tensors_of_file = {name: maps.assemble(parts, read) for name, parts in group}
         try:
             save_file(tensors_of_file, folder / file, {"format": "pt"})
         except SafetensorError as error:
@@ -281,16 +262,16 @@ def export_model(
     write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
-def _files(family: Family, model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, list[Part]]]]:
+def _files(family: Family, model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, list[maps.Part]]]]:
     """Group the Hugging Face tensors by file, each tensor with its parts."""
-    places = tensor_map(family, model)
-    found = parts_by_name(model, places)
-    matrix = {tensor.name: math.prod(tensor.shape[len(tensor.outer) :]) for tensor in model_tensors(model)}
+    places = maps.tensor_map(family, model)
+    found = maps.parts_by_name(model, places)
+    matrix = {tensor.name: math.prod(tensor.shape[len(tensor.outer) :]) for tensor in maps.model_tensors(model)}
     size = {name: sum(matrix[part.tensor] for part in parts) * dtype.itemsize for name, parts in found.items()}
-    for copy, ours in stored_copies(family, model).items():
+    for copy, ours in maps.stored_copies(family, model).items():
         original = places[ours][0].name
         found[copy], size[copy] = found[original], size[original]
-    group: list[tuple[str, list[Part]]] = []
+    group: list[tuple[str, list[maps.Part]]] = []
     for name, parts in found.items():
         if group and sum(size[member] for member, _ in group) + size[name] > MAX_SHARD_BYTES:
             yield group

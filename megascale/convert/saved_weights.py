@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from megascale.checkpoint import folders, offline
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.convert.huggingface import PretrainedWeights, weights_folder
+from megascale.convert.tensor_map import model_weights
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.layout.freezing import matches
@@ -28,8 +30,7 @@ def read_model_section(source: Location) -> dict[str, Any]:
     if folder := weights_folder(source.local_path):
         model = PretrainedWeights(folder).model
     else:
-        checkpoint = folders.find_checkpoint(source)
-        model = saved_model(checkpoint, manifest.read(checkpoint))
+        model = open_weights(folders.find_checkpoint(source)).model
     keys = model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"preset"})
     return keys | ({"positions": model.position_rows} if model.position_rows else {})  # whatever seq_length becomes
 
@@ -55,6 +56,15 @@ class SavedWeights:
     source: Location
     saved: manifest.Manifest
     prefixes: tuple[str, ...] = (WEIGHTS,)
+
+    @functools.cached_property
+    def model(self) -> ModelConfig:
+        return saved_model(self.source, self.saved)
+
+    def have(self, states: Iterable[str]) -> bool:
+        """Return True if the checkpoint has states of these names, such as `exp_avg`, of all weights."""
+        names = [weight.name for weight in model_weights(self.model)]
+        return all(f"{state}.{name}" in self.saved.tensors for state in states for name in names)
 
     def widest_dtype(self) -> torch.dtype:
         """Return the smallest dtype that holds the stored dtypes of the weights."""
@@ -83,6 +93,12 @@ class SavedWeights:
     def _check(self, stored: str) -> None:
         if stored not in self.saved.tensors:
             raise manifest.DamagedError(f"{self.source} has no tensor {stored}")
+
+
+def open_weights(source: Location, average: bool = False) -> SavedWeights:
+    """Return the weights of a checkpoint, or their average. Raises: CheckpointError"""
+    saved = manifest.read(source)
+    return average_of_weights(source, saved) if average else SavedWeights(source, saved)
 
 
 def average_of_weights(source: Location, saved: manifest.Manifest) -> SavedWeights:

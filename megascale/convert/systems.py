@@ -9,10 +9,9 @@ from typing import NamedTuple
 from megascale.config.run import RunConfig
 from megascale.convert import torchtitan
 from megascale.convert.dcp import METADATA
-from megascale.convert.megatron_lm.from_megatron import from_megatron
+from megascale.convert.megatron_lm.conversion import from_megatron, to_megatron
+from megascale.convert.megatron_lm.formats import COMMON
 from megascale.convert.megatron_lm.iteration import TRACKER
-from megascale.convert.megatron_lm.to_megatron import to_megatron
-from megascale.convert.megatron_lm.torch_dist import COMMON
 from megascale.core.storage import Location
 
 

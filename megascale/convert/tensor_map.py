@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -75,10 +76,19 @@ def indices(tensor: TensorSpec) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, tensor.outer))
 
 
+def model_weights(model: ModelConfig) -> list[TensorSpec]:
+    """The weights of a model, in the order of the network."""
+    return [tensor for parameter in all_params(model) for tensor in parameter.parts]
+
+
 def model_tensors(model: ModelConfig) -> list[TensorSpec]:
-    """The tensors of a model: its weights in the order of the network, and the biases of its experts."""
-    weights = [tensor for parameter in all_params(model) for tensor in parameter.parts]
-    return weights + [TensorSpec(name, (model.experts,)) for name in bias_names(model).values()]
+    """The tensors of a model: its weights, and the biases of its experts."""
+    return model_weights(model) + bias_tensors(model)
+
+
+def bias_tensors(model: ModelConfig) -> list[TensorSpec]:
+    """The biases of a model's experts [experts]."""
+    return [TensorSpec(name, (model.experts,)) for name in bias_names(model).values()]
 
 
 def bias_names(model: ModelConfig) -> dict[int, str]:
@@ -189,6 +199,24 @@ def read_region(places: Places, spec: TensorSpec, read: Read, part: Region | Non
     for number, matrix in enumerate(itertools.chain([first], matrices)):
         stack[number] = matrix
     return stack.view(size)
+
+
+def read_tensors(
+    specs: Iterable[TensorSpec], places: Mapping[str, Places], load: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors by megascale name. `load`: reads the whole of one in the files, which the next may be a part of."""
+    whole = lru_cache(maxsize=1)(load)
+    for spec in specs:
+        yield spec.name, read_region(places[spec.name], spec, lambda name, box: whole(name)[box], None)
+
+
+def stored_shapes(model: ModelConfig, places: Mapping[str, Places]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in the files, by their names."""
+    return {
+        place.name: place.stored_shape(spec.shape[len(spec.outer) :])
+        for spec in model_tensors(model)
+        for place in places[spec.name]
+    }
 
 
 def _read_matrix(place: Place, offset: Sequence[int], size: Sequence[int], read: Read) -> Tensor:

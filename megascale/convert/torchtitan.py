@@ -5,10 +5,8 @@ Versions 0.2 and 0.3 are read, and 0.3 is written, which has the moments of q, k
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,11 @@ from megascale.config.batch_rampup import batch_sizes
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.config.train import BatchConfig, OptimizerConfig
+from megascale.convert import tensor_map as maps
 from megascale.convert.dcp import DcpFolder, write_dcp
 from megascale.convert.families.config_json import family_of_model
 from megascale.convert.families.family import Family, Fused
-from megascale.convert.saved_weights import SavedWeights, planned_steps, saved_model
-from megascale.convert.tensor_map import Places, assemble, model_tensors, parts_by_name, read_region, tensor_map
+from megascale.convert.saved_weights import open_weights, planned_steps
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
@@ -54,7 +52,7 @@ STEP, LAST_EPOCH, TOKENS = "train_state.step", "lr_scheduler.last_epoch", "train
 
 def states_of(
     model: ModelConfig, *, moments: bool, fused: bool = True, older: bool = False
-) -> dict[str, dict[str, Places]]:
+) -> dict[str, dict[str, maps.Places]]:
     """Return the places of weights (`weights.`), and of `moments` (`exp_avg.`), of which those of q, k and v are
     `fused`. `older`: as in 0.2.
 
@@ -70,7 +68,7 @@ def states_of(
     return states
 
 
-def _places(model: ModelConfig, *, fused: bool = False, older: bool = False) -> dict[str, Places]:
+def _places(model: ModelConfig, *, fused: bool = False, older: bool = False) -> dict[str, maps.Places]:
     family = family_of_model(model).name
     rotated = ("attention.q", "attention.k") if family == "llama" else ()
     qkv = {name: Fused((part,), paired=rotated) for name, part in QKV.items()}
@@ -79,8 +77,8 @@ def _places(model: ModelConfig, *, fused: bool = False, older: bool = False) -> 
     within = "attention." if older else "attention.qkv_linear."
     layer = LAYER | {within + name: content for name, content in qkv.items()}
     outer = {TOKEN_EMBEDDING: EMBEDDING, "final_norm.weight": "norm.weight", OUR_HEAD: OLDER_HEAD if older else HEAD}
-    places = tensor_map(Family("torchtitan", "", {}, {}, outer, "layers", layer), model)
-    for tensor in model_tensors(model):
+    places = maps.tensor_map(Family("torchtitan", "", {}, {}, outer, "layers", layer), model)
+    for tensor in maps.model_tensors(model):
         if family not in ("llama", "qwen3") or tensor.name not in places or not tensor.name.endswith(".weight"):
             what = f"torchtitan's Llama 3 and Qwen 3 do not compute the model: {family}, with {tensor.name}"
             raise CheckpointError(what, hint="go through Hugging Face weights: megascale ckpt convert RUN FOLDER")
@@ -109,10 +107,10 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
         samples = batch_sizes(config.batch).before_step(step + 1)
         progress = Progress(step, samples, samples * model.seq_length)
 
-    load = lru_cache(maxsize=1)(found.read)  # parts of a fused tensor are read one after the other
     tensors = (
-        (kind + spec.name, read_region(places[spec.name], spec, lambda name, box: load(name)[box], None))
-        for (kind, places), spec in itertools.product(states.items(), model_tensors(model))
+        (kind + name, tensor)
+        for kind, places in states.items()
+        for name, tensor in maps.read_tensors(maps.model_tensors(model), places, found.read)
     )
     with atomic_folder(output) as folder:
         offline.write_state(folder, tensors, facts, progress=progress)
@@ -121,13 +119,11 @@ def import_checkpoint(source: Path, output: Path, config: RunConfig | None) -> l
     return remarks
 
 
-def _check_tensors(found: DcpFolder, model: ModelConfig, states: Mapping[str, Mapping[str, Places]], head: str) -> None:
+def _check_tensors(
+    found: DcpFolder, model: ModelConfig, states: Mapping[str, Mapping[str, maps.Places]], head: str
+) -> None:
     """Check that the tensors of a folder are all those of the model. Raises: CheckpointError"""
-    shapes = {
-        place.name: place.stored_shape(spec.shape)
-        for places, spec in itertools.product(states.values(), model_tensors(model))
-        for place in places[spec.name]
-    }
+    shapes = dict(one for places in states.values() for one in maps.stored_shapes(model, places).items())
     for name, expected in shapes.items():
         shape = found.tensors[name].shape if name in found.tensors else None
         if shape != expected:
@@ -182,20 +178,19 @@ def export_checkpoint(source: Location, output: Path) -> list[str]:
     Raises: CheckpointError if the checkpoint is unreadable, or torchtitan has no such model; OSError if `output` cannot
         be written
     """
-    saved = manifest.read(source)
-    model = saved_model(source, saved)
-    names = [f"{kind}.{tensor.name}" for tensor in model_tensors(model) for kind in MOMENTS]
-    moments = all(name in saved.tensors for name in names) and saved.facts.config["optimizer"]["name"] == "adamw"
+    weights = open_weights(source)
+    model, facts = weights.model, weights.saved.facts
+    moments = weights.have(MOMENTS) and facts.config["optimizer"]["name"] == "adamw"
     states = states_of(model, moments=moments)
 
     def items() -> Iterator[tuple[str, Any]]:
         for kind, places in states.items():
-            read = SavedWeights(source, saved, (kind,)).read
-            yield from ((name, assemble(parts, read)) for name, parts in parts_by_name(model, places).items())
+            read = replace(weights, prefixes=(kind,)).read
+            yield from ((name, maps.assemble(parts, read)) for name, parts in maps.parts_by_name(model, places).items())
         if model.tie_embeddings:
-            yield HEAD, offline.read_tensor(source, saved, WEIGHTS + TOKEN_EMBEDDING)
+            yield HEAD, weights.read(TOKEN_EMBEDDING)
         if moments:
-            yield from _run_items(saved.facts, parts_by_name(model, _places(model, fused=True)))
+            yield from _run_items(facts, maps.parts_by_name(model, _places(model, fused=True)))
 
     with atomic_folder(output) as folder:
         write_dcp(folder, items(), ("optimizer", "train_state", "lr_scheduler"))

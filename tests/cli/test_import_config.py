@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
-from megascale.config.foreign.imported import UNKNOWN, import_arguments
-from megascale.config.foreign.sources import read_arguments
+from megascale.config.foreign.imported import UNKNOWN, import_arguments, read_arguments
 from megascale.config.loading import load_config
 from tests.data.datasets import ORIGIN, write_documents
 

@@ -10,24 +10,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megascale.config.foreign import conversions as convert
+from megascale.config.foreign import setting
 from megascale.config.foreign.setting import (
     MANY,
-    NO_FP16,
     Advice,
-    Context,
     Needless,
-    Several,
-    Values,
+    Setting,
     absent,
-    betas,
-    blend,
-    computed,
-    every,
     needless,
     same,
-    same_values,
     switch,
-    value_of,
     words,
 )
 
@@ -42,53 +35,36 @@ _LAYERS = "not supported: write fp8.first_layers_bf16 and fp8.last_layers_bf16"
 _PRESETS = {(f"llama3{dot}", size): f"llama3.1-{size.lower()}" for dot in ("", "_ft") for size in ("8B", "70B", "405B")}
 
 
-def _global_batch(values: Values, context: Context) -> Any:
-    if values[0] != -1:
-        return values[0]
-    if "gpus" not in context:
-        return Advice("local_batch_size x dp by default: give --gpus N, or write batch.global")
-    axes = ("tensor", "pipeline", "context")
-    ranks = math.prod(value_of(context, f"parallelism.{axis}_parallel_degree", 1) for axis in axes)
-    return value_of(context, "training.local_batch_size", 8) * (context["gpus"][0] // ranks)
-
-
-def _converters(values: Values, context: Context) -> Any:
-    if not values[0]:
-        return Needless("nothing to write")
-    return {"float8": _FP8, "quantize.linear.float8": _FP8}["".join(values[0])]
-
-
-_FP8 = Several({"train.precision": "fp8", "fp8.first_layers_bf16": 0, "fp8.last_layers_bf16": 0})
-
 TORCHTITAN = (
-    computed("model.flavor, flavor", "model.preset", lambda values, context: _PRESETS.get(
-             (value_of(context, "model.name"), str(values[0]))) or Advice(_PRESET)),
-    computed("model.converters", "train.precision", _converters, "float8 alone"),
+    Setting("model.flavor, flavor", "model.preset", lambda values, context: _PRESETS.get(
+            (convert.value_of(context, "model.name"), str(values[0]))) or Advice(_PRESET)),
+    Setting("model.converters", "train.precision", convert.converters, "float8 alone"),
     needless("model.hf_assets_path, model.tokenizer_path, hf_assets_path",
              "`megascale data prepare --tokenizer FILE`, and data.tokenizer = FILE"),
-    computed("training.dataset", "data.train", lambda values, _: f"data/{values[0]}",
-             "`megascale data prepare` makes a dataset for data.train"),
-    computed("training.dataset_path", "data.train", blend, "a dataset by `megascale data prepare`"),
-    computed("training.local_batch_size", "batch.micro", lambda values, context: value_of(
-             context, "parallelism.pipeline_parallel_microbatch_size", 1) if value_of(
-             context, "parallelism.pipeline_parallel_degree", 1) > 1 else values[0],
-             "sequences of a micro-batch; their local batch has several with pp"),
+    Setting("training.dataset", "data.train", lambda values, _: f"data/{values[0]}",
+            "`megascale data prepare` makes a dataset for data.train"),
+    Setting("training.dataset_path", "data.train", convert.blend, "a dataset by `megascale data prepare`"),
+    Setting("training.local_batch_size", "batch.micro", lambda values, context: convert.value_of(
+            context, "parallelism.pipeline_parallel_microbatch_size", 1) if convert.value_of(
+            context, "parallelism.pipeline_parallel_degree", 1) > 1 else values[0],
+            "sequences of a micro-batch; their local batch has several with pp"),
     same("parallelism.pipeline_parallel_microbatch_size, pipeline_parallel_microbatch_size", "batch.micro", "with pp",
          only_with="parallelism.pipeline_parallel_degree"),
-    computed("training.global_batch_size", "batch.global", _global_batch, "-1: local_batch_size x dp, of --gpus N"),
+    Setting("training.global_batch_size", "batch.global", convert.global_batch,
+            "-1: local_batch_size x dp, of --gpus N"),
     same("training.seq_len, training.max_context_length", "model.seq_length", theirs=2048),
     absent("training.num_tokens_per_microbatch_per_dp_rank", "write batch.micro, in sequences"),
     absent("training.num_tokens_per_train_step", "write batch.global, in sequences"),
     same("training.steps", "train.steps", theirs=10000),
     same("optimizer.lr", "optimizer.lr", theirs=8e-4),
-    *same_values({
+    *setting.same_values({
         "optimizer.eps": "optimizer.eps", "training.max_norm": "optimizer.clip_norm", "debug.seed": "train.seed",
         "parallelism.tensor_parallel_degree": "parallel.tp", "parallelism.pipeline_parallel_degree": "parallel.pp",
         "parallelism.context_parallel_degree": "parallel.cp", "parallelism.expert_parallel_degree": "parallel.ep",
         "lr_scheduler.total_steps": "optimizer.schedule_steps", "metrics.log_freq": "train.log_every",
     }),
-    computed("optimizer.weight_decay", "optimizer.weight_decay",
-             lambda values, _: Several({"optimizer.weight_decay": values[0]}), "of norms, too, there, and not here"),
+    Setting("optimizer.weight_decay", "optimizer.weight_decay", lambda values, _: setting.Several({
+            "optimizer.weight_decay": values[0]}), "of norms, too, there, and not here"),
     words("optimizer.name", "optimizer.name", {"adamw": "adamw"}, "adamw alone"),
     same("lr_scheduler.warmup_steps", "optimizer.warmup_steps", theirs=200),
     absent("training.dtype", "not supported: master weights are fp32",
@@ -110,8 +86,8 @@ TORCHTITAN = (
     words("parallelism.context_parallel_rotate_method", "parallel.cp_mode",
           {"allgather": "allgather", "alltoall": "ring"}),
     needless("parallelism.context_parallel_load_balancer", "nothing to write: head and tail together"),
-    computed("parallelism.data_parallel_shard_degree", "parallel.zero", lambda values, _: 0 if values[0] == 1 else 3,
-             "sharded over all of dp: with replicas write it as parallel.dp_shard, too", 3),
+    Setting("parallelism.data_parallel_shard_degree", "parallel.zero", lambda values, _: 0 if values[0] == 1 else 3,
+            "sharded over all of dp: with replicas write it as parallel.dp_shard, too", 3),
     needless("parallelism.data_parallel_replicate_degree",
   "nothing to write: dp is what tp, cp and pp leave; parallel.dp_shard of it shard"),
     words("parallelism.fsdp_reshard_after_forward", "parallel.reshard", {"always": "forward", "never": "keep"},
@@ -120,12 +96,12 @@ TORCHTITAN = (
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
            theirs=False),
     switch("compile.enable", "train.compile", True),
-    computed("optimizer.beta1, optimizer.beta2", "optimizer.betas", betas(beta1=0.9, beta2=0.95)),
+    Setting("optimizer.beta1, optimizer.beta2", "optimizer.betas", convert.betas(beta1=0.9, beta2=0.95)),
     needless("optimizer.implementation, optimizer.early_step_in_backward", "write backends.optimizer"),
     words("lr_scheduler.decay_type", "optimizer.decay", {"linear": "linear", "cosine": "cosine"}, theirs="linear"),
     absent("lr_scheduler.decay_ratio", "write optimizer.decay = wsd and optimizer.decay_steps"),
-    computed("lr_scheduler.min_lr_factor", "optimizer.min_lr", lambda values, context: float(
-             f"{values[0] * context['lr'][0]:.6g}"), "a rate, theirs is a share of lr"),
+    Setting("lr_scheduler.min_lr_factor", "optimizer.min_lr", lambda values, context: float(
+            f"{values[0] * context['lr'][0]:.6g}"), "a rate, theirs is a share of lr"),
     words("activation_checkpoint.mode", "train.recompute", {"none": "none", "selective": "selective", "full": "full"},
           "memory_budget is not supported", "selective"),
     needless("activation_checkpoint.selective_ac_option", "write train.recompute_ops, or train.memory"),
@@ -135,13 +111,13 @@ TORCHTITAN = (
              "quantize.linear.float8.enable_fsdp_float8_all_gather, "
              "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
              "nothing to write: weights are gathered in FP8, with exact rowwise scales in bf16"),
-    computed("float8.filter_fqns, quantize.linear.float8.filter_fqns", "", lambda values, _: Needless(_HEAD)
-             if set(values[0]) <= {"output", "lm_head"} else Advice(_LAYERS), _LAYERS),
+    Setting("float8.filter_fqns, quantize.linear.float8.filter_fqns", "", lambda values, _: Needless(_HEAD)
+            if set(values[0]) <= {"output", "lm_head"} else Advice(_LAYERS), _LAYERS),
     absent("quantize.linear.mx.recipe_name, mx.recipe_name", 'write train.precision = "fp8" and fp8.recipe = "mxfp8"'),
     needless("checkpoint.enable", "nothing to write: checkpoint.every = 0 is off", 0),
     needless("checkpoint.folder", "checkpoints are in output_dir/name; checkpoint.dir puts them elsewhere"),
-    computed("checkpoint.interval", "checkpoint.every", lambda values, context: values[0] if "model.flavor" not in
-             context or value_of(context, "checkpoint.enable") else 0, theirs=0),
+    Setting("checkpoint.interval", "checkpoint.every", lambda values, context: values[0] if "model.flavor" not in
+            context or convert.value_of(context, "checkpoint.enable") else 0, theirs=0),
     same("checkpoint.keep_latest_k", "checkpoint.keep", theirs=10),
     same("checkpoint.initial_load_path", "checkpoint.resume", "hf:FOLDER for weights of Hugging Face"),
     absent("checkpoint.load_step", "write checkpoint.resume = RUN/checkpoints/step-N, with another name for the run"),
@@ -152,17 +128,17 @@ TORCHTITAN = (
     needless("metrics.enable_wandb", "not supported: metrics.jsonl, TensorBoard, `megascale dashboard`, Prometheus", 0),
     same("job.dump_folder, dump_folder", "output_dir", "a run's folder is output_dir/name"),
     needless("profiling.enable_profiling, profiling.profile_freq", "write observe.profile_step = N"),
-    computed("validation.freq, validator.freq", "train.eval_every", lambda values, context: values[0] if
-             "model.flavor" not in context or value_of(context, "validation.enable") else 0),
-    computed("validation.steps, validator.steps", "train.eval_steps", lambda values, context: Needless("no validation")
-             if "model.flavor" in context and not value_of(context, "validation.enable") else
-             Advice("write train.eval_steps, a number") if values[0] == -1 else values[0]),
+    Setting("validation.freq, validator.freq", "train.eval_every", lambda values, context: values[0] if
+            "model.flavor" not in context or convert.value_of(context, "validation.enable") else 0),
+    Setting("validation.steps, validator.steps", "train.eval_steps", lambda values, context: Needless("no validation")
+            if "model.flavor" in context and not convert.value_of(context, "validation.enable") else
+            Advice("write train.eval_steps, a number") if values[0] == -1 else values[0]),
     needless("validation.enable", "nothing to write: train.eval_every = 0 is off", 0),
     same("comm.init_timeout_seconds", "launch.start_timeout_s", theirs=300.0),
     same("comm.train_timeout_seconds", "comm.timeout_s", theirs=100.0),
-    computed("validation.dataset, validation.dataset_path", "data.valid", lambda values, context: f"data/{values[0]}"
-             if value_of(context, "validation.enable") else Needless("nothing to write: no validation"),
-             "`megascale data prepare` makes a dataset"),
+    Setting("validation.dataset, validation.dataset_path", "data.valid", lambda values, context: f"data/{values[0]}"
+            if convert.value_of(context, "validation.enable") else Needless("nothing to write: no validation"),
+            "`megascale data prepare` makes a dataset"),
     absent("debug.moe_force_load_balance", "not supported: a router chooses by its scores"),
     needless("fault_tolerance.enable", "use `megascale launch CONFIG --nodes N`, with [fault]", 0),
     needless("dataloader.num_workers, training.dataloader.num_workers", "write data.reader = host"),
@@ -176,8 +152,34 @@ TORCHTITAN_BEGINNINGS = (
 )  # fmt: skip
 """By the beginnings of the names of other settings of torchtitan."""
 
+_LLAMA3 = {
+    "model.name": "llama3", "model.converters": [], "training.seq_len": 8192, "training.steps": 1000,
+    "training.dataset": "c4", "checkpoint.interval": 500, "validation.freq": 500, "validation.steps": 1200,
+    "metrics.enable_tensorboard": True, "profiling.enable_profiling": True, "profiling.profile_freq": 100,
+}  # fmt: skip
+_ASSETS = "./assets/hf/Llama-3.1-"
+
+TORCHTITAN_RUNS: dict[str, dict[str, Any]] = {
+    "llama3_8b": _LLAMA3 | {
+        "model.flavor": "8B", "model.hf_assets_path": f"{_ASSETS}8B", "optimizer.lr": 3e-4,
+        "training.local_batch_size": 1, "activation_checkpoint.mode": "selective",
+    },
+    "llama3_70b": _LLAMA3 | {
+        "model.flavor": "70B", "model.hf_assets_path": f"{_ASSETS}70B", "optimizer.lr": 1.5e-4,
+        "training.local_batch_size": 8, "activation_checkpoint.mode": "full", "parallelism.tensor_parallel_degree": 8,
+    },
+    "llama3_405b": _LLAMA3 | {
+        "model.flavor": "405B", "model.hf_assets_path": f"{_ASSETS}405B", "model.converters": ["float8"],
+        "optimizer.lr": 8e-5, "training.local_batch_size": 2, "training.steps": 3000,
+        "activation_checkpoint.mode": "full", "lr_scheduler.warmup_steps": 600, "float8.filter_fqns": ["lm_head"],
+        "parallelism.tensor_parallel_degree": 8, "parallelism.enable_async_tensor_parallel": True,
+        "compile.enable": True,
+    },
+}  # fmt: skip
+"""Published configurations of torchtitan 0.3, by the name of the function that each is there."""
+
 NEMO = (
-    *same_values({
+    *setting.same_values({
         "trainer.max_steps, max_steps": "train.steps",
         "trainer.val_check_interval, val_check_interval": "train.eval_every",
         "trainer.limit_val_batches, limit_val_batches": "train.eval_steps",
@@ -191,15 +193,15 @@ NEMO = (
     needless("trainer.devices, trainer.num_nodes, num_nodes", "nothing to write: torchrun, srun or `megascale launch`"),
     needless("trainer.accumulate_grad_batches", "nothing to write: batch.global / (batch.micro x dp)"),
     needless("model.mcore_gpt", "nothing to write: one model", 0),
-    computed("model.optim.betas", "optimizer.betas", every, takes=MANY),
+    Setting("model.optim.betas", "optimizer.betas", convert.every, takes=MANY),
     words("model.optim.sched.name", "optimizer.decay", {"cosineannealing": "cosine", "warmuppolicy": "constant"}),
     absent("model.optim.sched.constant_steps", "write optimizer.decay = wsd and optimizer.decay_steps"),
-    computed("model.data.data_prefix, data_prefix, blend", "data.train", blend, takes=MANY),
+    Setting("model.data.data_prefix, data_prefix, blend", "data.train", convert.blend, takes=MANY),
     needless("model.megatron_amp_O2", "nothing to write: master weights in fp32", 0),
 )  # fmt: skip
 
 DEEPSPEED = (
-    *same_values({
+    *setting.same_values({
         "train_batch_size": "batch.global", "train_micro_batch_size_per_gpu": "batch.micro",
         "warmup_num_steps": "optimizer.warmup_steps", "total_num_steps": "train.steps",
         "tiled_mlp_num_shards": "train.mlp_tiles", "steps_per_print": "train.log_every",
@@ -207,12 +209,12 @@ DEEPSPEED = (
     needless("gradient_accumulation_steps", "nothing to write: batch.global / (batch.micro x dp)"),
     words("zero_optimization.stage, zero_stage, stage", "parallel.zero", _ZERO, theirs=0),
     switch("zero_optimization.overlap_comm, overlap_comm", "overlap.dp", True),
-    computed("zero_optimization.reduce_bucket_size, reduce_bucket_size", "overlap.bucket_bytes",
-             lambda values, _: 4.0 * values[0], "bytes of fp32 gradients, theirs are elements"),
+    Setting("zero_optimization.reduce_bucket_size, reduce_bucket_size", "overlap.bucket_bytes",
+            lambda values, _: 4.0 * values[0], "bytes of fp32 gradients, theirs are elements"),
     absent("offload_optimizer", 'write optimizer.offload = "host"'),
     absent("offload_param", "not supported: parallel.zero = 3"),
     switch("bf16.enabled, bf16_enabled", "train.precision", "bf16"),
-    switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", NO_FP16),
+    switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", setting.NO_FP16),
     same("gradient_clipping", "optimizer.clip_norm", theirs=0.0),
     absent("scheduler.type", "write optimizer.decay"),
     switch("cpu_checkpointing", "train.memory", ["full_host"]),
@@ -223,7 +225,7 @@ DEEPSPEED = (
 )  # fmt: skip
 
 TRANSFORMERS = (
-    *same_values({
+    *setting.same_values({
         "dim, n_embd, d_model": "model.hidden_size", "n_head, n_heads": "model.num_heads",
         "num_key_value_heads, n_kv_heads": "model.num_kv_heads", "qk_rope_head_dim": "model.rope_head_dim",
         "num_local_experts, n_routed_experts": "model.experts", "num_experts_per_tok": "model.experts_per_token",
@@ -248,15 +250,15 @@ TRANSFORMERS = (
           {"silu": "swiglu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
           "a gated MLP: swiglu for silu, geglu for gelu_pytorch_tanh"),
     switch("tie_word_embeddings", "model.tie_embeddings", True),
-    computed("query_pre_attn_scalar", "model.softmax_scale", lambda values, _: values[0] ** -0.5,
-             "its inverse square root"),
+    Setting("query_pre_attn_scalar", "model.softmax_scale", lambda values, _: math.pow(values[0], -0.5),
+            "its inverse square root"),
     words("torch_dtype, dtype", "train.precision", _DTYPES),
     absent("fsdp, reshard_after_forward", "write parallel.zero = 3 and parallel.reshard"),
-    computed("warmup_ratio", "optimizer.warmup_steps", lambda values, context: round(
+    Setting("warmup_ratio", "optimizer.warmup_steps", lambda values, context: round(
         values[0] * context["max_steps"][0]), "counts steps"),
-    computed("warmup_samples", "optimizer.warmup_steps", lambda values, context: int(
-             values[0] // (context.get("global_batch_size") or context["train_batch_size"])[0]),
-             "steps: samples / batch.global"),
+    Setting("warmup_samples", "optimizer.warmup_steps", lambda values, context: int(
+            values[0] // (context.get("global_batch_size") or context["train_batch_size"])[0]),
+            "steps: samples / batch.global"),
     absent("num_train_epochs, max_epochs", "write train.steps: steps x batch.global samples"),
     switch("gradient_checkpointing", "train.recompute", "full"),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 Values = Sequence[Any]
@@ -39,43 +40,35 @@ def plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of another system under its `names`. `key`: the key here, empty if there is none. `takes`: number of
-    values on a command line. `note`: what differs, or what to write in its place. `theirs`: the key's value without it,
-    where that differs from the default here; `only_with`: the other setting that this needs. `meanings`: its words in
-    lower case, with the values here. `notes`: by word, in place of `note`.
+    """A setting of another system. `listed`: its `names`, separated by commas; `key`: the key here, empty if there is
+    none. `note`: what differs, or what to write in its place. `theirs`: the key's value without it, where that differs
+    from the default here. `takes`: number of values on a command line. `only_with`: the other setting that this needs.
+    `meanings`: its words in lower case, with the values here. `notes`: by word, in place of `note`.
     """
 
-    names: tuple[str, ...]
+    listed: str
     key: str
-    convert: Conversion
-    takes: int = 1
+    convert: Conversion = lambda values, context: values[0]
     note: str = ""
     theirs: Any = None
+    takes: int = 1
+    only_with: str = ""
     meanings: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    only_with: str = ""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.listed.split(", "))
 
 
-def as_word(value: Any) -> str:
+def as_word(value: Any = "") -> str:
     """Return a value as a key of `Setting.notes`."""
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value).lower()
 
 
-def first(values: Values, context: Context) -> Any:
-    """Return the value itself."""
-    return values[0]
-
-
-def computed(
-    names: str, key: str, convert: Conversion, note: str = "", theirs: Any = None, takes: int = 1, only_with: str = ""
-) -> Setting:
-    """Make a setting with a conversion of its own."""
-    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs, only_with=only_with)
-
-
 def same(names: str, key: str, note: str = "", theirs: Any = None, only_with: str = "") -> Setting:
     """Make a setting with the same values."""
-    return computed(names, key, first, note, theirs, only_with=only_with)
+    return Setting(names, key, note=note, theirs=theirs, only_with=only_with)
 
 
 def same_values(keys: Mapping[str, str]) -> list[Setting]:
@@ -87,7 +80,7 @@ def switch(names: str, key: str, value: Any, note: str = "", theirs: Any = None)
     """Make a switch, which means `value` if it is on."""
     on = dict.fromkeys(("true", "1"), value)
     off = dict.fromkeys(("false", "0"), not value) if isinstance(value, bool) else {}
-    return computed(names, key, lambda values, _: (on | off)[as_word(*values)] if values else value, note, theirs, 0)
+    return Setting(names, key, lambda values, _: (on | off)[as_word(*values)] if values else value, note, theirs, 0)
 
 
 def words(
@@ -97,57 +90,21 @@ def words(
     """Make a setting with other words for the same values; `meanings` in lower case. `notes`: by word."""
 
     def convert(values: Values, context: Context) -> Any:
-        (word,) = values
-        return meanings[str(word).lower()]
+        return meanings[" ".join(map(str, values)).lower()]
 
-    return Setting(tuple(names.split(", ")), key, convert, 1, note, theirs, meanings, notes, only_with)
+    return Setting(names, key, convert, note, theirs, 1, only_with, meanings, notes)
 
 
 def absent(names: str, note: str, takes: int = 1, harmless: Mapping[str, str] = {}) -> Setting:
     """Make a setting without a key here. `note`: what to write or do in its place; `harmless`: words that mean the same
     run as none, with the reason.
     """
-
-    def convert(values: Values, context: Context) -> Advice:
-        reason = harmless.get(as_word(values[0])) if values else None
-        return Advice(note) if reason is None else Needless(reason)
-
-    return Setting(tuple(names.split(", ")), "", convert, takes, note, notes=harmless)
+    reasons = {word: Needless(reason) for word, reason in harmless.items()}
+    return Setting(
+        names, "", lambda values, _: reasons.get(as_word(*values[:1]), Advice(note)), note, takes=takes, notes=harmless
+    )
 
 
 def needless(names: str, note: str, takes: int = 1) -> Setting:
     """Make a setting without a key here, which the same run does not need. `note`: why."""
-    return Setting(tuple(names.split(", ")), "", lambda values, _: Needless(note), takes, note)
-
-
-def value_of(context: Context, name: str, default: Any = None) -> Any:
-    """Return the first value of a setting, or its default."""
-    values = context.get(name)
-    return values[0] if values else default
-
-
-def every(values: Values, context: Context) -> list[Any]:
-    """Return all values as a list."""
-    return list(values[0]) if len(values) == 1 and isinstance(values[0], list) else list(values)
-
-
-def betas(**theirs: float) -> Conversion:
-    """Return the conversion of one of Adam's decays to both. `theirs`: their names, with the system's defaults."""
-    return lambda _, context: [value_of(context, name, default) for name, default in theirs.items()]
-
-
-def blend(values: Values, context: Context) -> Any:
-    """Return a dataset, or a blend of weights and datasets."""
-    listed = every(values, context)
-    if len(listed) == 1:
-        return str(listed[0])
-    if any(isinstance(value, str) for value in listed[::2]):
-        return Advice("several datasets without weights: theirs are blended by length; write the weights")
-    return [[weight, prefix] for weight, prefix in zip(listed[::2], listed[1::2], strict=True)]
-
-
-def two_shares(values: Values, context: Context) -> list[float]:
-    """Return the shares, of a text or a list: training, and validation with a test."""
-    given = values[0] if isinstance(values[0], list) else str(values[0]).strip("'\"").split(",")
-    shares = [float(share) for share in given]
-    return [int(share) if share.is_integer() else share for share in (shares[0], sum(shares[1:], 0.0))]
+    return Setting(names, "", lambda *_: Needless(note), note, takes=takes)

@@ -129,7 +129,9 @@ class ShellScript:
                 self.unknown.setdefault(given["name"], "the caller of a function")
             return [f"${given['name']}" if given else part[0]]
         if part["sum"]:
-            numbers = re.sub(r"\$?(\{)?([A-Za-z_]\w*)(?(1)\})", self._number, part["sum"])
+            integers = {name: one[0] for name, one in self._variables.items() if one and one[0].isdecimal()}
+            variable = r"\$?(\{)?([A-Za-z_]\w*)(?(1)\})"
+            numbers = re.sub(variable, lambda name: integers.get(name[2], name[0]), part["sum"])
             with contextlib.suppress(*_NO_INTEGER):
                 return [str(_integer(ast.parse(numbers.strip(), mode="eval").body))]
         if not given:
@@ -144,13 +146,7 @@ class ShellScript:
             self._variables[name] = None if self._blocks else words
         return words
 
-    def _number(self, name: re.Match[str]) -> str:
-        """Return the integer of a variable in a sum, or what is no integer."""
-        text = "".join((self._variables.get(name[2]) or [])[:1])
-        return text if text.isdecimal() else name[0]
-
     def _follow(self, statement: _Statement) -> None:
-        """Follow a statement."""
         words, _, sure = statement
         if words[0] in (*_OPENS, *_ALONE, "elif"):
             self._block(words[0], words[1:], sure=sure)
@@ -172,7 +168,6 @@ class ShellScript:
         return sum(block.keyword in keywords for block in self._blocks)
 
     def _train(self, commands: Iterable[list[str]]) -> None:
-        """Add the training commands of a list."""
         for command in commands:
             training = _training([word for text in command for word in self.expand(text)])
             if training and training[0] not in _NAMES_ALONE:

@@ -98,8 +98,6 @@ def translate(name: str, values: Values = (), context: Context | None = None, of
         return Translation(system, "", None, value, isinstance(value, Needless))
     if value is None and own:
         return Translation(system, "", None, own)
-    if isinstance(value, complex):
-        value = None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         value = int(value)
     known = value is not None and setting.meanings and "not supported" in setting.note
@@ -148,11 +146,10 @@ def read_flags(words: Sequence[str]) -> dict[str, list[Any]]:
 
 def is_ours(name: str) -> bool:
     """Return True for the name of a key, with its table."""
-    from megascale.config.loading import sections
+    from megascale.config.loading import keys_named
 
-    table, _, key = name.partition(".")
-    fields = sections()[table].model_fields if table in sections() else {}
-    return key.partition(".")[0] in {field.alias or attribute for attribute, field in fields.items()}
+    table, key = [*name.split("."), ""][:2]
+    return f"{table}.{key}" in keys_named(key)
 
 
 OURS = re.compile(r"[a-z0-9_]+\.[a-z0-9_.]+=")

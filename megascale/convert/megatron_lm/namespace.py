@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from megascale.config.foreign.imported import import_arguments
+from megascale.config.foreign.imported import Arguments, import_arguments
 from megascale.config.foreign.setting import Values
-from megascale.config.foreign.sources import Arguments
 from megascale.config.foreign.translation import SYSTEMS, find, read_value
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import Record
+from megascale.convert.megatron_lm.formats import COMMON, FILE
 from megascale.convert.megatron_lm.iteration import iteration_folder, read_common
-from megascale.convert.megatron_lm.legacy import FILE
-from megascale.convert.megatron_lm.torch_dist import COMMON
 from megascale.core.errors import CheckpointError
 
 SYSTEM = "Megatron-LM"
+TRAINED_HINT = "a checkpoint that Megatron-LM has written in training"
 SUPPORTED_HINT = "a model without this argument"
 FLAGS = {"fp8": "fp8_format", "fp4": "fp4_format", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 """Flags of attributes with another name."""
@@ -56,7 +55,7 @@ def stored_arguments(folder: Path) -> Arguments:
     file = min(path.glob(f"mp_rank_*/{FILE}"), default=path / COMMON)
     stored = read_common(file)
     if "args" not in stored:
-        raise CheckpointError(f"{file} has no args", hint="a checkpoint that Megatron-LM has written in training")
+        raise CheckpointError(f"{file} has no args", hint=TRAINED_HINT)
     args = vars(stored["args"])
     return Arguments(SYSTEM, _given(args, f"{file}: args"), args.get("world_size"))
 
@@ -64,9 +63,7 @@ def stored_arguments(folder: Path) -> Arguments:
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     """The model of a namespace. Raises: CheckpointError if it is unsupported"""
     if not args.get("num_layers"):
-        raise CheckpointError(
-            f"{where} has no num_layers", hint="a checkpoint that Megatron-LM has written in training"
-        )
+        raise CheckpointError(f"{where} has no num_layers", hint=TRAINED_HINT)
     hidden = {"attention_dropout": args.get("hidden_dropout")}  # another one is no other model
     size = {"vocab_size": args.get("vocab_size") or args.get("padded_vocab_size")}
     given = _given({**args, **hidden, **size}, where)

@@ -21,10 +21,9 @@ from megascale.checkpoint.format.state import Progress
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.dcp import DcpFolder
-from megascale.convert.megatron_lm.from_megatron import from_megatron
+from megascale.convert.megatron_lm.conversion import from_megatron, to_megatron
 from megascale.convert.megatron_lm.iteration import MOMENTS, TRACKER, read_common
 from megascale.convert.megatron_lm.namespace import model_of
-from megascale.convert.megatron_lm.to_megatron import to_megatron
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location

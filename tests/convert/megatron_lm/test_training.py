@@ -12,8 +12,7 @@ import pytest
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
 from megascale.config.foreign.imported import import_arguments
-from megascale.convert.megatron_lm.from_megatron import from_megatron
-from megascale.convert.megatron_lm.to_megatron import to_megatron
+from megascale.convert.megatron_lm.conversion import from_megatron, to_megatron
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
 from tests.convert.megatron_lm.cases import ARGUMENTS, MODELS, SAMPLES, STEPS, draw_tokens, go_on, ours

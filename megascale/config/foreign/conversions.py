@@ -1,4 +1,4 @@
-"""Conversions of Megatron-LM's arguments whose meaning depends on others."""
+"""Conversions of values of other systems, whose meaning depends on other settings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,44 @@ import re
 from typing import Any
 
 from megascale.config.batch_rampup import BatchSizes
-from megascale.config.foreign.setting import Advice, Context, Conversion, Needless, Several, Values, every, value_of
+from megascale.config.foreign.setting import Advice, Context, Conversion, Needless, Several, Values
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 LOSSES = {"none": "none", "aux_loss": "group", "seq_aux_loss": "sequence", "global_aux_loss": "step"}
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def value_of(context: Context, name: str, default: Any = None) -> Any:
+    """Return the first value of a setting, or its default."""
+    values = context.get(name)
+    return values[0] if values else default
+
+
+def every(values: Values, context: Context) -> list[Any]:
+    """Return all values as a list."""
+    return list(values[0]) if len(values) == 1 and isinstance(values[0], list) else list(values)
+
+
+def betas(**theirs: float) -> Conversion:
+    """Return the conversion of one of Adam's decays to both. `theirs`: their names, with the system's defaults."""
+    return lambda _, context: [value_of(context, name, default) for name, default in theirs.items()]
+
+
+def blend(values: Values, context: Context) -> Any:
+    """Return a dataset, or a blend of weights and datasets."""
+    listed = every(values, context)
+    if len(listed) == 1:
+        return str(listed[0])
+    if any(isinstance(value, str) for value in listed[::2]):
+        return Advice("several datasets without weights: theirs are blended by length; write the weights")
+    return [[weight, prefix] for weight, prefix in zip(listed[::2], listed[1::2], strict=True)]
+
+
+def two_shares(values: Values, context: Context) -> list[float]:
+    """Return the shares, of a text or a list: training, and validation with a test."""
+    given = values[0] if isinstance(values[0], list) else str(values[0]).strip("'\"").split(",")
+    shares = [float(share) for share in given]
+    return [int(share) if share.is_integer() else share for share in (shares[0], sum(shares[1:], 0.0))]
 
 
 def norm(values: Values, context: Context) -> str:
@@ -21,14 +54,6 @@ def norm(values: Values, context: Context) -> str:
     name = str(value_of(context, "normalization", "layernorm" if "num_layers" in context else "rmsnorm")).lower()
     around_1 = not values or "apply_layernorm_1p" in context
     return {"layernorm": "layernorm", "rmsnorm": "rmsnorm_1p" if around_1 else "rmsnorm"}[name]
-
-
-def swiglu(values: Values, context: Context) -> str | Several:
-    """Return the activation, with Megatron-LM's default width of the MLP."""
-    if "hidden_size" not in context or "ffn_hidden_size" in context:
-        return "swiglu"
-    width = int(4 * context["hidden_size"][0] * 2 / 3 / 64) * 64
-    return Several({"model.activation": "swiglu", "model.ffn_size": width})
 
 
 def activation_func(values: Values, context: Context) -> str | Advice:
@@ -170,12 +195,6 @@ def schedule(values: Values, context: Context) -> Any:
     return steps_of("lr_decay", context)
 
 
-def steps_of_share(values: Values, context: Context) -> int:
-    """Return the steps, and one, of a warm-up that is a share of the decay."""
-    decays = {"lr_decay_iters", "lr_decay_samples"} & set(context)
-    return round(values[0] * steps_of("lr_decay" if decays else "train", context)) + 1
-
-
 def decoupled(values: Values, context: Context) -> list[dict[str, Any]] | Advice:
     """Return the group of the embedding and the head, whose rate is a multiple of the others' from start to end."""
     factor, least = values[0] / context["lr"][0], value_of(context, "min_lr", 0.0)
@@ -202,3 +221,52 @@ def balance_weight(values: Values, context: Context) -> Any:
     if "num_experts" not in context or "moe_router_load_balancing_type" in context:
         return float(weight)
     return Several(balance(["aux_loss"], context) | {"moe.balance_weight": float(weight)})
+
+
+def experts(values: Values, context: Context) -> Any:
+    """Return the experts, with a bias of the router where linear layers have biases."""
+    biases = "disable_bias_linear" not in context and context.get("add_bias_linear") != [False]
+    if values[0] and biases and "num_layers" in context:
+        return Several({"model.experts": values[0], "model.router_bias": True})
+    return values[0]
+
+
+def dense_layers(values: Values, context: Context) -> int | Advice:
+    """Return the first layers, which have no experts."""
+    kinds = every(values, context)
+    if kinds == [1]:
+        return Needless("nothing to write: all layers have experts")
+    if written := re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(values[0]).replace(" ", "")):
+        return int(written[1])
+    if set(kinds) <= {0, 1} and kinds == sorted(kinds):
+        return kinds.count(0)
+    return Advice("not supported: only model.dense_layers first layers lack experts")
+
+
+def router_groups(values: Values, context: Context) -> Any:
+    """Return the groups of experts, with their value: of as many experts as a token has of a group."""
+    each = value_of(context, "moe_router_topk", 2) // value_of(context, "moe_router_group_topk", 1)
+    if "num_layers" not in context or values[0] == 1:
+        return values[0]
+    if each not in (1, 2):
+        return Advice("not supported: more than two experts of a group")
+    return Several({"model.router_groups": values[0], "model.router_group_value": "max" if each == 1 else "top2"})
+
+
+def global_batch(values: Values, context: Context) -> Any:
+    """Return the samples of a step of torchtitan; -1, the default, is a local batch of each rank of dp."""
+    if values[0] != -1:
+        return values[0]
+    if "gpus" not in context:
+        return Advice("local_batch_size x dp by default: give --gpus N, or write batch.global")
+    axes = ("tensor", "pipeline", "context")
+    ranks = math.prod(value_of(context, f"parallelism.{axis}_parallel_degree", 1) for axis in axes)
+    return value_of(context, "training.local_batch_size", 8) * (context["gpus"][0] // ranks)
+
+
+def converters(values: Values, context: Context) -> Any:
+    """Return the precision of torchtitan's converters of the model, of which FP8 has no layers in bf16."""
+    if not values[0]:
+        return Needless("nothing to write")
+    fp8 = Several({"train.precision": "fp8", "fp8.first_layers_bf16": 0, "fp8.last_layers_bf16": 0})
+    return {"float8": fp8, "quantize.linear.float8": fp8}["".join(values[0])]
