@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.layers import NORMS
-from megascale.config.attention_pattern import has_states
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
-from megascale.config.sparse_pattern import Reach
 from megascale.core.errors import CheckpointError, ConfigError, Problem
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
@@ -58,8 +56,8 @@ ROLES = {
 
 OBSTACLES: tuple[tuple[str, Callable[[ModelConfig], object], str], ...] = (
     ("num_layers", lambda m: m.residual_tau, "a layer that adds nothing scales the residual stream"),
-    ("num_layers", lambda m: has_states(m.attention_pattern), "decays of linear attention follow the number of layers"),
-    ("num_heads", lambda m: has_states(m.attention_pattern), "decays of linear attention follow the number of heads"),
+    ("num_layers", lambda m: "L" in str(m.attention_pattern), "decays of linear attention follow the number of layers"),
+    ("num_heads", lambda m: "L" in str(m.attention_pattern), "decays of linear attention follow the number of heads"),
     ("num_heads", lambda m: m.sparse_attention, "the blocks that a head sees follow its number"),
     ("num_heads", lambda m: m.kv_lora_rank, "heads of latent attention do not grow"),
     ("num_heads", lambda m: m.qk_norm == "full", "the norm's mean is over all heads, also new ones"),
@@ -229,8 +227,6 @@ def _places(model: ModelConfig, to: ModelConfig) -> tuple[int, ...]:
     return ()
 
 
-def _layers(model: ModelConfig) -> list[tuple[Reach, bool]]:
-    """List the layers' windows or sparse patterns, and whether they have experts."""
-    sparse = model.sparse_pattern.by_layer(model.num_layers) if model.sparse_pattern else [None] * model.num_layers
-    windows = (pattern or model.given_window(layer) for layer, pattern in enumerate(sparse))
-    return [(window, model.has_experts(layer)) for layer, window in enumerate(windows)]
+def _layers(model: ModelConfig) -> list[tuple[int, bool]]:
+    """List the layers' windows, and whether they have experts."""
+    return [(model.given_window(layer), model.has_experts(layer)) for layer in range(model.num_layers)]

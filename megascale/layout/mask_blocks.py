@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megascale.layout.sequence_shard import TokenSpan, count, within_documents
+from megascale.layout.sequence_shard import PlacedSpan, TokenSpan, count, within_documents
 from megascale.layout.windows import QUERY_BLOCK
 
 T = TypeVar("T")
@@ -92,23 +92,6 @@ def tiles(block: MaskBlock) -> Iterator[Tile]:
             yield Tile(slice(start, stop), seen, band=(low, high))
 
 
-class PlacedSpan(NamedTuple):
-    """The positions from `start` up to `stop`, held from `place` on in a tensor."""
-
-    start: int
-    stop: int
-    place: int
-
-    def cut(self, start: int, stop: int) -> PlacedSpan:
-        """Return the part of the run within these positions."""
-        low = max(self.start, start)
-        return PlacedSpan(low, min(self.stop, stop), self.place + low - self.start)
-
-    @property
-    def places(self) -> slice:
-        return slice(self.place, self.place + self.stop - self.start)
-
-
 def mask_blocks(
     queries: Sequence[TokenSpan],
     keys: Sequence[TokenSpan],
@@ -126,7 +109,7 @@ def mask_blocks(
         (row, itertools.product(own, theirs)) for row, _, own, theirs in documents_of(queries, keys, starts, length)
     )
     blocks = (block for row, runs in pairs for block in band_blocks(runs, window, row))
-    return MaskBlocks(merge_rectangles(blocks) if starts is None else blocks)
+    return MaskBlocks(_merge_rectangles(blocks) if starts is None else blocks)
 
 
 def documents_of(
@@ -143,7 +126,7 @@ def documents_of(
         yield from zip(itertools.repeat(row), begins, in_queries, in_keys)
 
 
-def merge_rectangles(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
+def _merge_rectangles(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
     """Merge each block with the one before it, where both are visible as a whole and make a rectangle."""
     merged = list[MaskBlock]()
     for block in blocks:

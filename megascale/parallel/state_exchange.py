@@ -60,25 +60,23 @@ class GatheredStates(StateExchange):
         )
 
     def forward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> States:
-        states = self._advance(self._gather(own(), self._label), self._rows, decays)
+        states = self._gather(own(), decays, self._rows, self._label)
         attend(states)
         return states
 
     def backward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> None:
-        full = self._gather(own(), self._label.for_backward("gradient"))
-        attend(self._advance(full, reversed(self._rows), decays))
+        attend(self._gather(own(), decays, reversed(self._rows), self._label.for_backward("gradient")))
 
-    def _gather(self, own: list[Tensor], label: Label) -> Tensor:
-        """Return what all ranks send [ranks x spans, b, heads, d, d]."""
-        part = torch.stack([*own, *[torch.zeros_like(own[0])] * (self._most - len(own))])
+    def _gather(
+        self, own: list[Tensor], decays: Decays, rows: Iterable[tuple[TokenSpan, int]], label: Label
+    ) -> States:  # fmt: skip
+        """Gather what all ranks send [ranks x spans, b, heads, d, d], and advance a state through the spans in an
+        order; return it as it is where it comes to the own ones.
+        """
+        full = torch.stack([*own, *[torch.zeros_like(own[0])] * (self._most - len(own))])
         for group in self._groups:
-            full = part.new_empty(group.size * len(part), *part.shape[1:])
+            part, full = full, full.new_empty(group.size * len(full), *full.shape[1:])
             all_gather(group, full, part, label=label)
-            part = full
-        return part
-
-    def _advance(self, full: Tensor, rows: Iterable[tuple[TokenSpan, int]], decays: Decays) -> States:
-        """Advance a state through all spans in an order; return it as it is where it comes to the own ones."""
         state: Tensor | None = None
         found = dict[int, Tensor | None]()
         for span, row in rows:

@@ -25,9 +25,8 @@ def drawn(visible: tuple[HeadBlocks, ...], heads: int, queries: int, keys: int, 
     """Count how often blocks show each score of a row, [heads, queries, keys]."""
     counts = torch.zeros(heads, queries, keys, dtype=torch.int64)
     for seen in visible:
-        columns = torch.cat([torch.arange(keys)[part] for part in seen.keys or (slice(None),)])
         of_heads = torch.arange(heads)[seen.heads]
-        for block in seen.blocks if row in range(ROWS)[seen.rows] else ():
+        for block in seen.blocks:
             if block.row not in (None, row):
                 continue
             n, m = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
@@ -35,7 +34,7 @@ def drawn(visible: tuple[HeadBlocks, ...], heads: int, queries: int, keys: int, 
             shown = torch.ones(n, m, dtype=torch.bool)
             shown &= place >= -block.left if block.left is not None else shown
             shown &= place <= block.right if block.right is not None else shown
-            at = of_heads[:, None, None], torch.arange(queries)[block.queries][:, None], columns[block.keys]
+            at = of_heads[:, None, None], torch.arange(queries)[block.queries][:, None], torch.arange(keys)[block.keys]
             counts[at] += shown
     return counts
 
@@ -85,9 +84,3 @@ def test_a_window_or_none_shows_all_heads_the_same(pattern: SparsePattern, low: 
         distance = torch.arange(low, low + size)[:, None] - torch.arange(20)
         expected = (distance >= 0) & (distance < (reach or 100))
         assert torch.equal(drawn(visible, 3, size, 20), expected.long().expand(3, -1, -1))
-
-
-def test_layers_alternate() -> None:
-    pattern = SparsePattern(1, 2, dense_every=3)
-    assert pattern.by_layer(7) == (pattern, pattern, None, pattern, pattern, None, pattern)
-    assert SparsePattern(1, 2).by_layer(2) == (SparsePattern(1, 2),) * 2
