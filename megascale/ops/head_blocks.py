@@ -1,6 +1,7 @@
 """Attention within the blocks of scores that heads see (`layout.sparse_blocks`), by any `PartialAttention`.
 
-Where only some of the heads count, their keys are gathered before the kernels, and gradients scattered after them.
+Where heads that see the same blocks are not evenly spread over key-value heads, their keys are gathered before the
+kernels, and gradients scattered after them.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ def add_backward(
 
 
 def _key_heads(heads: slice, q: Tensor, k: Tensor) -> slice | Tensor:
-    """Return the heads of k [b, kv heads, m, d] that some heads of q [b, heads, n, d] see: all, or one for each."""
-    if heads == slice(None):
-        return heads
-    return torch.arange(q.shape[1], device=q.device)[heads] // (q.shape[1] // k.shape[1])
+    """Return the heads of k [b, kv heads, m, d] for some heads of q [b, heads, n, d], in groups or one for each."""
+    shared, step = q.shape[1] // k.shape[1], heads.step or 1
+    if shared % step == 0:
+        return slice(None)
+    if step % shared == 0:
+        return slice(heads.start // shared, None, step // shared)
+    return torch.arange(q.shape[1], device=q.device)[heads] // shared
 
 
 def attend_within(

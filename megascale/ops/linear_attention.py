@@ -47,10 +47,6 @@ class Decays:
         self._documents = documents
         self._kept: dict[tuple[int, int, int], Tensor] = {}
 
-    def within(self, block: TokenSpan) -> Tensor:
-        """D of a block."""
-        return self.between(block, block)
-
     def from_start(self, block: TokenSpan) -> Tensor:
         """The factors of the state before a block, by token."""
         return self.between(block, TokenSpan(block.start - 1, block.start))
@@ -85,7 +81,7 @@ def attend(span: TokenSpan, qkv: Tensor, out: Tensor, decays: Decays, state: Ten
     """Attend within a span, after `state`, None for zeros; write the result to `out`. Return the state after it."""
     for rows, part in blocks(span):
         q, k, v = _features(qkv[rows], decays)
-        result = (q @ k.mT).mul_(decays.within(part)) @ v
+        result = (q @ k.mT).mul_(decays.between(part, part)) @ v
         if state is not None:
             result += (q * decays.from_start(part)) @ state
         out[rows] = result.permute(2, 0, 1, 3)
@@ -121,7 +117,7 @@ def attend_backward(
     states = _states(qkv, span, decays, state)
     for (rows, part), before in reversed([*zip(blocks(span), states, strict=False)]):  # without the state after all
         q, k, v = _features(qkv[rows], decays)
-        grad, within = _by_head(grad_out[rows], decays), decays.within(part)
+        grad, within = _by_head(grad_out[rows], decays), decays.between(part, part)
         scores, grad_scores = (q @ k.mT).mul_(within), (grad @ v.mT).mul_(within)
         grads = torch.stack((grad_scores @ k, grad_scores.mT @ q, scores.mT @ grad))
         from_start = decays.from_start(part)

@@ -51,8 +51,7 @@ class GatheredStates(StateExchange):
         self._groups = groups
         self._label = label
         self._most = max(map(len, shard.parts))
-        first = shard.index * self._most
-        self._own = range(first, first + len(shard.spans))
+        self._own = shard.spans
         self._rows = sorted(
             (span, rank * self._most + place)
             for rank, part in enumerate(shard.parts)
@@ -78,11 +77,11 @@ class GatheredStates(StateExchange):
             part, full = full, full.new_empty(group.size * len(full), *full.shape[1:])
             all_gather(group, full, part, label=label)
         state: Tensor | None = None
-        found = dict[int, Tensor | None]()
+        found = dict[TokenSpan, Tensor | None]()
         for span, row in rows:
-            found[row] = state
+            found[span] = state
             state = decays.advance(state, span, full[row])
-        return [found[row] for row in self._own]
+        return [found[span] for span in self._own]
 
 
 class StoredStates(StateExchange):
