@@ -66,7 +66,7 @@ class Requirement:
             "norm": model.norm, "add_norm": model.norm, "activation": model.activation, "rope": model.position,
             "optimizer": optimizer, "linear": granularity, "wgrad": dtype,
         }  # fmt: skip
-        scored = not all(map(model.is_linear, range(model.total_layers)))
+        scored = any("attention" in model.attention_kind(n).facts["operations"] for n in range(model.total_layers))
         used = {
             "rope": model.position == "rope" and scored,
             "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"],

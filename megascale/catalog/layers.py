@@ -1,11 +1,15 @@
-"""Layers of a transformer: the registries `BLOCKS`, `NORMS`, `ACTIVATIONS`, `ROUTER_SCORES` and `ROPE_SCALINGS`.
+"""Layers of a transformer: the registries `BLOCKS`, `ATTENTIONS`, `NORMS`, `ACTIVATIONS`, `ROUTER_SCORES` and
+`ROPE_SCALINGS`.
 
 Facts of a block: `description`, a function of (model, layer) that lists the parts of the block (`layout.blocks`);
 `operations`, the optional operations of `catalog.backends` used by the block; `shares_casts`, attention and MLP share
-FP8 operands. Facts of a norm: `bias`; `mean`, i.e. the mean is subtracted; `offset`, the constant added to the stored
-gain, which starts as 1 - offset. Facts of an activation: `gated`, i.e. with an input of twice the width. Facts of a
-scaling of rotary embeddings for sequences longer than in pretraining: `required` and `optional`, the keys of
-`model.rope_scaling` beside `type`, with their types. A block with the fact `steps` is a `model.block.SteppedBlock`.
+FP8 operands. Facts of a kind of attention: `letter`, its name in `model.attention_pattern`; `description`, a function
+of (model, layer) that lists the parts of the branch, and `operations`, as of a block; `carries_state`, a state of
+earlier tokens takes the place of their keys. Facts of a norm: `bias`; `mean`, i.e. the mean is subtracted; `offset`,
+the constant added to the stored gain, which starts as 1 - offset. Facts of an activation: `gated`, i.e. with an input
+of twice the width. Facts of a scaling of rotary embeddings for sequences longer than in pretraining: `required` and
+`optional`, the keys of `model.rope_scaling` beside `type`, with their types. A block with the fact `steps` is a
+`model.block.SteppedBlock`.
 """
 
 from megascale.core.registry import Card, Registry
@@ -15,6 +19,15 @@ def _block(name: str, help: str, target: str, operations: tuple[str, ...] = (), 
     description = f"megascale.layout.blocks:{name}_block"
     facts = {"description": description, "operations": operations, "shares_casts": shares_casts, "steps": True}
     return Card(name, help, f"megascale.model.block:{target}", facts)
+
+
+def _attention(
+    name: str, letter: str, help: str, target: str, description: str, operations: tuple[str, ...],
+    carries_state: bool = False,
+) -> Card:  # fmt: skip
+    facts = {"letter": letter, "description": f"megascale.layout.{description}", "operations": operations,
+             "carries_state": carries_state}  # fmt: skip
+    return Card(name, help, f"megascale.model.{target}", facts)
 
 
 def _norm(name: str, help: str, function: str, *, bias: bool = False, mean: bool = False, offset: float = 0.0) -> Card:
@@ -48,6 +61,19 @@ BLOCKS = Registry(
             "PostNormBlock",
         ),
     ],
+)  # fmt: skip
+
+ATTENTIONS = Registry(
+    "kind of attention",
+    "megascale.attentions",
+    [
+        _attention("softmax", "S", "softmax attention, latent with kv_lora_rank", "latent_attention:softmax_attention",
+                   "blocks:softmax_branch", ("attention", "partial_attention", "rope")),
+        _attention("lightning", "L", "linear attention with a decay by head (MiniMax-01, Li et al. 2025)",
+                   "lightning_attention:LightningAttention", "parts.linear_attention:lightning_branch",
+                   (), carries_state=True),
+    ],
+    facts={"letter": "", "description": "", "operations": (), "carries_state": False},
 )  # fmt: skip
 
 NORMS = Registry(

@@ -9,12 +9,12 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROPE_SCALINGS, ROUTER_SCORES
+from megascale.config.attention_pattern import check_attention_pattern, kind_of_letter
 from megascale.config.section import AUTO_AS_NONE, Count, Float32, Section, Size, TableChoice, choice, no_choice
 from megascale.config.sparse_pattern import Reach, SparsePattern, check_sparse_pattern
-from megascale.core.registry import closest_name
+from megascale.core.registry import Card, closest_name
 
 DERIVED_FROM = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
 """Sizes with a default that is derived from another size."""
@@ -32,13 +32,6 @@ def _known_preset(name: str) -> str:
     if name not in PRESETS:
         raise no_choice("preset", name, list(PRESETS), closest_name(name, PRESETS), "presets.md")
     return name
-
-
-def _letters_of_layers(pattern: str) -> str:
-    if not pattern or set(pattern) - set("LS"):
-        context = {"hint": 'L for linear and S for softmax attention, such as "LLLLLLLS", or remove the key'}
-        raise PydanticCustomError("attention_pattern", "should be letters L and S", context)
-    return pattern
 
 
 class ModelConfig(Section):
@@ -142,7 +135,7 @@ class ModelConfig(Section):
         "x = sqrt(1 - tau) x + sqrt(tau) branch(x), or 0: x + branch(x); default 0, and with unit_scaling "
         "0.4 (4 / num_layers)^0.43",
     )
-    attention_pattern: Annotated[Annotated[str, AfterValidator(_letters_of_layers)] | None, AUTO_AS_NONE] = Field(
+    attention_pattern: Annotated[Annotated[str, AfterValidator(check_attention_pattern)] | None, AUTO_AS_NONE] = Field(
         None,
         description="[kinds of attention](long-context.md#linear-attention), a letter for each layer, repeated over "
         'the layers, such as "LLLLLLLS": L linear with decay, S softmax; default S',
@@ -319,10 +312,10 @@ class ModelConfig(Section):
         pattern = self.window if isinstance(self.window, list) else [self.window or 0]
         return _windows(tuple(pattern), self.seq_length, self.total_layers)
 
-    def is_linear(self, layer: int) -> bool:
-        """Return True for a layer with linear attention, which has no scores of queries and keys."""
+    def attention_kind(self, layer: int) -> Card:
+        """The kind of attention of a layer (`catalog.layers.ATTENTIONS`)."""
         pattern = self.attention_pattern or "S"
-        return pattern[layer % len(pattern)] == "L"
+        return kind_of_letter(pattern[layer % len(pattern)])
 
     @property
     def gated(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.catalog.layers import NORMS
+from megascale.config.attention_pattern import has_no_scores, has_states
 from megascale.config.exclusions import ONE_EXPERT, REMOVE, Exclusions, only, unsupported
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
@@ -142,7 +143,7 @@ def sparse_attention(model: ModelConfig) -> Iterator[Finding]:
         yield Finding("model.sparse_attention", message, hint)
 
 
-NO_SCORES = Exclusions("model.attention_pattern", lambda pattern: "S" not in str(pattern or "S"), tuple(
+NO_SCORES = Exclusions("model.attention_pattern", has_no_scores, tuple(
     (f"model.{key}", unset, "has no effect: no layer of {given} has softmax attention", "remove the key")
     for key, unset in {
         "window": only(None, 0), "qk_norm": only("none"), "softmax_scale": only(None),
@@ -156,7 +157,7 @@ LINEAR_ATTENTION = unsupported(
      "serial, sandwich, post_norm or fog"),
     ("model.unit_scaling", only(False), "unit scaling has no rule for linear attention", "false"),
     ("parallel.hybrid_dp", only(False), "rings of any ranks exchange keys and values, and no states", "false"),
-    when=lambda pattern: "L" in str(pattern), off="layers of softmax attention alone",
+    when=has_states, off="layers of softmax attention alone",
 )  # fmt: skip
 
 

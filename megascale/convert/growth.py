@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.layers import NORMS
+from megascale.config.attention_pattern import has_states
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.core.errors import CheckpointError, ConfigError, Problem
@@ -56,8 +57,8 @@ ROLES = {
 
 OBSTACLES: tuple[tuple[str, Callable[[ModelConfig], object], str], ...] = (
     ("num_layers", lambda m: m.residual_tau, "a layer that adds nothing scales the residual stream"),
-    ("num_layers", lambda m: "L" in str(m.attention_pattern), "decays of linear attention follow the number of layers"),
-    ("num_heads", lambda m: "L" in str(m.attention_pattern), "decays of linear attention follow the number of heads"),
+    ("num_layers", lambda m: has_states(m.attention_pattern), "decays of linear attention follow the number of layers"),
+    ("num_heads", lambda m: has_states(m.attention_pattern), "decays of linear attention follow the number of heads"),
     ("num_heads", lambda m: m.sparse_attention, "the blocks that a head sees follow its number"),
     ("num_heads", lambda m: m.kv_lora_rank, "heads of latent attention do not grow"),
     ("num_heads", lambda m: m.qk_norm == "full", "the norm's mean is over all heads, also new ones"),

@@ -13,12 +13,12 @@ from functools import lru_cache
 
 from megascale.catalog.layers import BLOCKS
 from megascale.config.model import ModelConfig
+from megascale.core.registry import Card
 from megascale.layout.freezing import mark_frozen, matches
 from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.parts.elementwise import ActivationSpec, NormSpec, ResidualAdd
 from megascale.layout.parts.latent_projections import latent_branch
 from megascale.layout.parts.linear import ColumnParallel, LinearGroup, RowParallel
-from megascale.layout.parts.linear_attention import lightning_branch
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.tensors import TOKEN_EMBEDDING
 
@@ -34,8 +34,7 @@ def block_spec(model: ModelConfig, layer: int, freeze: Sequence[str] = ()) -> Bl
     if freeze:
         frozen = frozen_names(model, layer, freeze)
         return tuple(part.freeze(frozen) for part in block_spec(model, layer))
-    module, _, name = BLOCKS[model.block].facts["description"].partition(":")
-    block: BlockSpec = getattr(importlib.import_module(module), name)(model, layer)
+    block = described(BLOCKS[model.block], model, layer)
     if layer < model.num_layers:
         return block
     from megascale.layout.parts.depth_input import DepthInput
@@ -48,6 +47,13 @@ def frozen_names(model: ModelConfig, layer: int, freeze: Sequence[str]) -> froze
     name, own = f"layers.{layer}", {TOKEN_EMBEDDING} if matches(TOKEN_EMBEDDING, freeze) else set()
     params = [param for part in block_spec(model, layer) for param in part.params(name, model)]
     return frozenset(own | {p.name.removeprefix(f"{name}.") for p in mark_frozen(params, freeze) if p.frozen})
+
+
+def described(card: Card, model: ModelConfig, layer: int) -> BlockSpec:
+    """List the parts of what a card describes, in layer number `layer`."""
+    module, _, name = card.facts["description"].partition(":")
+    parts: BlockSpec = getattr(importlib.import_module(module), name)(model, layer)
+    return parts
 
 
 @lru_cache(RECENT)
@@ -132,8 +138,7 @@ def serial_block(
     norms after a branch, at the start.
     """
     parts = list[Part]()
-    softmax = latent_branch if model.kv_lora_rank else softmax_branch
-    branches = (lightning_branch if model.is_linear(layer) else softmax)(model, layer), feed_forward(model, layer)
+    branches = described(model.attention_kind(layer), model, layer), feed_forward(model, layer)
     for name, branch in zip(("attention", "mlp"), branches, strict=True):
         first, last = [NormSpec(f"{name}_norm")] * before, [NormSpec(f"{name}_post_norm", gain=gain)] * after
         parts += [*first, *branch, *last, ResidualAdd()]
@@ -192,7 +197,9 @@ def mlp(model: ModelConfig, place: str = "mlp") -> tuple[ColumnParallel, Activat
 
 
 def softmax_branch(model: ModelConfig, layer: int) -> BlockSpec:
-    """Softmax attention with its linear layers."""
+    """Softmax attention with its linear layers, latent with `kv_lora_rank`."""
+    if model.kv_lora_rank:
+        return latent_branch(model, layer)
     return ColumnParallel((qkv(model),)), attention(model, layer), RowParallel((out(model),))
 
 

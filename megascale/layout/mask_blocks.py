@@ -109,7 +109,7 @@ def mask_blocks(
         (row, itertools.product(own, theirs)) for row, _, own, theirs in documents_of(queries, keys, starts, length)
     )
     blocks = (block for row, runs in pairs for block in band_blocks(runs, window, row))
-    return MaskBlocks(_merge_rectangles(blocks) if starts is None else blocks)
+    return MaskBlocks(merge_rectangles(blocks) if starts is None else blocks)
 
 
 def documents_of(
@@ -126,7 +126,7 @@ def documents_of(
         yield from zip(itertools.repeat(row), begins, in_queries, in_keys)
 
 
-def _merge_rectangles(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
+def merge_rectangles(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
     """Merge each block with the one before it, where both are visible as a whole and make a rectangle."""
     merged = list[MaskBlock]()
     for block in blocks:

@@ -26,4 +26,5 @@ def window_blocks(s: int, window: int, block: int = QUERY_BLOCK) -> list[tuple[s
 
 def score_windows(model: ModelConfig) -> tuple[Reach | None, ...]:
     """Return the `windows` of the layers with scores of queries and keys, which linear attention has not."""
-    return tuple(window for layer, window in enumerate(model.windows) if not model.is_linear(layer))
+    operations = (model.attention_kind(layer).facts["operations"] for layer in range(model.total_layers))
+    return tuple(window for window, used in zip(model.windows, operations, strict=True) if "attention" in used)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor, nn
 
 from megascale.model.attention import Attention
-from megascale.model.latent_attention import LatentAttention
-from megascale.model.lightning_attention import LightningAttention
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext, Norm, add_branch, residual_dropout
 from megascale.parallel.domino import in_halves
@@ -58,8 +56,7 @@ class SerialBlock(SteppedBlock):
         if self.after:
             self.attention_post_norm = Norm(context, f"{name}.attention_post_norm")
             self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
-        softmax = LatentAttention if context.model.kv_lora_rank else Attention
-        self.attention = (LightningAttention if context.model.is_linear(index) else softmax)(context, index)
+        self.attention = context.model.attention_kind(index).load()(context, index)
         self.mlp = feed_forward(context, index)
         self._tau = context.model.residual_tau
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)

@@ -1,7 +1,6 @@
 """Attention within the blocks of scores that heads see (`layout.sparse_blocks`), by any `PartialAttention`.
 
-Where heads that see the same blocks are not evenly spread over key-value heads, their keys are gathered before the
-kernels, and gradients scattered after them.
+Where only some of the heads or keys count, they are gathered before the kernels, and gradients scattered after them.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ def add_forward(
     partial: PartialAttention, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, visible: Sequence[HeadBlocks]
 ) -> None:
     """Add the attention of q [b, heads, n, d] to k and v [b, kv heads, m, d] within `visible`."""
-    for blocks, heads in visible:
-        of = _key_heads(heads, q, k)
-        partial.add_forward(total.part(heads), q[:, heads], k[:, of], v[:, of], blocks)
+    for seen in visible:
+        at = seen.rows, seen.heads
+        partial.add_forward(total.part(*at), q[at], _gather(seen, q, k), _gather(seen, q, v), seen.blocks)
 
 
 def add_backward(
@@ -30,24 +29,34 @@ def add_backward(
     visible: Sequence[HeadBlocks],
 ) -> None:  # fmt: skip
     """Add the gradients of `add_forward` to `grads`, in fp32 or wider."""
-    for blocks, heads in visible:
-        of = _key_heads(heads, queries.q, k)
-        own, keys, values = AttentionResult(*(t[:, heads] for t in queries)), k[:, of], v[:, of]
-        found = [grad[:, of] if isinstance(of, slice) else torch.zeros_like(grad[:, of]) for grad in grads[1:]]
-        partial.add_backward(Gradients(grads.q[:, heads], *found), own, keys, values, blocks)
-        if not isinstance(of, slice):
-            for total, part in zip(grads[1:], found, strict=True):
-                total.index_add_(1, of, part)
+    for seen in visible:
+        at, (keys, values) = (seen.rows, seen.heads), (_gather(seen, queries.q, t) for t in (k, v))
+        found = grads[1:]
+        if seen.keys is not None:
+            found = torch.zeros_like(keys, dtype=grads.k.dtype), torch.zeros_like(values, dtype=grads.k.dtype)
+        own = AttentionResult(*(t[at] for t in queries))
+        partial.add_backward(Gradients(grads.q[at], *found), own, keys, values, seen.blocks)
+        for total, part in zip(grads[1:], found, strict=True) if seen.keys is not None else ():
+            heads, tokens = _seen_keys(seen, queries.q, total)
+            for head, grad in zip(heads, part.unbind(1), strict=True):
+                head.index_add_(1, tokens, grad)
 
 
-def _key_heads(heads: slice, q: Tensor, k: Tensor) -> slice | Tensor:
-    """Return the heads of k [b, kv heads, m, d] for some heads of q [b, heads, n, d], in groups or one for each."""
-    shared, step = q.shape[1] // k.shape[1], heads.step or 1
-    if shared % step == 0:
-        return slice(None)
-    if step % shared == 0:
-        return slice(heads.start // shared, None, step // shared)
-    return torch.arange(q.shape[1], device=q.device)[heads] // shared
+def _gather(seen: HeadBlocks, q: Tensor, keys: Tensor) -> Tensor:
+    """Return the keys or values [b, heads, m, d] that heads of q see: of all, or copies for some of the heads."""
+    if seen.keys is None:
+        return keys
+    heads, tokens = _seen_keys(seen, q, keys)
+    return torch.stack([head.index_select(1, tokens) for head in heads], 1)
+
+
+def _seen_keys(seen: HeadBlocks, q: Tensor, keys: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return for each of some heads of q its keys [b, m, d], a view, and the tokens that it sees of them."""
+    spans, shared = seen.keys or (), q.shape[1] // keys.shape[1]
+    tokens = seen.blocks.derive(
+        ("tokens", keys.device), lambda: torch.cat([torch.arange(s.start, s.stop, device=keys.device) for s in spans])
+    )
+    return [keys[seen.rows, head // shared] for head in range(q.shape[1])[seen.heads]], tokens
 
 
 def attend_within(

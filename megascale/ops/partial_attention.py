@@ -59,10 +59,10 @@ class Accumulator:
         self.out = torch.zeros(n, b, heads, d, dtype=wide, device=q_bhsd.device).permute(1, 2, 0, 3)
         self.lse = torch.full(q_bhsd.shape[:-1], -math.inf, dtype=wide, device=q_bhsd.device)
 
-    def part(self, heads: slice) -> Accumulator:
-        """The sum of some heads, a view."""
+    def part(self, rows: slice, heads: slice) -> Accumulator:
+        """The sum of some rows and heads, a view."""
         part = copy(self)
-        part.out, part.lse = self.out[:, heads], self.lse[:, heads]
+        part.out, part.lse = self.out[rows, heads], self.lse[rows, heads]
         return part
 
     def add(self, rows: slice, queries: slice, out: Tensor, lse: Tensor) -> None:

@@ -25,8 +25,9 @@ def drawn(visible: tuple[HeadBlocks, ...], heads: int, queries: int, keys: int, 
     """Count how often blocks show each score of a row, [heads, queries, keys]."""
     counts = torch.zeros(heads, queries, keys, dtype=torch.int64)
     for seen in visible:
+        columns = torch.cat([torch.arange(keys)[part] for part in seen.keys or (slice(None),)])
         of_heads = torch.arange(heads)[seen.heads]
-        for block in seen.blocks:
+        for block in seen.blocks if row in range(ROWS)[seen.rows] else ():
             if block.row not in (None, row):
                 continue
             n, m = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
@@ -34,7 +35,7 @@ def drawn(visible: tuple[HeadBlocks, ...], heads: int, queries: int, keys: int, 
             shown = torch.ones(n, m, dtype=torch.bool)
             shown &= place >= -block.left if block.left is not None else shown
             shown &= place <= block.right if block.right is not None else shown
-            at = of_heads[:, None, None], torch.arange(queries)[block.queries][:, None], torch.arange(keys)[block.keys]
+            at = of_heads[:, None, None], torch.arange(queries)[block.queries][:, None], columns[block.keys]
             counts[at] += shown
     return counts
 

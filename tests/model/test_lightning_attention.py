@@ -181,7 +181,7 @@ def test_the_layer_is_that_of_transformers(index: int) -> None:
 
 def test_layers_have_the_parameters_of_their_letters() -> None:
     model = ModelConfig.model_validate(HYBRID)
-    assert [*map(model.is_linear, range(4))] == [True, True, False, True]
+    assert "".join(model.attention_kind(layer).facts["letter"] for layer in range(4)) == "LLSL"
     of_layers = [
         {part.name.split(".")[3]: part.shape for param in layer_params(model, layer) for part in param.parts
          if ".attention." in part.name}
