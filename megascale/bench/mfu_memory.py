@@ -14,7 +14,6 @@ from torch import Tensor
 from megascale.bench.mfu import ALL_LAYERS_FP8, LayerFit, config_with_layers
 from megascale.bench.timed_steps import build_run, take_step
 from megascale.config.run import RunConfig
-from megascale.config.sparse_pattern import SparsePattern
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
@@ -68,13 +67,7 @@ def fit_layers(config: RunConfig, total_layers: int, rank: Rank, device: Device,
     saved, peaks = list[int](), list[int]()
     pattern = config.model.attention_pattern or [None]
     for reach, letter in dict.fromkeys(zip(config.model.windows, cycle(pattern), strict=False)):
-        sparse = isinstance(reach, SparsePattern)
-        layer = {
-            "window": None if sparse else reach,
-            "sparse_attention": config.model.sparse_attention if sparse else None,
-            "attention_pattern": letter,
-        }
-        one = one.changed(model=layer)
+        one = one.changed(model={"window": reach if isinstance(reach, int) else None, "attention_pattern": letter})
         log(f"building {one.name} with 1 layers on {device.name}")
         run = build_run(one, device, rank)
         saved.append(saved_by_layer(run))

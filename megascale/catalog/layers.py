@@ -4,18 +4,15 @@
 Facts of a block: `description`, a function of (model, layer) that lists the parts of the block (`layout.blocks`);
 `operations`, the optional operations of `catalog.backends` used by the block; `shares_casts`, attention and MLP share
 FP8 operands. Facts of a kind of attention: `letter`, its name in `model.attention_pattern`; `description`, a function
-of (model, layer) that lists the parts of the branch, and `operations`, as of a block; `latent`, whether it is for
-models with `kv_lora_rank`, or None for all models; `carries_state`, a state of earlier tokens takes the place of their
-keys. Facts of a norm: `bias`; `mean`, i.e. the mean is subtracted; `offset`, the constant added to the stored
-gain, which starts as 1 - offset. Facts of an activation: `gated`, i.e. with an input of twice the width. Facts of a
-scaling of rotary embeddings for sequences longer than in pretraining: `required` and `optional`, the keys of
-`model.rope_scaling` beside `type`, with their types. A block with the fact `steps` is a `model.block.SteppedBlock`.
+of (model, layer) that lists the parts of the branch, and `operations`, as of a block; `carries_state`, a state of
+earlier tokens takes the place of their keys. Facts of a norm: `bias`; `mean`, i.e. the mean is subtracted; `offset`,
+the constant added to the stored gain, which starts as 1 - offset. Facts of an activation: `gated`, i.e. with an input
+of twice the width. Facts of a scaling of rotary embeddings for sequences longer than in pretraining: `required` and
+`optional`, the keys of `model.rope_scaling` beside `type`, with their types. A block with the fact `steps` is a
+`model.block.SteppedBlock`.
 """
 
 from megascale.core.registry import Card, Registry
-
-SCORED = ("attention", "partial_attention", "rope")
-"""The operations of attention with scores of queries and keys."""
 
 
 def _block(name: str, help: str, target: str, operations: tuple[str, ...] = (), shares_casts: bool = False) -> Card:
@@ -25,11 +22,11 @@ def _block(name: str, help: str, target: str, operations: tuple[str, ...] = (), 
 
 
 def _attention(
-    name: str, letter: str, help: str, target: str, description: str, operations: tuple[str, ...] = SCORED,
-    latent: bool | None = None, carries_state: bool = False,
+    name: str, letter: str, help: str, target: str, description: str, operations: tuple[str, ...],
+    carries_state: bool = False,
 ) -> Card:  # fmt: skip
     facts = {"letter": letter, "description": f"megascale.layout.{description}", "operations": operations,
-             "latent": latent, "carries_state": carries_state}  # fmt: skip
+             "carries_state": carries_state}  # fmt: skip
     return Card(name, help, f"megascale.model.{target}", facts)
 
 
@@ -70,17 +67,14 @@ ATTENTIONS = Registry(
     "kind of attention",
     "megascale.attentions",
     [
-        _attention("softmax", "S", "softmax attention, as the keys of [model] describe it", "attention:Attention",
-                   "blocks:softmax_branch", latent=False),
-        _attention("latent", "M", "multi-head latent attention (DeepSeek-AI 2024)", "latent_attention:LatentAttention",
-                   "parts.latent_projections:latent_branch", latent=True),
+        _attention("softmax", "S", "softmax attention, latent with kv_lora_rank", "latent_attention:softmax_attention",
+                   "blocks:softmax_branch", ("attention", "partial_attention", "rope")),
         _attention("lightning", "L", "linear attention with a decay by head (MiniMax-01, Li et al. 2025)",
                    "lightning_attention:LightningAttention", "parts.linear_attention:lightning_branch",
-                   operations=(), carries_state=True),
+                   (), carries_state=True),
     ],
-    facts={"letter": "", "description": "", "operations": (), "latent": None, "carries_state": False},
+    facts={"letter": "", "description": "", "operations": (), "carries_state": False},
 )  # fmt: skip
-
 
 NORMS = Registry(
     "norm",

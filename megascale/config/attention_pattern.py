@@ -28,11 +28,9 @@ def kind_of_letter(letter: str) -> Card:
 
 def has_no_scores(pattern: object) -> bool:
     """Return True for a pattern without softmax attention."""
-    return bool(pattern) and not any(
-        "attention" in kind_of_letter(letter).facts["operations"] for letter in str(pattern)
-    )
+    return not any("attention" in kind_of_letter(letter).facts["operations"] for letter in str(pattern or "S"))
 
 
 def has_states(pattern: object) -> bool:
     """Return True for a pattern with attention that carries a state."""
-    return bool(pattern) and any(kind_of_letter(letter).facts["carries_state"] for letter in str(pattern))
+    return any(kind_of_letter(letter).facts["carries_state"] for letter in str(pattern or "S"))

@@ -138,7 +138,7 @@ class ModelConfig(Section):
     attention_pattern: Annotated[Annotated[str, AfterValidator(check_attention_pattern)] | None, AUTO_AS_NONE] = Field(
         None,
         description="[kinds of attention](long-context.md#linear-attention), a letter for each layer, repeated over "
-        'the layers, such as "LLLLLLLS": S softmax, M latent, L linear with decay; default S, and with kv_lora_rank M',
+        'the layers, such as "LLLLLLLS": L linear with decay, S softmax; default S',
     )
     window: Window | Annotated[list[Window], Field(min_length=1)] | None = Field(
         None,
@@ -301,20 +301,20 @@ class ModelConfig(Section):
 
     @property
     def sparse_pattern(self) -> SparsePattern | None:
-        """The pattern of sparse layers."""
+        """The pattern of sparse attention."""
         return SparsePattern(**self.sparse_attention) if self.sparse_attention else None
 
     @property
     def windows(self) -> tuple[Reach | None, ...]:
         """The window or the sparse pattern of every layer; None: full causal attention."""
         if sparse := self.sparse_pattern:
-            return sparse.by_layer(self.total_layers)
+            return (sparse,) * self.total_layers
         pattern = self.window if isinstance(self.window, list) else [self.window or 0]
         return _windows(tuple(pattern), self.seq_length, self.total_layers)
 
     def attention_kind(self, layer: int) -> Card:
         """The kind of attention of a layer (`catalog.layers.ATTENTIONS`)."""
-        pattern = self.attention_pattern or ("M" if self.kv_lora_rank else "S")
+        pattern = self.attention_pattern or "S"
         return kind_of_letter(pattern[layer % len(pattern)])
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.catalog.layers import NORMS
-from megascale.config.attention_pattern import has_no_scores, has_states, kind_of_letter
+from megascale.config.attention_pattern import has_no_scores, has_states
 from megascale.config.exclusions import ONE_EXPERT, REMOVE, Exclusions, only, unsupported
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
@@ -117,11 +117,13 @@ def early_exits(model: ModelConfig, train: TrainConfig) -> Iterator[Finding]:
         yield Finding("train.exit_loss_weight", message, "a weight for each of model.exits, or one for all")
 
 
-def attention_window(model: ModelConfig) -> Iterator[Finding]:
-    """Check that a list of windows is no longer than the layers."""
-    if isinstance(model.window, list) and len(model.window) > model.num_layers:
-        message = f"{len(model.window)} numbers for {model.num_layers} layers"
-        yield Finding("model.window", message, f"at most {model.num_layers}: fewer repeat over the layers")
+def attention_by_layer(model: ModelConfig) -> Iterator[Finding]:
+    """Check that a list of windows and a pattern of attention are no longer than the layers."""
+    windows = model.window if isinstance(model.window, list) else []
+    for key, given, unit in ("window", windows, "numbers"), ("attention_pattern", model.attention_pattern, "letters"):
+        if given and len(given) > model.num_layers:
+            message = f"{len(given)} {unit} for {model.num_layers} layers"
+            yield Finding(f"model.{key}", message, f"at most {model.num_layers}: fewer repeat over the layers")
 
 
 def sparse_attention(model: ModelConfig) -> Iterator[Finding]:
@@ -139,19 +141,6 @@ def sparse_attention(model: ModelConfig) -> Iterator[Finding]:
         message = f"{sparse.local_blocks} local blocks of {sparse.block} tokens reach over all {model.seq_length}"
         hint = f"blocks of fewer than {model.seq_length} tokens together, or remove the key"
         yield Finding("model.sparse_attention", message, hint)
-
-
-def attention_pattern(model: ModelConfig) -> Iterator[Finding]:
-    """Check that a pattern is no longer than the layers, and has latent attention where [model] describes it."""
-    key, pattern, latent = "model.attention_pattern", model.attention_pattern or "", bool(model.kv_lora_rank)
-    if len(pattern) > model.num_layers:
-        message = f"{len(pattern)} letters for {model.num_layers} layers"
-        yield Finding(key, message, f"at most {model.num_layers}: fewer repeat over the layers")
-    for letter in dict.fromkeys(pattern):
-        card = kind_of_letter(letter)
-        if card.facts["latent"] not in (None, latent):
-            hint = "M, or kv_lora_rank = 0" if latent else "S, or kv_lora_rank above 0"
-            yield Finding(key, f"{letter} is {card.name} attention, and kv_lora_rank = {model.kv_lora_rank}", hint)
 
 
 NO_SCORES = Exclusions("model.attention_pattern", has_no_scores, tuple(

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 MOST = 2**30
 """The largest number in a pattern: the tokens of the longest sequence."""
 
-LEAST = {"local_blocks": 1, "stride": 2, "block": 1, "dense_every": 0}
+LEAST = {"local_blocks": 1, "stride": 2, "block": 1}
 """The least number of each key."""
 
 REQUIRED = ("local_blocks", "stride")
@@ -25,22 +25,14 @@ REQUIRED = ("local_blocks", "stride")
 
 @dataclass(frozen=True)
 class SparsePattern:
-    """A pattern: `local_blocks` with the query's own, `stride` of earlier blocks, `block` in tokens. `dense_every`:
-    every layer whose number, from 1, is a multiple of it sees all keys; 0: none does.
-    """
+    """A pattern: `local_blocks` with the query's own, `stride` of earlier blocks, `block` in tokens."""
 
     local_blocks: int
     stride: int
     block: int = 64
-    dense_every: int = 0
 
     def __str__(self) -> str:
         return "sparse"
-
-    def by_layer(self, layers: int) -> tuple[SparsePattern | None, ...]:
-        """The pattern of each of a model's `layers`; None for those that see all keys."""
-        dense = (self.dense_every and (layer + 1) % self.dense_every == 0 for layer in range(layers))
-        return tuple(None if is_full else self for is_full in dense)
 
     def count_scores(self, tokens: int) -> tuple[float, float]:
         """Count the scores of a document, the mean over heads: with every query's keys those of the last one, and as
@@ -65,8 +57,6 @@ def check_sparse_pattern(table: dict[str, Any]) -> dict[str, Any]:
     for name, value in table.items():
         if name in LEAST and (type(value) is not int or not LEAST[name] <= value <= MOST):
             mistakes.append(f"{name} should be a whole number from {LEAST[name]}, not {value!r}")
-    if table.get("dense_every") == 1:
-        mistakes.append("dense_every = 1 leaves no sparse layer: above 1, or 0")
     if mistakes:
         context = {"message": "; ".join(mistakes), "hint": "for example {local_blocks = 4, stride = 8, block = 64}"}
         raise PydanticCustomError("table", "{message}", context)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from megascale.checkpoint.format import manifest
 from megascale.config.attention_pattern import has_states
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
-from megascale.config.sparse_pattern import Reach
 from megascale.config.toml_writer import toml_value
 from megascale.convert.saved_weights import saved_model
 from megascale.core.errors import CheckpointError, ConfigError, Problem
@@ -282,7 +280,6 @@ def _places(model: ModelConfig, to: ModelConfig) -> tuple[int, ...]:
     return ()
 
 
-def _layers(model: ModelConfig) -> list[tuple[Reach | None, bool]]:
-    """List the layers' windows, also if longer than the sequence, or sparse patterns, and whether they have experts."""
-    windows = model.model_copy(update={"seq_length": sys.maxsize}).windows
-    return [(windows[layer], model.has_experts(layer)) for layer in range(model.num_layers)]
+def _layers(model: ModelConfig) -> list[tuple[int, bool]]:
+    """List the layers' windows, and whether they have experts."""
+    return [(model.given_window(layer), model.has_experts(layer)) for layer in range(model.num_layers)]

@@ -17,6 +17,7 @@ from megascale.core.registry import Card
 from megascale.layout.freezing import mark_frozen, matches
 from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.parts.elementwise import ActivationSpec, NormSpec, ResidualAdd
+from megascale.layout.parts.latent_projections import latent_branch
 from megascale.layout.parts.linear import ColumnParallel, LinearGroup, RowParallel
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.tensors import TOKEN_EMBEDDING
@@ -195,7 +196,9 @@ def mlp(model: ModelConfig, place: str = "mlp") -> tuple[ColumnParallel, Activat
 
 
 def softmax_branch(model: ModelConfig, layer: int) -> BlockSpec:
-    """Softmax attention with its linear layers."""
+    """Softmax attention with its linear layers, latent with `kv_lora_rank`."""
+    if model.kv_lora_rank:
+        return latent_branch(model, layer)
     return ColumnParallel((qkv(model),)), attention(model, layer), RowParallel((out(model),))
 
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megascale.layout.sequence_shard import TokenSpan, count, within_documents
+from megascale.layout.sequence_shard import PlacedSpan, TokenSpan, count, within_documents
 from megascale.layout.windows import QUERY_BLOCK
 
 T = TypeVar("T")
@@ -90,23 +90,6 @@ def tiles(block: MaskBlock) -> Iterator[Tile]:
             stop = min(start + QUERY_BLOCK, queries.stop)
             seen = slice(max(keys.start, start + low), min(keys.stop, stop + high))
             yield Tile(slice(start, stop), seen, band=(low, high))
-
-
-class PlacedSpan(NamedTuple):
-    """The positions from `start` up to `stop`, held from `place` on in a tensor."""
-
-    start: int
-    stop: int
-    place: int
-
-    def cut(self, start: int, stop: int) -> PlacedSpan:
-        """Return the part of the run within these positions."""
-        low = max(self.start, start)
-        return PlacedSpan(low, min(self.stop, stop), self.place + low - self.start)
-
-    @property
-    def places(self) -> slice:
-        return slice(self.place, self.place + self.stop - self.start)
 
 
 def mask_blocks(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 from megascale.config.parallel import ParallelConfig
 
@@ -33,19 +33,24 @@ class TokenSpan(NamedTuple):
         return TokenSpan(max(self.start, start), min(self.stop, stop))
 
 
-class Cuttable(Protocol):
-    """Positions from `start` up to `stop`, of which a part can be taken."""
+class PlacedSpan(NamedTuple):
+    """The positions from `start` up to `stop`, held from `place` on in a tensor."""
+
+    start: int
+    stop: int
+    place: int
+
+    def cut(self, start: int, stop: int) -> PlacedSpan:
+        """Return the part of the run within these positions."""
+        low = max(self.start, start)
+        return PlacedSpan(low, min(self.stop, stop), self.place + low - self.start)
 
     @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    def cut(self, start: int, stop: int) -> Self: ...
+    def places(self) -> slice:
+        return slice(self.place, self.place + self.stop - self.start)
 
 
-CuttableT = TypeVar("CuttableT", bound=Cuttable)
+SpanT = TypeVar("SpanT", TokenSpan, PlacedSpan)
 Spans = tuple[TokenSpan, ...]
 
 
@@ -142,9 +147,9 @@ def join(spans: Iterator[TokenSpan] | Sequence[TokenSpan]) -> Spans:
     return tuple(joined)
 
 
-def within_documents(spans: Iterable[CuttableT], starts: Sequence[int], length: int) -> list[list[CuttableT]]:
+def within_documents(spans: Iterable[SpanT], starts: Sequence[int], length: int) -> list[list[SpanT]]:
     """Cut spans of a row of `length` at the `starts` of its documents; return those of each document."""
-    bounds, parts = (*starts, length), [list[CuttableT]() for _ in starts]
+    bounds, parts = (*starts, length), [list[SpanT]() for _ in starts]
     for span in spans:
         document = bisect_right(starts, span.start) - 1
         while document < len(parts) and bounds[document] < span.stop:

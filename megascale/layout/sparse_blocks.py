@@ -16,13 +16,12 @@ from megascale.config.sparse_pattern import Reach, SparsePattern
 from megascale.layout.mask_blocks import (
     MaskBlock,
     MaskBlocks,
-    PlacedSpan,
     band_blocks,
     documents_of,
     mask_blocks,
     merge_rectangles,
 )
-from megascale.layout.sequence_shard import TokenSpan
+from megascale.layout.sequence_shard import PlacedSpan, TokenSpan
 
 
 class HeadBlocks(NamedTuple):

@@ -83,3 +83,8 @@ class LatentAttention(Attention):
 
     def _join(self, out_sbnd: Tensor) -> Tensor:
         return super()._join(out_sbnd[..., : self._model.value_head_dim])
+
+
+def softmax_attention(context: LayerContext, index: int) -> Attention:
+    """The softmax attention of layer number `index`, latent with `kv_lora_rank`."""
+    return (LatentAttention if context.model.kv_lora_rank else Attention)(context, index)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.layers import NORMS
-from megascale.layout.sequence_shard import SequenceShard, whole_sequence
+from megascale.layout.sequence_shard import whole_sequence
 from megascale.model.attention import Attention
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.linear_attention import decay_rates
@@ -35,13 +35,11 @@ class LightningAttention(Attention):
         rates = decay_rates(self._numbers, m.num_heads, self._index, m.num_layers, wide)
         documents = None if batch.boundaries is None else batch.boundaries.documents
         by_head = qkv.unflatten(-1, (3, self._heads, m.head_dim))
-        heads = linear_attention(by_head, shard.spans, rates, documents, self._exchange(shard, batch.keys))
+        exchange: StateExchange = StoredStates(batch.keys or KVStore(), shard, self._index)
+        if self._cp is not None and batch.keys is None:  # of other ranks, not of other chunks of a sequence
+            groups = self._cp.heads, self._cp.keys
+            exchange = GatheredStates(groups, shard, Label.for_layer(self._index, "states"))
+        heads = linear_attention(by_head, shard.spans, rates, documents, exchange)
         offset, label = NORMS[m.norm].facts["offset"], Label.for_layer(self._index, "attention norm")
         (normed,) = sharded_rms_norms([heads.flatten(2)], [self.norm.weight], m.norm_eps, self._tp, label, offset)
         return torch.sigmoid(gate) * normed
-
-    def _exchange(self, shard: SequenceShard, store: KVStore | None) -> StateExchange:
-        """The states that come from other ranks, or from other chunks of a sequence, if there are any."""
-        if self._cp is None or store is not None:
-            return StoredStates(store or KVStore(), shard, self._index)
-        return GatheredStates((self._cp.heads, self._cp.keys), shard, Label.for_layer(self._index, "states"))

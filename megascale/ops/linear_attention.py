@@ -4,21 +4,20 @@ A head has a state S [d, d], which decays by lambda at every token and is zero a
 
     S_t = lambda S_t-1 + k_t^T v_t    o_t = q_t S_t    q, k, v: silu of what is projected
 
-A block of n tokens, after the state S and before a state with the gradient dS, i and j from 0:
+A block of n tokens, i and j from 0, after the state S of the token before:
 
     O  = (Q K^T * D) V + (from_start * Q) S    D_ij = lambda^(i - j) for j <= i    from_start_i = lambda^(i + 1)
     S' = across S + (to_end * K)^T V           to_end_j = lambda^(n - 1 - j)       across = lambda^n
 
-Each factor is 0 where a document begins in between. Backward repeats the states from the first one, then takes the
-blocks in reverse order. All of it is in fp32 or wider. Tensors of rows are [n, b, 3, heads, d], of q, k and v as they
-are projected, or [n, b, heads, d]; a state is [b, heads, d, d].
+Each factor is that of two tokens (`Decays.between`), 0 where a document begins in between. Backward repeats the states
+from the first one, then takes the blocks in reverse order. All of it is in fp32 or wider. Tensors of rows are
+[n, b, 3, heads, d], of q, k and v as they are projected, or [n, b, heads, d]; a state is [b, heads, d, d].
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,14 +36,6 @@ def decay_rates(heads: range, num_heads: int, layer: int, num_layers: int, like:
     return torch.exp2(numbers * (-8 / num_heads)).mul_(share).unsqueeze(1)
 
 
-class BlockDecays(NamedTuple):
-    """The factors of a block of n tokens without documents: D [heads, n, n], the others [heads, n, 1]."""
-
-    within: Tensor
-    from_start: Tensor
-    to_end: Tensor
-
-
 class Decays:
     """The factors of blocks by their places in a sequence. `rates` [heads, 1]: -ln(lambda), in the dtype of states;
     `documents` [b, s]: the number of each token's document, or None.
@@ -54,61 +45,43 @@ class Decays:
         self.dtype = rates.dtype
         self._rates = rates
         self._documents = documents
-        self._by_length: dict[int, BlockDecays] = {}
-
-    def within(self, block: TokenSpan) -> Tensor:
-        """D of a block."""
-        return self._kept(self._of_length(block.size).within, block, block)
+        self._kept: dict[tuple[int, int, int], Tensor] = {}
 
     def from_start(self, block: TokenSpan) -> Tensor:
         """The factors of the state before a block, by token."""
-        return self._kept(self._of_length(block.size).from_start, block, _token_before(block))
+        return self.between(block, TokenSpan(block.start - 1, block.start))
 
     def to_end(self, block: TokenSpan) -> Tensor:
         """The factors of a block's tokens in the state after it."""
-        return self._kept(self._of_length(block.size).to_end, block, _last_token(block))
+        return self.between(TokenSpan(block.stop - 1, block.stop), block).mT
 
     def advance(self, state: Tensor | None, block: TokenSpan, added: Tensor) -> Tensor:
         """Add the `state` before a block or span, None for zeros, to what the block has `added`: the state after it; or
         a gradient after it to that before it.
         """
-        if state is None:
-            return added
-        across = torch.exp(self._rates * -block.size).unsqueeze(2)
-        return added + self._kept(across, _last_token(block), _token_before(block)) * state
+        ends = TokenSpan(block.stop - 1, block.stop), TokenSpan(block.start - 1, block.start)
+        return added if state is None else added + self.between(*ends) * state
 
-    def _of_length(self, n: int) -> BlockDecays:
-        if n not in self._by_length:
-            places = torch.arange(n + 1, device=self._rates.device)
-            powers = torch.exp(-self._rates * places)
-            past = places[:n].unsqueeze(1) - places[:n]
-            within = powers[:, past.clamp(min=0)].mul_(past >= 0)
-            self._by_length[n] = BlockDecays(within, powers[:, 1:, None], powers[:, :n].flip(1).unsqueeze(2))
-        return self._by_length[n]
-
-    def _kept(self, factors: Tensor, tokens: TokenSpan, others: TokenSpan) -> Tensor:
-        """Keep the factors between `tokens`, by row, and `others`, by column, where both are of a document."""
+    def between(self, tokens: TokenSpan, others: TokenSpan) -> Tensor:
+        """The factors of `others` in what `tokens` see [.., heads, tokens, others], 0 for others after a token. The
+        token before a sequence is of its first document.
+        """
+        key = tokens.start - others.start, tokens.size, others.size
+        if key not in self._kept:
+            past, columns = (torch.arange(n, device=self._rates.device) for n in key[1:])
+            past = past[:, None] + key[0] - columns
+            self._kept[key] = torch.exp(-self._rates[..., None] * past.clamp(min=0)).mul_(past >= 0)
         if self._documents is None:
-            return factors
-        rows, columns = (self._documents[:, None, slice(*span)] for span in (tokens, others))
-        return factors * (rows.unsqueeze(3) == columns.unsqueeze(2))
-
-
-def _token_before(block: TokenSpan) -> TokenSpan:
-    """The token before a block; of the first block, before which the state is zero, its own first."""
-    start = max(block.start, 1)
-    return TokenSpan(start - 1, start)
-
-
-def _last_token(block: TokenSpan) -> TokenSpan:
-    return TokenSpan(block.stop - 1, block.stop)
+            return self._kept[key]
+        rows, columns = (self._documents[:, None, max(0, it.start) : max(1, it.stop)] for it in (tokens, others))
+        return self._kept[key] * (rows.unsqueeze(3) == columns.unsqueeze(2))
 
 
 def attend(span: TokenSpan, qkv: Tensor, out: Tensor, decays: Decays, state: Tensor | None) -> Tensor:
     """Attend within a span, after `state`, None for zeros; write the result to `out`. Return the state after it."""
     for rows, part in blocks(span):
         q, k, v = _features(qkv[rows], decays)
-        result = (q @ k.mT).mul_(decays.within(part)) @ v
+        result = (q @ k.mT).mul_(decays.between(part, part)) @ v
         if state is not None:
             result += (q * decays.from_start(part)) @ state
         out[rows] = result.permute(2, 0, 1, 3)
@@ -144,7 +117,7 @@ def attend_backward(
     states = _states(qkv, span, decays, state)
     for (rows, part), before in reversed([*zip(blocks(span), states, strict=False)]):  # without the state after all
         q, k, v = _features(qkv[rows], decays)
-        grad, within = _by_head(grad_out[rows], decays), decays.within(part)
+        grad, within = _by_head(grad_out[rows], decays), decays.between(part, part)
         scores, grad_scores = (q @ k.mT).mul_(within), (grad @ v.mT).mul_(within)
         grads = torch.stack((grad_scores @ k, grad_scores.mT @ q, scores.mT @ grad))
         from_start = decays.from_start(part)

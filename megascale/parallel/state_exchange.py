@@ -51,8 +51,7 @@ class GatheredStates(StateExchange):
         self._groups = groups
         self._label = label
         self._most = max(map(len, shard.parts))
-        first = shard.index * self._most
-        self._own = range(first, first + len(shard.spans))
+        self._own = shard.spans
         self._rows = sorted(
             (span, rank * self._most + place)
             for rank, part in enumerate(shard.parts)
@@ -60,31 +59,29 @@ class GatheredStates(StateExchange):
         )
 
     def forward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> States:
-        states = self._advance(self._gather(own(), self._label), self._rows, decays)
+        states = self._gather(own(), decays, self._rows, self._label)
         attend(states)
         return states
 
     def backward(self, own: Callable[[], list[Tensor]], decays: Decays, attend: Attend) -> None:
-        full = self._gather(own(), self._label.for_backward("gradient"))
-        attend(self._advance(full, reversed(self._rows), decays))
+        attend(self._gather(own(), decays, reversed(self._rows), self._label.for_backward("gradient")))
 
-    def _gather(self, own: list[Tensor], label: Label) -> Tensor:
-        """Return what all ranks send [ranks x spans, b, heads, d, d]."""
-        part = torch.stack([*own, *[torch.zeros_like(own[0])] * (self._most - len(own))])
+    def _gather(
+        self, own: list[Tensor], decays: Decays, rows: Iterable[tuple[TokenSpan, int]], label: Label
+    ) -> States:  # fmt: skip
+        """Gather what all ranks send [ranks x spans, b, heads, d, d], and advance a state through the spans in an
+        order; return it as it is where it comes to the own ones.
+        """
+        full = torch.stack([*own, *[torch.zeros_like(own[0])] * (self._most - len(own))])
         for group in self._groups:
-            full = part.new_empty(group.size * len(part), *part.shape[1:])
+            part, full = full, full.new_empty(group.size * len(full), *full.shape[1:])
             all_gather(group, full, part, label=label)
-            part = full
-        return part
-
-    def _advance(self, full: Tensor, rows: Iterable[tuple[TokenSpan, int]], decays: Decays) -> States:
-        """Advance a state through all spans in an order; return it as it is where it comes to the own ones."""
         state: Tensor | None = None
-        found = dict[int, Tensor | None]()
+        found = dict[TokenSpan, Tensor | None]()
         for span, row in rows:
-            found[row] = state
+            found[span] = state
             state = decays.advance(state, span, full[row])
-        return [found[row] for row in self._own]
+        return [found[span] for span in self._own]
 
 
 class StoredStates(StateExchange):

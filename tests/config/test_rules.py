@@ -529,19 +529,9 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
     ),
     (
-        "attention_pattern",
+        "attention_by_layer",
         {"model__attention_pattern": "LLLLS"},
         {"model.attention_pattern": "5 letters for 4 layers"},
-    ),
-    (
-        "attention_pattern",
-        {"model__attention_pattern": "LM"},
-        {"model.attention_pattern": "M is latent attention, and kv_lora_rank = 0"},
-    ),
-    (
-        "attention_pattern",
-        LATENT | {"model__attention_pattern": "SL"},
-        {"model.attention_pattern": "S is softmax attention, and kv_lora_rank = 12"},
     ),
     *(
         (
@@ -566,7 +556,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             (HYBRID, "parallel.hybrid_dp", "exchange keys and values, and no states"),
         )
     ),
-    ("attention_window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
+    ("attention_by_layer", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),
     ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),
     ("tensor_parallel", {"parallel__tp": 2, "model__ffn_size": 33}, {"parallel.tp": "33 columns of the MLP cannot"}),

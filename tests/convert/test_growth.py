@@ -30,7 +30,7 @@ MIXTURE = LLAMA | {
     "experts": 4, "experts_per_token": 2, "expert_ffn_size": 24, "dense_layers": 1, "shared_ffn_size": 16,
     "shared_gate": True, "router_bias": True, "balance_bias": True,
 }  # fmt: skip
-SPARSE = {"local_blocks": 1, "stride": 2, "block": 2, "dense_every": 2}
+SPARSE = {"local_blocks": 1, "stride": 2, "block": 2}
 
 GROWTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt": (GPT, WIDER | {"num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 256}),
@@ -41,7 +41,7 @@ GROWTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, sinks and norms of heads": (LLAMA | {"attention_sinks": True, "qk_norm": "head"}, LARGER),
     "llama, all heads normed": (LLAMA | {"qk_norm": "full"}, WIDER | {"num_layers": 6, "ffn_size": 64}),
     "llama, windows": (LLAMA | {"window": [5, 0]}, {"num_layers": 8}),
-    "llama, every other layer sparse": (LLAMA | {"sparse_attention": SPARSE}, WIDER | {"num_layers": 8}),
+    "llama, sparse": (LLAMA | {"sparse_attention": SPARSE}, WIDER | {"num_layers": 8}),
     "llama, linear attention": (LLAMA | {"attention_pattern": "LS"}, WIDER | {"ffn_size": 96}),
     "gemma2": (GEMMA2, LARGER),
     "olmo2": (OLMO2, LARGER),

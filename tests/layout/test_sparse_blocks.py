@@ -85,9 +85,3 @@ def test_a_window_or_none_shows_all_heads_the_same(pattern: SparsePattern, low: 
         distance = torch.arange(low, low + size)[:, None] - torch.arange(20)
         expected = (distance >= 0) & (distance < (reach or 100))
         assert torch.equal(drawn(visible, 3, size, 20), expected.long().expand(3, -1, -1))
-
-
-def test_layers_alternate() -> None:
-    pattern = SparsePattern(1, 2, dense_every=3)
-    assert pattern.by_layer(7) == (pattern, pattern, None, pattern, pattern, None, pattern)
-    assert SparsePattern(1, 2).by_layer(2) == (SparsePattern(1, 2),) * 2

@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "documents": (HYBRID | {"window": [0, 0, 5], "qk_norm": "full"}, DOCUMENTS),
     "experts": (HYBRID | EXPERTS | {"block": "sandwich", "norm": "rmsnorm_1p"}, DOCUMENTS),
     "gpt": (GPT | {"attention_pattern": "L", "seq_length": 24, "dropout": 0.2}, {}),
-    "latent": (MLA | {"attention_pattern": "LM", "seq_length": 24}, {}),
+    "latent": (MLA | {"attention_pattern": "LS", "seq_length": 24}, {}),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"parallel__tp": 2},
@@ -181,12 +181,7 @@ def test_the_layer_is_that_of_transformers(index: int) -> None:
 
 def test_layers_have_the_parameters_of_their_letters() -> None:
     model = ModelConfig.model_validate(HYBRID)
-    assert [model.attention_kind(layer).name for layer in range(4)] == [
-        "lightning",
-        "lightning",
-        "softmax",
-        "lightning",
-    ]
+    assert "".join(model.attention_kind(layer).facts["letter"] for layer in range(4)) == "LLSL"
     of_layers = [
         {part.name.split(".")[3]: part.shape for param in layer_params(model, layer) for part in param.parts
          if ".attention." in part.name}

@@ -163,7 +163,7 @@ GEMMA_LIKE = {
 DOCUMENTS = {"data__attention_mask": "document", "data__document_length": 5}
 FROZEN_STAGE = {"train__freeze": ["embedding.*", "layers.[01].*", "layers.*.mlp.*.bias"]}
 FROZEN_WEIGHTS = {"train__freeze": ["layers.*.attention.[qkv].*", "layers.2.mlp.down.weight", "head.*", "*norm*"]}
-SPARSE = {"local_blocks": 1, "stride": 2, "block": 2, "dense_every": 3}
+SPARSE = {"local_blocks": 1, "stride": 2, "block": 2}
 OLMO_LIKE = {"qk_norm": "full", "qkv_bias": True, "rotary_fraction": 0.5}
 
 CASES = [

@@ -105,7 +105,7 @@ def attention(config: RunConfig) -> Callable[[], Any]:
     model, attend = config.model, torch_attend()
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     q, k, v = (torch.randn(1, count, model.seq_length, model.head_dim, requires_grad=True) for count in heads)
-    mask = AttentionMask(model.windows[0])
+    mask = AttentionMask(model.windows[0], heads=range(model.num_heads))
     return lambda: attend(q, k, v, mask).sum().backward()
 
 

@@ -23,12 +23,6 @@ def windows_of(model: ModelConfig) -> list[Reach | None]:
     return list(dict.fromkeys(score_windows(model)))
 
 
-def square_layers(model: ModelConfig) -> float:
-    """Count the layers with scores and without a window; a sparse one has the share of its stride."""
-    sparse, windows = model.sparse_pattern, score_windows(model)
-    return windows.count(None) + (windows.count(sparse) / sparse.stride if sparse else 0)
-
-
 def count_scores_in(lengths: Iterable[int], window: Reach | None) -> tuple[float, float]:
     """Count the scores of documents of these lengths, the mean over heads: full, causal."""
     if isinstance(window, SparsePattern):

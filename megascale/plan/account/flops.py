@@ -25,7 +25,8 @@ from megascale.layout.parts.part import Scores, TokenFlops
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, exit_name
 from megascale.layout.topology import Topology
-from megascale.plan.account.attended import expected_scores, scores_per_token, square_layers
+from megascale.layout.windows import score_windows
+from megascale.plan.account.attended import expected_scores, scores_per_token
 
 if TYPE_CHECKING:
     from megascale.layout.hybrid.sequence_work import SequenceWork
@@ -56,10 +57,14 @@ def model_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:
 
 
 def sequence_flops(model: ModelConfig) -> SequenceWork:
-    """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token."""
+    """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token, in
+    layers with scores and without a window; sparse ones have the share of their stride.
+    """
     from megascale.layout.hybrid.sequence_work import SequenceWork
 
-    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * square_layers(model)
+    reaches, sparse = score_windows(model), model.sparse_pattern
+    layers = len(reaches) / sparse.stride if sparse else reaches.count(None)
+    quadratic = 3 * model.num_heads * (model.qk_head_dim + model.value_head_dim) * layers
     return SequenceWork(token_flops(model).linear, float(quadratic))
 
 

@@ -28,7 +28,7 @@ from tests.plan.account.executed_flops import rank_flops
 from tests.runs import GPT, LLAMA, config_of, settings
 
 SIZES = {"hidden_size": 256, "num_heads": 8, "seq_length": 700, "vocab_size": 512}
-SPARSE = {"local_blocks": 2, "stride": 4, "block": 16, "dense_every": 2}
+SPARSE = {"local_blocks": 2, "stride": 4, "block": 16}
 WITHIN = {"data__attention_mask": "document", "data__document_length": 150}
 
 
@@ -58,7 +58,7 @@ def test_a_row_of_documents_has_the_flops_of_each(window: Any, tmp_path: Path) -
 
 
 def test_sparse_layers_count_by_their_density(tmp_path: Path) -> None:
-    """In both conventions, of a row and of each of its documents; dense layers as without a pattern."""
+    """In both conventions, of a row and of each of its documents."""
     dense, sparse = (configure(LLAMA | keys, tmp_path).model for keys in ({}, {"sparse_attention": SPARSE}))
     pattern, lengths = sparse.sparse_pattern, [300, 1, 99, 300]
     assert pattern is not None
@@ -67,7 +67,7 @@ def test_sparse_layers_count_by_their_density(tmp_path: Path) -> None:
         for at, convention in enumerate(("full_attention", "causal_attention")):
             share = sum(pattern.count_scores(n)[at] for n in row) / sum(count_scores_in([n], None)[at] for n in row)
             found, of_dense = (getattr(flops, convention) for flops in reversed(both))
-            assert found == pytest.approx(of_dense * (1 + share) / 2, rel=1e-12)
+            assert found == pytest.approx(of_dense * share, rel=1e-12)
     assert both[0].linear == both[1].linear
 
 

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SPARSE = {"local_blocks": 2, "stride": 2, "block": 64, "dense_every": 2}  # all offsets on every rank
+SPARSE = {"local_blocks": 2, "stride": 2, "block": 64}  # all offsets on every rank
 
 
 @pytest.mark.parametrize("window", only_quick([None, [300, 0], SPARSE], None))
