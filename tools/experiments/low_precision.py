@@ -36,7 +36,7 @@ CONFIG = "configs/quickstart.toml"
 KEYS = (
     *ONE_PROCESS, "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.ffn_size=192",
     "model.vocab_size=257", "model.seq_length=128", "batch.micro=4", "batch.global=4", f"train.steps={STEPS}",
-    "train.eval_every=0", "optimizer.lr=3e-3", "optimizer.min_lr=3e-4", "checkpoint.every=0",
+    "train.eval_every=0", "checkpoint.every=0",
 )  # fmt: skip
 """Changes to the quickstart: 512 bytes a step."""
 
@@ -65,6 +65,7 @@ def variants() -> Mapping[str, Sequence[str]]:
 
     return {
         "bf16": ("train.precision=bf16",),
+        "fp32": ("train.precision=fp32",),
         "tensorwise": recipe("tensorwise"),
         "tensorwise, powers of two": recipe("tensorwise", "fp8.scale=pow2"),
         "mxfp8": recipe("mxfp8"),
