@@ -161,6 +161,6 @@ def test_convert_goes_both_ways(run: Path, tmp_path: Path, capsys: pytest.Captur
         assert told == f"{output} is there already  -> give a new folder for the result\n"
     with pytest.raises(SystemExit):
         main(["ckpt", "convert", str(run), "s3://bucket/x"])
-    assert "s3://bucket/x is a URL" in capsys.readouterr().err
+    assert "'s3://bucket/x' is a URL" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert "no complete checkpoint" in asked(capsys, "convert", tmp_path / "empty", tmp_path / "x", status=4)

@@ -14,7 +14,6 @@ import os
 import statistics
 import tempfile
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from curves import table
@@ -85,7 +84,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, loads = list[tuple[str, ...]](), [os.getloadavg()[0]]
-    with tempfile.TemporaryDirectory() as folder, patch.object(buckets, "SUB_GROUP", SUB_GROUP):
+    buckets.SUB_GROUP = SUB_GROUP
+    with tempfile.TemporaryDirectory() as folder:
         configs = {way: config_of(way, folder) for way in WAYS}
         measured = measure(configs, options.steps)
         loads.append(os.getloadavg()[0])

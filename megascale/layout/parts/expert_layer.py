@@ -251,8 +251,9 @@ class ExpertLayer(Part):
         blocks = sizes.token_blocks  # each reads the weights
         gemms = times.grouped_linears(shapes, local, rows / local / blocks, fp8) * blocks
         frozen = {"experts.gate_up.weight", "experts.up.weight"} & sizes.frozen, "experts.down.weight" in sizes.frozen
-        stay = times.grouped_linears(compress(shapes, frozen), local, rows / local / blocks, fp8).weights * -blocks
-        gemms += PassTimes(backward=stay, weights=stay)
+        if any(frozen):
+            stay = times.grouped_linears(compress(shapes, frozen), local, rows / local / blocks, fp8).weights * -blocks
+            gemms += PassTimes(backward=stay, weights=stay)
         total += gemms
         total += times.exchanges((self.expert_traffic(sizes), self.expert_traffic(sizes, backward=True)), gemms)
         return sum((part.seconds(times, fp8) for part in self.parts), start=total)
