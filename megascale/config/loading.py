@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from megascale.config.hints import unknown_key_hint, unsupported, value_hint
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
-from megascale.config.renamed import renamed
+from megascale.config.renamed import REMOVED_KEYS, renamed
 from megascale.config.rules import DATA_RULES, RULES, InvalidValueError, run_rules
 from megascale.config.run import NAME_PATTERN, RunConfig, RunKeys
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
@@ -209,12 +209,12 @@ def _root_errors(details: list[ErrorDetails], table: Any) -> list[ErrorDetails]:
 
 
 def _present_name(source: Source, key: str, value: Any) -> str:
-    """Return the hint for a setting or value with a former name; else ''."""
+    """Return the hint for a setting or value with a former name, or that is gone; else ''."""
     present, present_value = renamed(key, value)
     if present_value is not value:
         return f"is now {present} = {_display_value(present_value)}"
     place = "" if "." in present or source.location(key) == "command line" else ", at the top of the file"
-    return f"is now {present}{place}" if present != key else ""
+    return f"is now {present}{place}" if present != key else REMOVED_KEYS.get(key, "")
 
 
 def _unknown_key(source: Source, key: str, known: list[str], value: Any = None) -> Problem:

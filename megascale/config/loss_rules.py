@@ -71,4 +71,5 @@ def teacher_file(model: ModelConfig, batch: BatchConfig, train: TrainConfig, sit
         found, exact = getattr(header, name), name not in ("top_k", "samples")
         if found < value or (exact and found != value):
             message = f"{path} has {name} = {found}, and this run needs {value}"
-            yield Finding(key, message, "a file written by `megascale data teacher` with this configuration")
+            fewer = ", or a smaller train.distill_until_step" if name == "samples" else ""
+            yield Finding(key, message, f"a file written by `megascale data teacher` with this configuration{fewer}")

@@ -14,7 +14,7 @@ RENAMED_KEYS = {
     "data.min_piece": "data.decompose_min_length", "data.boundary_loss": "data.eod_mask_loss",
     "data.mask": "data.attention_mask", "data.weights": "data.blend_schedule", "data.policy": "data.blend_policy",
     "data.policy_every": "data.blend_policy_every", "data.order": "data.document_order_file",
-    "data.skip": "data.skip_samples", "train.recompute_chunks": "train.memory",
+    "data.skip": "data.skip_samples",
     "train.check_replicas": "train.check_replicas_every", "train.average": "train.weight_average",
     "train.average_decay": "train.weight_average_decay", "train.average_every": "train.weight_average_every",
     "train.average_count": "train.weight_average_count", "optimizer.master": "optimizer.master_weights",
@@ -28,7 +28,18 @@ RENAMED_KEYS = {
     "fp8.bf16_last": "fp8.last_layers_bf16",
 }  # fmt: skip
 
-RENAMED_VALUES: dict[tuple[str, str | bool], tuple[str, str | bool]] = {
+_BY_LAYER = "write train.memory, a policy for each layer"
+
+REMOVED_KEYS = {
+    "train.recompute_chunks": _BY_LAYER, "train.recompute_model_chunks": _BY_LAYER,
+    "train.activation_offload": "remove it: block inputs stay on the device by default",
+    "train.distill_temperature": "remove it: the temperature is 1",
+    "optimizer.offload_subgroup": "remove it: the size of sub-groups is fixed",
+}  # fmt: skip
+"""Settings that are gone, with hints. Stored runs go on without them: results are the same."""
+
+RENAMED_VALUES: dict[tuple[str, str | bool], tuple[str, Any]] = {
+    ("train.activation_offload", True): ("train.memory", ["full_host"]),
     ("parallel.cp_mode", "hybrid"): ("parallel.hybrid_dp", True),
     ("data.boundary_loss", False): ("data.eod_mask_loss", True),
     ("data.boundary_loss", True): ("data.eod_mask_loss", False),
@@ -55,6 +66,10 @@ def with_present_names(tree: Mapping[str, Any]) -> dict[str, Any]:
         found.setdefault(name, {})
         for key, value in values.items():
             present, present_value = renamed(f"{name}.{key}", value)
+            if present in REMOVED_KEYS:
+                continue
             section, _, last = present.rpartition(".")
             (found.setdefault(section, {}) if section else found)[last] = present_value
+    if (train := found.get("train", {})).get("memory") == ["full_host"]:
+        train["recompute"] = "none"  # which was "full", with the former switch of the policy
     return without_other_modes(found)

@@ -11,7 +11,7 @@ import pytest
 from megascale.checkpoint.format.manifest import Facts
 from megascale.checkpoint.format.state import Progress
 from megascale.config.loading import load_config, sections
-from megascale.config.renamed import RENAMED_KEYS, RENAMED_VALUES, renamed, with_present_names
+from megascale.config.renamed import REMOVED_KEYS, RENAMED_KEYS, RENAMED_VALUES, renamed, with_present_names
 from megascale.config.run import RunConfig, RunKeys
 from megascale.config.toml_writer import config_changes, to_toml
 from megascale.core.errors import ConfigError
@@ -20,7 +20,7 @@ from tests.runs import GPT, config_of, settings, write_config
 
 KEYS = {f"{table}.{field.alias or name}" for table, s in sections().items() for name, field in s.model_fields.items()}
 
-OF_EARLIER = {
+OF_EARLIER: dict[str, Any] = {
     "observe": {"dir": "DIR", "tensorboard": False, "record": False, "store": False, "events": False},
     "launch": {"timeout_s": 70.0, "start_timeout_s": 100.0},
     "parallel": {"cp_mode": "hybrid", "dp": 2},
@@ -28,8 +28,11 @@ OF_EARLIER = {
         "mock": True, "mask": "document", "boundary_loss": True, "max_tokens_per_rank": 16, "skip": [[8, 16]],
         "document_length": 5,
     },
-    "train": {"steps": 10, "precision": "bf16", "average": "lawa", "average_count": 3, "check_replicas": 4},
-    "optimizer": {"lr": 1e-2, "master": "compensated"},
+    "train": {
+        "steps": 10, "precision": "bf16", "average": "lawa", "average_count": 3, "check_replicas": 4,
+        "recompute": "full", "activation_offload": True, "recompute_chunks": [0], "distill_temperature": 1.0,
+    },
+    "optimizer": {"lr": 1e-2, "master": "compensated", "offload_subgroup": 1 << 24},
     "checkpoint": {"every": 2, "memory_every": 1, "memory_dir": "/dev/shm", "file_bytes": 65536},
     "fault": {"flap_s": 4.0, "evidence_s": 2.0, "exclude_s": 9.0, "memory_failures": 3, "network_alerts": 4},
     "fp8": {"recipe": "mu_unit", "bf16_first": 0, "bf16_last": 2},
@@ -74,6 +77,13 @@ def test_a_former_value_is_answered_with_the_present_setting(key: str, value: st
     assert [(p.key, p.hint) for p in caught.value.problems] == [(key, f"is now {now} = {shown}")]
 
 
+@pytest.mark.parametrize("key", REMOVED_KEYS)
+def test_a_setting_that_is_gone_is_answered_with_what_to_do(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(settings(GPT, tmp_path), tmp_path, [f"{key}=false"])
+    assert [(p.key, p.hint) for p in caught.value.problems] == [(key, REMOVED_KEYS[key])]
+
+
 def test_a_run_of_an_earlier_version_has_the_present_names(tmp_path: Path) -> None:
     folder = tmp_path / "old"
     tree = stored_by_an_earlier_version(tmp_path)
@@ -90,6 +100,7 @@ def test_a_run_of_an_earlier_version_has_the_present_names(tmp_path: Path) -> No
     assert loaded.optimizer.master_weights == "bf16_compensated" and loaded.fp8.recipe == "static"
     assert loaded.checkpoint.in_memory_every == 1 and loaded.checkpoint.max_file_bytes == 65536
     assert loaded.fault.network_faults == 4 and loaded.fp8.last_layers_bf16 == 2
+    assert loaded.train.memory == ["full_host"] and loaded.train.recompute == "none"
 
 
 def test_a_checkpoint_of_an_earlier_version_differs_in_nothing(tmp_path: Path) -> None:

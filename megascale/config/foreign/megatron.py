@@ -17,7 +17,8 @@ _TOKENIZER = "`megascale data prepare` takes the tokenizer, a tokenizer.json; tr
 _DECAY = "not supported: optimizer.weight_decay is constant"
 _WSD = "with decay = wsd; linear, theirs exponential by default"
 _WARMUP = "steps of batch.global, + 1: Megatron-LM's step k has the rate after k - 1 steps"
-_OFFLOAD = 'write train.memory = ["full_host"] in place of train.recompute'
+_RECOMPUTES = {"recompute_granularity", "recompute_activations", "moe_layer_recompute"}
+_OFFLOAD = 'with recomputation of blocks, write train.memory = ["full_host"] in place of train.recompute'
 _QUICK = "with a clamp of 7 and an offset of 1: write model.activation = clamped_swiglu"
 _CLAMP = "not supported but for --quick-geglu: 7 and 1"
 
@@ -186,8 +187,8 @@ TRAIN = (
              lambda values, _: [_MODULES[name] for name in values if name in _MODULES]
              or Needless("not supported: other operations"), "core_attn is attention, layernorm is norm", takes=MANY),
     needless("--recompute-num-layers, --recompute-method", "write train.memory, by layer"),
-    Setting("--fine-grained-activation-offloading, --cpu-offloading", "train.memory", lambda _, context: ["host"]
-            if convert.value_of(context, "recompute_granularity") is None else Needless(_OFFLOAD), takes=0),
+    Setting("--fine-grained-activation-offloading, --cpu-offloading", "train.memory",
+            lambda _, context: Needless(_OFFLOAD) if _RECOMPUTES & set(context) else ["host"], _OFFLOAD, takes=0),
     words("--attention-backend", "backends.attention",
           {"auto": "auto", "flash": "flash", "fused": "te", "unfused": "torch", "local": "torch"}),
     switch("--use-flash-attn", "backends.attention", "flash"),

@@ -217,7 +217,8 @@ DEEPSPEED = (
     switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", setting.NO_FP16),
     same("gradient_clipping", "optimizer.clip_norm", theirs=0.0),
     absent("scheduler.type", "write optimizer.decay"),
-    switch("cpu_checkpointing", "train.memory", ["full_host"]),
+    Setting("cpu_checkpointing", "train.memory", lambda values, _: Needless("the default")
+            if setting.as_word(*values[:1]) in ("false", "0") else ["full_host"], takes=0),
     absent("partition_activations", "write parallel.sp = true", 0),
     needless("wall_clock_breakdown", "nothing to write: observe.record_events", 0),
     same("sequence_parallel_size, ulysses_degree", "parallel.cp", 'with parallel.cp_mode = "ulysses"'),
