@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megascale.catalog.layers import NORMS
+from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
 from megascale.checkpoint import offline
 from megascale.checkpoint.companions import copy_companions
 from megascale.checkpoint.format import manifest
@@ -69,7 +69,11 @@ NUMBERED = re.compile(r"(layers|exits)\.(\d+)\.(.+)")
 
 MOMENTS = {"exp_avg": 1, "momentum": 1, "exp_avg_sq": 2}  # state that follows the gradient, to a power
 LAYERED = (BALANCE_BIAS, "expert_choices")  # vectors [layers x experts]
-BEGIN_ANEW = ("fp8_history", "low")  # state by operand, and what rounding has left of compensated weights
+BEGIN_ANEW = {
+    "fp8_history": "the largest values of FP8 operands in past steps; the next steps measure them",
+    "low": "what rounding left of compensated bf16 weights; it is added to nothing: the weights keep their bf16 values",
+}
+"""State that does not grow, and what it is."""
 
 
 def grow(source: Location, output: Path, to: ModelConfig, seed: int, where: str) -> list[str]:
@@ -90,7 +94,7 @@ def grow(source: Location, output: Path, to: ModelConfig, seed: int, where: str)
         companions = copy_companions(source, Location(str(folder)))
         offline.write_state(folder, _tensors(source, saved, growth, likes), config, companions, saved.facts.progress)
     kinds = {name.partition(".")[0] for name in saved.tensors}
-    return [f"{kind} begins anew" for kind in BEGIN_ANEW if kind in kinds]
+    return [f"{kind} begins anew: {what}" for kind, what in BEGIN_ANEW.items() if kind in kinds]
 
 
 def _tensors(
@@ -231,7 +235,7 @@ def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> M
 
     Raises: ConfigError if no growth of the kinds above keeps the function
     """
-    findings = [*_obstacles(model, to)]
+    findings = [*_plug_ins(model), *_obstacles(model, to)]
     places = () if findings else _places(model, to)
     if not findings and not places:
         message = f"the windows, experts or exits of the {model.num_layers} layers would change, apart or first"
@@ -243,6 +247,16 @@ def plan_growth(model: ModelConfig, to: ModelConfig, seed: int, where: str) -> M
     olds = {place: layer for layer, place in enumerate(places)}
     depths = range(model.num_layers, model.total_layers)  # layers of multi-token prediction stay last
     return ModelGrowth(model, to, (*map(olds.get, range(to.num_layers)), *depths), seed)
+
+
+def _plug_ins(model: ModelConfig) -> Iterator[Finding]:
+    """Yield the keys that name another package's code: rules of growth hold for the tensors of built-in layers."""
+    named = {"block": BLOCKS[model.block], "norm": NORMS[model.norm], "activation": ACTIVATIONS[model.activation]}
+    kinds = {model.attention_kind(layer).name: model.attention_kind(layer) for layer in range(model.total_layers)}
+    for key, card in (*named.items(), *(("attention_pattern", kind) for kind in kinds.values())):
+        if not card.built_in:
+            message = f"there is no rule by which {card.name}, a plug-in, grows"
+            yield Finding(f"model.{key}", message, "train the larger model from its start, or one of built-in layers")
 
 
 def _obstacles(model: ModelConfig, to: ModelConfig) -> Iterator[Finding]:

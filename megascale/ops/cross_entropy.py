@@ -67,7 +67,7 @@ def no_reduce(tensor: Tensor, op: Literal["sum", "max"], *, label: str) -> None:
 
 class Statistics(NamedTuple):
     """Statistics of a rank's logits, or of all logits: maximum, sum of e^(logit - maximum), and the label's logit, each
-    [t]; the last is 0 where the label is on another rank.
+    [t]; the last is 0 where the label is on another rank, and [2, t] with a teacher (`ops.distillation`).
     """
 
     peak: Tensor
@@ -109,7 +109,8 @@ class CrossEntropy:
         self, logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weighted sum of losses and, with `gradient`, the gradient in the memory and dtype of the logits.
-        Ranks all-reduce three elements per token: max logit, sum of exponentials, and the label's logit.
+        Ranks all-reduce three elements per token: max logit, sum of exponentials, and the label's logit; with a teacher
+        also what its tokens expect.
         """
         own = self.local_statistics(logits, targets)
         peak = own.peak.clone()

@@ -52,14 +52,13 @@ def objective_losses(
     x_sbh: Tensor, batch: MicroBatch, tp: TensorParallel, cp: ContextParallel | None
 ) -> dict[str, Tensor]:
     """Return the terms of the loss by name, of the hidden states x [s, b, h] or this rank's shard of them, and leave
-    the sums in the micro-batch.
+    the sums in the micro-batch. An objective of weight 0, without a constant, is only measured.
     """
     terms, wide = dict[str, Tensor](), torch.promote_types(x_sbh.dtype, torch.float32)
     groups = [tp.group] * tp.activations_sharded + ([cp.heads, cp.keys] if cp is not None else [])
     for name, targets in batch.objectives.items():
         if not len(targets.rows):
             continue
-        assert targets.constant is not None, "a step counts the terms of each objective"
         places = targets.places - tp.index * len(x_sbh) if tp.activations_sharded else targets.places
         remote = (places < 0) | (places >= len(x_sbh))
         own = x_sbh[places.masked_fill(remote, 0), targets.rows.unsqueeze(1)].to(wide)
@@ -67,9 +66,9 @@ def objective_losses(
         states = own.detach().clone()
         for group in groups:
             all_reduce(group, states, label=Label("objectives", direction=FORWARD))
-        loss = targets.loss(own + (states - own.detach()))
+        loss = targets.loss(states if targets.constant is None else own + (states - own.detach()))
         if targets.count:
             batch.further_losses[name] = loss.detach()
-        if loss.requires_grad:
+        if loss.requires_grad and targets.constant is not None:
             terms[f"weighted {name}"] = loss * targets.constant.to(wide)
     return terms

@@ -79,7 +79,7 @@ class LabelCounts(Hook):
             self._losses.loss_tokens, self._losses.routed = sums["tokens"], sums["routed"]
             self._losses.samples = run.config.step_samples.at(run.progress.samples) // run.config.sites.count
         for weight, own, name in zip(weights, by_loss, counts, strict=True):
-            constant = torch.where(sums[name] > 0, weight * sums["tokens"] / sums[name], 0.0)
+            constant = torch.where(sums[name] > 0, weight * sums["tokens"] / sums[name], 0.0) if weight else None
             for each in own:
                 each.constant = constant
 

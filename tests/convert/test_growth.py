@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.catalog.layers import ACTIVATIONS, ATTENTIONS, BLOCKS, NORMS
 from megascale.checkpoint import folders, offline
 from megascale.checkpoint.format import manifest
 from megascale.cli.main import main
@@ -17,6 +18,7 @@ from megascale.convert.saved_weights import SavedWeights
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import ConfigError
 from megascale.core.rank import Rank
+from megascale.core.registry import Card, Registry
 from megascale.core.storage import Location
 from megascale.train.resume import load_initial_state
 from megascale.train.step import train_step
@@ -238,11 +240,32 @@ def test_what_changes_the_function_is_refused(model: dict[str, Any], changes: di
     assert message in str(error.value) and "the function would change" in str(error.value)
 
 
+PLUG_INS = [
+    ("block", BLOCKS, "serial", "plugged"),
+    ("norm", NORMS, "rmsnorm", "plugged"),
+    ("activation", ACTIVATIONS, "swiglu", "plugged"),
+    ("attention_pattern", ATTENTIONS, "softmax", "SP"),
+]
+
+
+@pytest.mark.parametrize(("key", "registry", "like", "value"), PLUG_INS, ids=[key for key, *_ in PLUG_INS])
+def test_plug_ins_are_refused(
+    key: str, registry: Registry, like: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the block of docs/extending/block.md: its norms after the sum, if 0, would leave nothing of it."""
+    card = Card("plugged", "another package's", "package:Layer", {**registry[like].facts, "letter": "P"})
+    monkeypatch.setitem(registry.cards, card.name, card)
+    model = LLAMA | {key: value}
+    with pytest.raises(ConfigError, match="there is no rule by which plugged, a plug-in, grows") as error:
+        plan_growth(model_of(model), model_of(model | {"num_layers": 8}), 0, "to.toml")
+    assert [problem.key for problem in error.value.problems] == [f"model.{key}"]
+
+
 def test_scales_begin_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An operand such as layers.0.mlp.down.weight has the name of a weight."""
     source = trained(LLAMA, tmp_path / "small", train__precision="fp8", fp8__recipe="delayed")
     large = manifest.read(Location(str(grown(source, LLAMA | {"num_layers": 8}, tmp_path))))
-    assert "fp8_history begins anew" in capsys.readouterr().err
+    assert "fp8_history begins anew: the largest values of" in capsys.readouterr().err
     assert {name.partition(".")[0] for name in large.tensors} == {"weights", "exp_avg", "exp_avg_sq"}
 
 

@@ -121,7 +121,7 @@ def test_the_loss_and_gradients_are_those_of_the_full_kl(
     mask = (torch.rand(s, b, generator=torch.Generator().manual_seed(4)) > 0.3).double()
     log_probs, ids = teacher.log_softmax(-1).topk(top_k)
     target = torch.zeros_like(teacher).scatter_(-1, ids, torch.softmax(log_probs, -1))
-    kernels = CrossEntropy(statistics, gradient, cap)
+    kernels = CrossEntropy(statistics, gradient, cap, z_loss=1e-2)
     leaves = [t.clone().requires_grad_() for t in (x, padded, x, padded)]
     soft = SoftLabels(ids.int(), log_probs, alpha)
     tp = TensorParallel(single_rank_group("tp"))
@@ -132,7 +132,8 @@ def test_the_loss_and_gradients_are_those_of_the_full_kl(
     divergence = kl_div(logits.log_softmax(-1), target, reduction="none").sum(-1).flatten()
     sums = [(each * mask.flatten()).sum() for each in (entropy, divergence)]
     assert losses.tolist() == pytest.approx([each.item() for each in sums], rel=1e-12)
-    ((1 - alpha) * sums[0] + alpha * sums[1]).backward()
+    squares = 1e-2 * (logits.logsumexp(-1).square() * mask).sum()  # a term of its own
+    ((1 - alpha) * sums[0] + alpha * sums[1] + squares).backward()
     for found, expected in zip(leaves[:2], leaves[2:], strict=True):
         assert found.grad is not None and expected.grad is not None
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)

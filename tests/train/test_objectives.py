@@ -140,6 +140,13 @@ def test_a_weight_of_0_is_the_plain_run_bit_for_bit(tmp_path: Path) -> None:
     assert run_threads(configure(tmp_path, {}, weight=0.0), train)[0][2] > 0
 
 
+def test_a_weight_of_0_has_no_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An objective without a finite gradient is only measured."""
+    monkeypatch.setattr(Neighbours, "loss", lambda _, states: (states * 0).norm().sqrt())
+    (norms,) = run_threads(configure(tmp_path, {}, weight=0.0), train)
+    assert np.isfinite(norms).all()
+
+
 @pytest.mark.parametrize(("name", "said"), [("jepa", True), ("neighbours", False)])
 def test_a_first_step_without_a_term_is_said(name: str, said: bool, tmp_path: Path) -> None:
     """No document of mock data ends in the predictor, but by chance."""

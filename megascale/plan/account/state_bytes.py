@@ -98,21 +98,16 @@ def state_shards(config: RunConfig, stage: int) -> list[int]:
     return [stage_elements([[bucket]], topology, trained=True)[2 if p.zero else 0] for bucket in buckets]
 
 
-def fullest_shards(config: RunConfig) -> tuple[list[int], int]:
-    """Return `state_shards` of the rank with most, and the bytes of its optimizer state without master weights."""
-    stage = max(range(config.parallel.pp), key=lambda stage: sum(state_shards(config, stage)))
-    return state_shards(config, stage), StageOptimizer(config, stage).state_bytes(config.parallel.zero)
-
-
 def host_state_bytes(config: RunConfig) -> int:
     """Count the bytes of `optimizer.offload` in host memory, of the rank with most: master weights, state and gradients
     on their way.
     """
-    if config.optimizer.offload == "none":
-        return 0
-    shards, state = fullest_shards(config)
-    read = 0 if config.optimizer.offload_stride == 1 else AHEAD * sub_groups(0, max(shards))[0][1]
-    return state + config.train.element_bytes[1] * (sum(shards) + read)
+    settings, (_, wide), found = config.optimizer, config.train.element_bytes, [0]
+    for stage in range(config.parallel.pp if settings.offload != "none" else 0):
+        shards, state = state_shards(config, stage), StageOptimizer(config, stage).state_bytes(config.parallel.zero)
+        read = 0 if settings.offload_stride == 1 else AHEAD * sub_groups(0, max(shards))[0][1]
+        found.append(state + wide * (sum(shards) + read))
+    return max(found)
 
 
 def fetched_bytes(config: RunConfig, stage: int) -> int:

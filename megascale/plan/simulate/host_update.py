@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import sub_groups
-from megascale.plan.account.state_bytes import fullest_shards
+from megascale.plan.account.optimizer_state import StageOptimizer
+from megascale.plan.account.state_bytes import state_shards
 from megascale.plan.simulate.profiles import Hardware
 
 
@@ -50,7 +51,8 @@ def host_update(config: RunConfig, hardware: Hardware) -> HostUpdateTime | None:
     link, memory, attained = hardware.device.host_bandwidth, hardware.node.memory_bandwidth, hardware.attained
     if config.optimizer.offload == "none" or link is None or memory is None:
         return None
-    shards, state_bytes = fullest_shards(config)
+    stage = max(range(config.parallel.pp), key=lambda stage: sum(state_shards(config, stage)))
+    shards, state_bytes = state_shards(config, stage), StageOptimizer(config, stage).state_bytes(config.parallel.zero)
     count = sum(len(sub_groups(0, shard)) for shard in shards)
     rounded, gradient = (size * sum(shards) / count for size in config.train.element_bytes)
     state = gradient + state_bytes / count
