@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import takewhile
 
 from megascale.catalog.layers import BLOCKS
 from megascale.config.model import ModelConfig
@@ -81,8 +82,9 @@ def fp8_operands(block: BlockSpec) -> Iterator[str]:
 def surroundings(block: BlockSpec) -> Iterator[tuple[Part, Surroundings]]:
     """Yield the parts of a block with their surroundings."""
     adds, sources = any(part.adds_gradient for part in block), tuple[Part, ...]()
-    for before, part, after in zip((None, *block), block, (*block[1:], None), strict=False):
-        yield part, Surroundings(before, after, sources, adds)
+    for number, (before, part) in enumerate(zip((None, *block), block, strict=False), 1):
+        rest = tuple(takewhile(lambda part: part != ResidualAdd(), block[number:]))
+        yield part, Surroundings(before, rest, sources, adds)
         sources = () if part.results else (*sources, part) if part.feeds_rows else sources
 
 
@@ -119,7 +121,7 @@ def tile_mlp(block: BlockSpec, tiles: int, stored: int = 0) -> BlockSpec:
         if part == groups[0]:
             parts += [ColumnParallel(qkv)] if qkv else []
         elif part == groups[1]:
-            parts.append(TiledMLP(up, activation, down, tiles, after_norm, bool(qkv), stored))
+            parts.append(TiledMLP(up, activation, down, tiles, after_norm, bool(qkv), bool(out), stored))
         elif part != activation:
             parts += [part, RowParallel(out)] if out and part.attends else [part]
     return tuple(parts)

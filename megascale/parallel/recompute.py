@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 
 def run_backward(outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
@@ -69,8 +69,8 @@ def backward_of_recomputed(function: Callable[[Tensor], Tensor], x: Tensor, grad
     """Compute function(x) again, and run its backward from its gradient `grads`; return the gradient of x."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        out = function(leaf)
-    run_backward([out], grads)
+        edge = get_gradient_edge(function(leaf))  # the result itself is freed
+    run_backward([edge], grads)
     assert leaf.grad is not None, "the result depends on x"
     return leaf.grad
 

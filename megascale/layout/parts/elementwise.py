@@ -34,7 +34,10 @@ class NormSpec(Part):
         gradient = sizes.stream - sizes.branch if after_branch else -sizes.stream
         saved = sizes.norm_saved - (sizes.stream if self.shares_input else 0)
         small = sizes.stays(sizes.norm_saved - sizes.stream)
-        return UnitBytes(saved, sizes.stream, sizes.norm_backward, gradient, small=small)
+        again = bool(at.rest) and at.rest[0].recomputes_input(sizes) and not self.shares_input
+        replaced = at.sums_gradients and not sizes.branch  # the sum is another tensor
+        left = sizes.stream * (again + replaced)
+        return UnitBytes(saved, sizes.stream, sizes.norm_backward, gradient, left=left, small=small)
 
     def spared_reads(self, sizes: MicroBatchSizes, after: Part | None, by_amax: bool) -> tuple[int, int]:
         return sizes.full if by_amax and after is not None and after.enters else 0, 0

@@ -118,7 +118,7 @@ class ExpertLayer(Part):
         """Account for the steps of `model.experts` in turn. A rank sends the rows of its slots; with uneven loads more
         arrive on the fullest.
         """
-        slots, result = sizes.local * self.chosen, branch_gradient(sizes, at.after)
+        slots, result = sizes.local * self.chosen, branch_gradient(sizes, at)
         rows = slots if sizes.ep == 1 else math.ceil(slots * max(1.0, sizes.imbalance))
         arrived = rows * self.hidden * sizes.compute
         inputs, outputs = (rows * width * sizes.compute for width in (self.inputs, self.width))
@@ -232,7 +232,9 @@ class ExpertLayer(Part):
         saved, left, gradient = columns.saved - common, columns.left - common, columns.gradient + sizes.stream
         columns = columns._replace(saved=saved, left=left, gradient=gradient)
         gate = [UnitBytes(sizes.stream, sizes.stream, 2 * sizes.stream, sizes.stream)] if self.shared_gate else []
-        steps = [columns, activation.memory(sizes, at), down.layer_bytes(sizes, [activation], 0), *gate]
+        rows = down.layer_bytes(sizes, [activation], 0)
+        rows = rows._replace(left=rows.left + sizes.stream)
+        steps = [columns, activation.memory(sizes, at), rows, *gate]
         return [step._replace(forward=step.forward + beside, backward=step.backward + behind) for step in steps]
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:

@@ -75,15 +75,18 @@ class LatentProjections(Part):
         else:
             yield from sizes.gather("shared key", sizes.rows, width)
 
+    def recomputes_input(self, sizes: MicroBatchSizes) -> bool:
+        return sizes.recompute.norm and not sizes.saves_codes
+
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the layers in turn, and for the norms of latents."""
-        local, again = sizes.local * sizes.compute, sizes.recompute.norm and not sizes.saves_codes
+        local, again = sizes.local * sizes.compute, self.recomputes_input(sizes)
         latents, normed = local * self.down.outputs, local * sum(width for _, width in self.ranks)
         own = sizes.stream if at.before is not None and at.before.normalizes else 0
         weight = self.whole_numel * sizes.compute * sizes.narrow
         first = UnitBytes(
             0 if again else sizes.stream, latents, sizes.stream * (1 + again) + weight, own - latents,
-            left=sizes.stream + latents, wgrad=weight,
+            left=(0 if again else sizes.stream) + latents, wgrad=weight,
         )  # fmt: skip
         wide = normed // sizes.compute * sizes.wide * (4 if sizes.narrow else 3)
         steps = [first, UnitBytes(latents + len(self.ranks) * sizes.local * sizes.wide, normed, wide)]

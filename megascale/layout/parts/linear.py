@@ -145,17 +145,20 @@ class ColumnParallel(LinearGroup):
         Without `holds_gradient` it is added to that of another part.
         """
         outputs = sizes.sharded(sum(layer.outputs for layer in self.layers))
-        recomputed = sizes.stream if after_norm and sizes.recompute.norm and not sizes.saves_codes else 0
+        recomputed = sizes.stream if after_norm and self.recomputes_input(sizes) else 0
         casts = outputs // sizes.compute if sizes.fp8 else 0
         wgrad = max(sizes.wgrad(layer.weight_numel, sizes.sharded(layer.outputs)) for layer in self.layers)
         cast = sizes.recipe["gradient"].cast_bytes * casts
         backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, cast)
         saved = 0 if recomputed else sizes.saved_input(sizes.stream, sizes.model.hidden_size, whole=not sizes.cut)
         gradient = sizes.stream if after_norm and holds_gradient else 0
-        gathering, left = 2 * sizes.gathered, (saved or sizes.stream) + outputs + casts
+        gathering, left = 2 * sizes.gathered, saved + outputs + casts  # the norm leaves what it is recomputed from
         return UnitBytes(
             saved, sizes.gathered + outputs, backward, gradient - outputs, left=left, wgrad=gathering + wgrad
         )
+
+    def recomputes_input(self, sizes: MicroBatchSizes) -> bool:
+        return sizes.recompute.norm and not sizes.saves_codes
 
 
 @dataclass(frozen=True)
@@ -176,27 +179,29 @@ class RowParallel(LinearGroup):
         return sent[:-1] if skipped else sent
 
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
-        return self.layer_bytes(sizes, at.sources, branch_gradient(sizes, at.after))
+        return self.layer_bytes(sizes, at.sources, branch_gradient(sizes, at))
 
     def layer_bytes(self, sizes: MicroBatchSizes, sources: Sequence[Part], result: int) -> UnitBytes:
-        """Account for the layers. The output's gradient is all-gathered from `result` bytes per rank."""
+        """Account for the layers. `result`: bytes of a gradient that the output has of its own; without them it is that
+        of the residual stream, which a norm leaves.
+        """
         inputs = [sizes.sharded(layer.inputs) for layer in self.layers]
         again = [not sizes.saves_codes and source.recomputes_output(sizes.recompute) for source in sources]
         recomputed = sum(size for size, repeated in zip(inputs, again, strict=True) if repeated)
         widths = [layer.inputs // sizes.tp for layer in self.layers]
         wgrad = max(sizes.wgrad(layer.weight_numel, size) for layer, size in zip(self.layers, inputs, strict=True))
-        reduced = sizes.full + (sizes.stream + sizes.full if sizes.cut else 0)
+        reduced = sizes.full * (2 if sizes.cut else 1)  # with shards of the other ranks, and a copy of the own one
         backward = recomputed + sum(inputs) + sizes.gathered + wgrad
         kept = compress(zip(inputs, widths, self.layers, strict=True), [not repeated for repeated in again])
         saved = sum(sizes.saved_input(size, width, alone=layer.alone) for size, width, layer in kept)
         gathering, forward = 2 * sizes.gathered, sizes.stream + recomputed + reduced
-        left = saved + sizes.stream  # a recomputed input is left as what it is recomputed from
+        left = saved + result  # a recomputed input is left as what it is recomputed from
         return UnitBytes(saved, forward, backward, sum(inputs) - result, left=left, wgrad=gathering + wgrad)
 
 
-def branch_gradient(sizes: MicroBatchSizes, after: Part | None) -> int:
+def branch_gradient(sizes: MicroBatchSizes, at: Surroundings) -> int:
     """Size the gradient that a branch's result has of its own: before a norm, or with dropout."""
-    return sizes.stream if after is not None and after.normalizes else sizes.branch
+    return sizes.stream if at.ends_in_norm else sizes.branch
 
 
 def initial_size(model: ModelConfig, inputs: int, residual: bool) -> tuple[float, float]:

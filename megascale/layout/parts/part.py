@@ -75,14 +75,25 @@ class LinearSpec:
 
 
 class Surroundings(NamedTuple):
-    """A part's place in a block: the parts `before` and `after`, and the `sources` of the next row-parallel layers'
-    inputs. `adds_gradient`: a part of the block adds its input's gradient to that of column-parallel layers.
+    """A part's place in a block: the part `before`, the `rest` of its branch after it, and the `sources` of the next
+    row-parallel layers' inputs. `adds_gradient`: a part of the block adds its input's gradient to that of
+    column-parallel layers.
     """
 
     before: Part | None
-    after: Part | None
+    rest: tuple[Part, ...]
     sources: tuple[Part, ...]
     adds_gradient: bool
+
+    @property
+    def ends_in_norm(self) -> bool:
+        """The branch's result is normalized before it is added to the residual stream."""
+        return bool(self.rest) and self.rest[-1].normalizes
+
+    @property
+    def sums_gradients(self) -> bool:
+        """The input's gradient is added to that of the branch's result, which linear layers have as it is."""
+        return bool(self.rest) and bool(self.rest[-1].results) and not any(part.normalizes for part in self.rest)
 
 
 class Part(ABC):
@@ -188,6 +199,10 @@ class Part(ABC):
     def chunk_store(self, sizes: MicroBatchSizes, tokens: int, chunks: int) -> int:
         """Size what the `chunks` of a sequence of `tokens` leave for one another until their backwards."""
         return 0
+
+    def recomputes_input(self, sizes: MicroBatchSizes) -> bool:
+        """Wgrad recomputes the part's input, the result of a norm, from that of the norm."""
+        return False
 
     def recomputes_output(self, recompute: RecomputePolicy) -> bool:
         """Backward recomputes the output in place of saving it as the input of row-parallel layers."""

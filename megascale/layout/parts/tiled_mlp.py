@@ -17,8 +17,9 @@ from megascale.layout.pieces import split_rows
 @dataclass(frozen=True)
 class TiledMLP(Part):
     """An MLP in `tiles` of tokens, each with the collectives of its linear layers. `after_norm`: a norm is directly
-    before it. `shares_input`: attention's layers have the same input, which is saved once. `stored`: tiles that save
-    what their backward needs, which recomputes the others.
+    before it. `shares_input`: attention's layers have the same input, which is saved once; `shares_gradient`: its last
+    layer has the same output gradient. `stored`: tiles that save what their backward needs, which recomputes the
+    others.
     """
 
     columns: ColumnParallel
@@ -27,6 +28,7 @@ class TiledMLP(Part):
     tiles: int
     after_norm: bool
     shares_input: bool
+    shares_gradient: bool
     stored: int = 0
 
     enters: ClassVar[bool] = True
@@ -64,17 +66,24 @@ class TiledMLP(Part):
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the tiles: the input is saved, unless a norm recomputes it, and the result and the input's
         gradient are whole. The backward of a tile begins with its recomputation. Stored tiles save the rest as well.
+        What tiles leave of the saved input and of the result's gradient are rows of the whole tensors.
         """
         tile, recomputed = sizes.of_tile(self.tiles), self.after_norm and sizes.recompute.norm
         activation = self.activation.memory(tile, at)
-        rows = self.rows.layer_bytes(tile, [self.activation], 0)
-        of_tile = walk([self.columns.layer_bytes(tile, after_norm=True), activation, rows], 0, sizes.split)
+        columns, rows = (
+            self.columns.layer_bytes(tile, after_norm=True),
+            self.rows.layer_bytes(tile, [self.activation], 0),
+        )
+        copies = recomputed or columns.saved < tile.stream
+        columns = columns._replace(left=columns.left - (0 if copies else tile.stream))
+        of_tile = walk([columns, activation, rows], 0, sizes.split)
         saved, forward, others = of_tile.saved, of_tile.forward, (self.tiles - 1) * of_tile.left
         stored = self.stored * (saved - tile.stream)
         again = saved + max(forward, of_tile.backward) + (tile.stream if recomputed else 0) + others
         kept = 0 if recomputed or self.shares_input else sizes.stream
-        gradient = (sizes.stream if self.after_norm else 0) - branch_gradient(sizes, at.after)
-        left, wgrad = others + of_tile.left, of_tile.wgrad
+        result = 0 if self.shares_gradient else branch_gradient(sizes, at)
+        gradient = (sizes.stream if self.after_norm else 0) - result
+        left, wgrad = others + of_tile.left + (0 if copies else kept) + result, of_tile.wgrad
         return UnitBytes(
             kept + stored, sizes.stream + saved + forward, sizes.stream + again, gradient, left=left, wgrad=wgrad
         )

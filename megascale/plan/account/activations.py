@@ -45,7 +45,8 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     stay = sum(part.small for part in parts)
     if recompute.full:  # the recomputed forward's saved tensors exist in this block's backward only
         stay = sum(part.kept(of_block) for part in block)
-        saved, backward = sizes.stream + stay, saved + max(forward, backward)
+        held = sizes.stream if sizes.model.residual_tau else 0  # the result's gradient, beside its weighted one
+        saved, backward = sizes.stream + stay, saved + max(forward, backward + held)
     moved = saved - stay if recompute.store != "device" else 0
     saved, forward, backward = saved - moved, forward + moved, backward + moved
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]

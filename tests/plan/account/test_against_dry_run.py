@@ -337,10 +337,15 @@ ON_A_V: dict[str, dict[str, Any]] = {
     "zb_v": {"parallel__tp": 2, "batch__global": 10},
     "dualpipev": {"model__tie_embeddings": True, "batch__global": 16, "model__mtp_layers": 1, "parallel__pp": 4},
     "v_half": {"train__memory": ["keep", "keep", "full", "full"], "batch__global": 8},
-}
+    "tiles beside attention": {
+        "parallel__schedule": "zb_v", "model__block": "parallel_two_norms", "train__mlp_tiles": 8,
+        "train__recompute": "selective", "train__recompute_ops": ["norm"], "train__precision": "fp32",
+        "batch__micro": 4, "batch__global": 80, "model__num_layers": 12,
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", only_quick(list(ON_A_V), "zb_v"))
+@pytest.mark.parametrize("schedule", only_quick(list(ON_A_V), "zb_v", "tiles beside attention"))
 def test_ranks_on_a_v(schedule: str, tmp_path: Path) -> None:
     """A hand-over inside a rank has no message and no gather; its rank with both ends has the gradient of a head."""
     model = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 5632, "vocab_size": 32000}
