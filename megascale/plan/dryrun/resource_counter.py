@@ -175,6 +175,7 @@ FLOPS = {
     **flop_registry,
     aten.addmm_: flop_registry[aten.addmm],
     aten.baddbmm_: flop_registry[aten.baddbmm],
+    aten._int_mm: flop_registry[aten.mm],
     aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query.shape, key.shape, value.shape
     ),

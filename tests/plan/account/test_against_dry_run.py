@@ -175,11 +175,12 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "kept codes in rows": {"parallel__dp": 4, "parallel__zero": 2, "fp8__recipe": "rowwise", "fp8__scale": "pow2"},
     "sharded codes, full recomputation": {"parallel__zero": 3, "train__recompute": "full", "fp8__recipe": "tensorwise"},
     "four bits": {"parallel__dp": 4, "fp8__recipe": "nvfp4"},
+    "rotated int8": {"parallel__dp": 4, "fp8__recipe": "halo_int8"},
     "decomposed": {"parallel__dp": 4, "parallel__tp": 1, "fp8__recipe": "metis"},
 }
 
 
-@pytest.mark.parametrize("name", only_quick(WEIGHTS, "sharded codes, full recomputation"))
+@pytest.mark.parametrize("name", only_quick(WEIGHTS, "sharded codes, full recomputation", "rotated int8"))
 def test_weights_in_low_precision(name: str, tmp_path: Path) -> None:
     model = LLAMA | {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 1024, "seq_length": 256}
     keys = {"parallel__dp": 2, "parallel__tp": 2, "train__precision": "fp8", "batch__global": 4} | WEIGHTS[name]
