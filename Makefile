@@ -21,11 +21,11 @@ install: .venv/installed ## make .venv and install into it
 quickstart: install ## train a GPT on real text in 3D parallelism on this machine
 	$(BIN)/megascale quickstart
 
-test: install ## the tests, 12 minutes on two quiet cores; JOBS=N at a time (4)
-	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile
+test: install ## the tests, 10 minutes on two quiet cores; JOBS=N at a time (6)
+	$(BIN)/python -m pytest -n $(or $(JOBS),6) --dist loadfile
 
 test-all: install ## the tests, the slow ones too
-	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --hypothesis-profile all
+	$(BIN)/python -m pytest -n $(or $(JOBS),6) --dist loadfile --hypothesis-profile all
 	$(BIN)/python -m pytest -m slow --hypothesis-profile all # one at a time: clusters, testbeds and limits of the whole host
 
 test-gpu: install ## what only GPUs show: a table and a file to send; GPUS=2, GPUS=8 for several
