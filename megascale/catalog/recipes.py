@@ -114,9 +114,9 @@ class QuantizerSpec:
     @property
     def cast_bytes(self) -> int:
         """Most bytes of an element during its cast by torch's operators: in fp32, and the code; of E2M1 magnitude, step
-        and sums beside; of a decomposition the parts.
+        and sums beside; of a rotation three times in fp32; of a decomposition the parts.
         """
-        return 32 if self.emulated else 21 if self.element == "e2m1" else 5
+        return 32 if self.emulated else 21 if self.element == "e2m1" else 12 if self.rotated else 5
 
     @property
     def element_bytes(self) -> float:

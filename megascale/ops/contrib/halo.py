@@ -23,6 +23,7 @@ from megascale.ops.quantized import ElementFormat, Quantized
 from megascale.ops.recipe import Dither, Quantizer, Recipe
 
 MIN_GPU_ROWS = 17  # of torch's INT8 GEMM
+BLOCK_ROWS = 1024  # whose sums, i32 and f32, exist at a time
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,15 @@ class RotatedQuantizer(Quantizer):
 
 
 def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Implement `fp8.ScaledMatmul` for INT8 codes with scales of rows; sums are exact."""
-    rows = a.data.reshape(-1, a.shape[-1])
-    if rows.is_cpu or len(rows) >= MIN_GPU_ROWS:
-        sums = torch._int_mm(rows, b.data.t()).float()
-    else:
-        sums = rows.float() @ b.data.float().t()
-    return (sums * a.scale.view(-1, 1) * b.scale.view(1, -1)).to(dtype).view(*a.shape[:-1], len(b.data))
+    """Implement `fp8.ScaledMatmul` for INT8 codes with scales of rows, in blocks of rows; sums are exact."""
+    rows, weight = a.data.reshape(-1, a.shape[-1]), b.data.t()
+    out = torch.empty(len(rows), weight.shape[1], dtype=dtype, device=rows.device)
+    parts = (tensor.split(BLOCK_ROWS) for tensor in (out, rows, a.scale.view(-1, 1)))
+    for result, part, scale in zip(*parts, strict=True):
+        fits = part.is_cpu or len(part) >= MIN_GPU_ROWS
+        sums = torch._int_mm(part, weight).float() if fits else part.float() @ weight.float()
+        result.copy_(sums.mul_(scale).mul_(b.scale.view(1, -1)))
+    return out.view(*a.shape[:-1], weight.shape[1])
 
 
 def halo_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
