@@ -21,7 +21,6 @@ def rotate(x: Tensor) -> Tensor:
     """
     signs = 1 - 2 * (NEGATIVE >> torch.arange(SIDE, device=x.device) & 1)
     groups = (x.float().unflatten(-1, (-1, SIDE)) * signs).unflatten(-1, (2, 2, 2, 2))
-    for axis in (-4, -3, -2, -1):
-        first, second = groups.unbind(axis)
-        groups = torch.stack([first + second, first - second], axis)
+    for axis in (-4, -3, -2, -1):  # halves have no names: they would keep the groups before the last ones
+        groups = torch.stack([combine(*groups.unbind(axis)) for combine in (torch.add, torch.sub)], axis)
     return (groups / SIDE**0.5).flatten(-5).to(torch.bfloat16)
