@@ -89,9 +89,11 @@ class _ClampedSwiGLU(torch.autograd.Function):
         grad_gate, grad_up = out.chunk(2, -1)
         bounded = gate.clamp(max=LIMIT)
         sigmoid = (bounded * SLOPE).sigmoid_()
-        torch.mul(grads[0], bounded, out=grad_up).mul_(sigmoid).masked_fill_(up.abs() > LIMIT, 0.0)
-        bounded.mul_(1 - sigmoid).mul_(SLOPE).add_(1).mul_(sigmoid).mul_(grads[0])
-        torch.mul(bounded, up.clamp(-LIMIT, LIMIT).add_(1), out=grad_gate).masked_fill_(gate > LIMIT, 0.0)
+        beyond = torch.abs(up, out=grad_gate) > LIMIT  # the gradient's halves hold what is between
+        torch.mul(grads[0], bounded, out=grad_up).mul_(sigmoid).masked_fill_(beyond, 0.0)
+        bounded.mul_(torch.neg(sigmoid, out=grad_gate).add_(1)).mul_(SLOPE).add_(1).mul_(sigmoid).mul_(grads[0])
+        beyond = torch.gt(gate, LIMIT, out=beyond)
+        torch.clamp(up, -LIMIT, LIMIT, out=grad_gate).add_(1).mul_(bounded).masked_fill_(beyond, 0.0)
         return out
 
 
