@@ -94,14 +94,17 @@ def left_for_w(*parameters: Tensor) -> WeightGradients | None:
 
 
 @contextmanager
-def leaving(parameters: Iterable[Tensor], left: WeightGradients) -> Iterator[None]:
-    """Leave the work on the gradients of parameters, of a backward in a `with` block, in a queue for its W."""
+def leaving(parameters: Iterable[Tensor], left: WeightGradients | None) -> Iterator[None]:
+    """Leave the work on the gradients of parameters, of a backward in a `with` block, in a queue for its W; None: do it
+    at once.
+    """
     accumulations = [each.accumulation for each in parameters if not is_frozen(each)]  # type: ignore[attr-defined]
+    outer = [accumulation.left for accumulation in accumulations]
     for accumulation in accumulations:
         accumulation.left = left
     yield
-    for accumulation in accumulations:
-        accumulation.left = None
+    for accumulation, before in zip(accumulations, outer, strict=True):
+        accumulation.left = before
 
 
 def leaves(work: Callable[..., object], parameter: Tensor, *operands: object) -> bool:

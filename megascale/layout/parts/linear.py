@@ -149,7 +149,7 @@ class ColumnParallel(LinearGroup):
         casts = outputs // sizes.compute if sizes.fp8 else 0
         wgrad = max(sizes.wgrad(layer.weight_numel, sizes.sharded(layer.outputs)) for layer in self.layers)
         cast = sizes.recipe["gradient"].cast_bytes * casts
-        backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, cast)
+        backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + (0 if sizes.split else wgrad), cast)
         saved = 0 if recomputed else sizes.saved_input(sizes.stream, sizes.model.hidden_size, whole=not sizes.cut)
         gradient = sizes.stream if after_norm and holds_gradient else 0
         gathering, left = 2 * sizes.gathered, saved + outputs + casts  # the norm leaves what it is recomputed from
@@ -191,7 +191,7 @@ class RowParallel(LinearGroup):
         widths = [layer.inputs // sizes.tp for layer in self.layers]
         wgrad = max(sizes.wgrad(layer.weight_numel, size) for layer, size in zip(self.layers, inputs, strict=True))
         reduced = sizes.full * (2 if sizes.cut else 1)  # with shards of the other ranks, and a copy of the own one
-        backward = recomputed + sum(inputs) + sizes.gathered + wgrad
+        backward = recomputed + sum(inputs) + sizes.gathered + (0 if sizes.split else wgrad)
         kept = compress(zip(inputs, widths, self.layers, strict=True), [not repeated for repeated in again])
         saved = sum(sizes.saved_input(size, width, alone=layer.alone) for size, width, layer in kept)
         gathering, forward = 2 * sizes.gathered, sizes.stream + recomputed + reduced

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 from megascale.catalog.schedules import SCHEDULES, group_sizes
@@ -72,7 +71,8 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
     alive = newest = older = 0
     losses = dict[tuple[int, int], int]()
     before, leaving, mover = -1, 0, (-1, -1)
-    for kind, chunk, microbatch in chain.from_iterable(reversed(parts(entry)) for entry in order):  # a pair's B, then F
+    walked = ((entry, action) for entry in order for action in reversed(parts(entry)))  # of a pair B, then F
+    for entry, (kind, chunk, microbatch) in walked:
         unit, reducing = chunks[chunk].unit, chunks[chunk].reducing
         moved = unit.moved if kind in FORWARDS else 0
         if moved or (chunk, microbatch) == mover:  # which counts what leaves itself
@@ -84,7 +84,8 @@ def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) ->
         losses = {key: held for key, held in losses.items() if not (ends and key[0] == chunk)}
         for owner, held in chunks[chunk].fused if kind is not Kind.I else ():
             if not (ends and owner == chunk):
-                older = older if (owner, chunk) in losses else 0
+                # a pair's loss begins before the reductions of its B
+                older = older if (owner, chunk) in losses or len(parts(entry)) > 1 else 0
                 losses[owner, chunk] = held
         again = newest > 0 and (chunk == before or chunks[chunk].by_unit is not None)
         beside = _transient(kind, chunks[chunk], older, again=again) + leaving

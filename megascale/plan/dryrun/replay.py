@@ -91,7 +91,9 @@ class ModuleCostCache:
 
     @contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:
-        """Have counts of its own for what runs inside, and main gradients for parameters without them."""
+        """Have counts of its own for what runs inside, and main gradients for parameters without them. A recomputation
+        runs inside of an I, whose queue is not for what is measured.
+        """
         recorder = self.counter_mode.recorder
         outer, recorder.counts = recorder.counts, ResourceCounts()
         trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -99,7 +101,8 @@ class ModuleCostCache:
         for parameter in without_grad:
             parameter.main_grad = torch.empty(parameter.shape, dtype=self.grad_dtype)  # type: ignore[attr-defined]
         try:
-            yield
+            with leaving(module.parameters(), None) if self.split else nullcontext():
+                yield
         finally:
             for parameter in without_grad:
                 del parameter.main_grad  # type: ignore[attr-defined]
@@ -275,12 +278,12 @@ class _Replay(torch.autograd.Function):
         operands = *ctx.saved_tensors[: cost.saves_input], *grads  # what has moved comes back, and the block before it
         _replay(cost_cache, cost.backward, layer)
         _change(cost_cache.counts, cost.saved_for_backward, cost.left)
-        held = [tensor for tensor, leaves in zip(operands, cost.leaves, strict=False) if leaves]
+        held = [tensor for tensor, leaves in zip(operands, cost.leaves[-len(operands) :], strict=True) if leaves]
 
         def weight_gradient() -> None:
-            held.clear()
             if cost.weight_gradient is not None:
                 _replay(cost_cache, cost.weight_gradient, layer)
+            held.clear()
             _change(cost_cache.counts, cost.left, cost.retained)
 
         if left is None:

@@ -336,7 +336,10 @@ def test_memory_of_large_ranks(count: int) -> None:
 
 ON_A_V: dict[str, dict[str, Any]] = {
     "zb_v": {"parallel__tp": 2, "batch__global": 10},
-    "dualpipev": {"model__tie_embeddings": True, "batch__global": 16, "model__mtp_layers": 1, "parallel__pp": 4},
+    "dualpipev": {
+        "model__tie_embeddings": True, "batch__global": 16, "model__mtp_layers": 1, "parallel__pp": 4,
+        "model__num_layers": 8,
+    },
     "v_half": {"train__memory": ["keep", "keep", "full", "full"], "batch__global": 8},
     "tiles beside attention": {
         "parallel__schedule": "zb_v", "model__block": "parallel_two_norms", "train__mlp_tiles": 8,

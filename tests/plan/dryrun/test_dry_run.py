@@ -91,6 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model__vocab_size": 8192,
     },
     "gpt recompute": {"parallel__tp": 2, "parallel__sp": True, "train__recompute": "full"},
+    "gpt recompute zb": {"parallel__schedule": "interleaved_zb", "train__recompute": "full"},
     "llama tp2 sp pp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
     "gpt tp2 sp pp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "model__tie_embeddings": True},
     "llama pp2 dp2": {
@@ -169,7 +170,7 @@ def test_replayed_experts_keep_their_routes(recompute: str, tmp_path: Any) -> No
     assert replayed.peak.total() == pytest.approx(real.peak.total(), rel=1e-4)
 
 
-@pytest.mark.parametrize("case", only_quick(["gpt recompute", "gpt fp8 recompute"]))
+@pytest.mark.parametrize("case", only_quick(["gpt recompute", "gpt recompute zb", "gpt fp8 recompute"]))
 def test_replayed_modules_cost_what_real_modules_cost(case: str, tmp_path: Any) -> None:
     """Weights are quantized once a step and gradients written once, then added to, also with recomputation."""
     from megascale.plan.dryrun.dry_run import dry_run
