@@ -119,6 +119,11 @@ class QuantizerSpec:
         return 32 if self.emulated else 21 if self.element == "e2m1" else 12 if self.rotated else 5
 
     @property
+    def decoded_bytes(self) -> int:
+        """Bytes of an element that a GEMM without tensor cores for its scales decodes: in bf16, and on CPUs fp32."""
+        return 6 if self._scale_bytes == 1 and not self.emulated else 0
+
+    @property
     def element_bytes(self) -> float:
         """Bytes of an element with its part of the block's scale; scales of whole rows count nothing."""
         rows, k = self.block

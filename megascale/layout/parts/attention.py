@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from megascale.config.model import ModelConfig
 from megascale.config.sparse_pattern import Reach, SparsePattern
-from megascale.layout.parts.elementwise import gain_init
+from megascale.layout.parts.elementwise import ActivationSpec, gain_init
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.part import Part, Scores, Surroundings, TokenFlops
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
@@ -104,7 +104,7 @@ class AttentionSpec(Part):
     def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for attention: q, k, v, the result and a log-sum-exp per query; with a window, masks for blocks
         of queries; with dropout, where scores are formed, weights before and after dropout, and k, v of every head;
-        with documents, a result for each and all of them together.
+        with documents, a result for each and all of them together. A parallel MLP has its first result beside.
         """
         s = sizes.model.seq_length
         qkv, result = sizes.sharded(self.qkv_width), sizes.sharded(self.out_width)
@@ -129,7 +129,8 @@ class AttentionSpec(Part):
         if sizes.cp_heads > 1 or not whole:
             return self._shared_memory(sizes, tensors - qkv, forming)
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
-        forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
+        beside = sum(sizes.sharded(part.inputs) for part in at.rest if isinstance(part, ActivationSpec))
+        forward = tensors - saved + 2 * weights + 2 * qkv + beside  # before and after the rotation
         backward = recomputed + qkv + max((2 if recomputed else 1) * weights, forming)
         small = 0 if sizes.model.dropout else sizes.stays(sizes.tokens * heads * sizes.wide)
         return UnitBytes(saved, forward, backward, qkv - result, small=small)

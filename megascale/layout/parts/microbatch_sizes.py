@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megascale.catalog.layers import NORMS
-from megascale.catalog.recipes import ROW
+from megascale.catalog.recipes import ROW, QuantizerSpec
 from megascale.config.model import ModelConfig
 from megascale.layout.pieces import MIN_PIECE_BYTES
 from megascale.layout.recompute_policy import NO_RECOMPUTE, STAYS, RecomputePolicy
@@ -203,10 +203,10 @@ class MicroBatchSizes:
 
     def cast_wgrad(self, elements: int, first: int, second: int) -> int:
         """Size wgrad's result of `elements`, and its operands of `first` and `second`, quantized along the tokens."""
-        column = self.recipe["input_column"].block
-        column_cast = self.recipe["input_column"].cast_bytes + self.compute
-        cast = 1 if self.recipe["input"].block.serves_transpose else column_cast
-        result = elements * self.wide * (3 if column.k else 1)  # of blocks, two partial results and their sum
+        column: QuantizerSpec = self.recipe["input_column"]
+        cast = 1 if self.recipe["input"].block.serves_transpose else column.cast_bytes + self.compute
+        in_parts = column.block.k and not column.decoded_bytes  # two results of blocks and their sum
+        result = elements * self.wide * (3 if in_parts else 1) + column.decoded_bytes * (first + second)
         return max(cast * first, first + max(cast * second, second + result))
 
     def gather(self, label: str, rows: int, width: int, overlap: bool = False) -> list[CommOp]:

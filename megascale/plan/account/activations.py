@@ -88,7 +88,8 @@ def head_bytes(sizes: MicroBatchSizes, soft: int = 0) -> UnitBytes:
     hidden, rows, vocabulary = sizes.model.hidden_size, sizes.local // sizes.batch, _vocabulary(sizes)
     chunks = loss_chunks(rows, sizes.tokens, vocabulary // hidden)
     chunk = math.ceil(rows / chunks) * (sizes.tokens // rows) * sizes.compute
-    loss = chunk * (vocabulary // hidden + (3 if sizes.cut else 1) * hidden)  # logits, the gradient of the input
+    # logits, the gradient of the input, and of a gathered one the input, and the rank's part of the gradient
+    loss = chunk * (vocabulary // hidden + hidden) + (chunk * hidden + chunk * hidden // sizes.tp if sizes.cut else 0)
     loss += chunk // sizes.compute * soft * (TOKEN + 4 * sizes.wide)
     loss += vocabulary * sizes.compute if sizes.narrow else 0
     loss += sizes.stream * (chunks - 1) // chunks  # gradients of the input from earlier chunks

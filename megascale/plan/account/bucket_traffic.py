@@ -138,9 +138,9 @@ class BucketTraffic:
         """
         if not bucket.shard_axes.weight:
             return 1
-        module, found = module_of(bucket.slots[0].parameter.name), self._module_gathers
-        if module != "embedding" or not self.config.model.tie_embeddings:
-            return found[module]
+        names, found = [slot.parameter.name for slot in bucket.slots], self._module_gathers
+        if TOKEN_EMBEDDING not in names or not self.config.model.tie_embeddings:
+            return found[module_of(names[0])]
         uses = found["embedding"], found["head"]
         return max(uses) if self.config.parallel.resharding == "keep" else sum(uses)
 

@@ -275,8 +275,11 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cost_cache, cost, layer, left = ctx.cost_cache, ctx.cost, ctx.layer, left_for_w(*ctx.parameters)
         assert cost.backward is not None, "the module was measured with gradients"
-        operands = *ctx.saved_tensors[: cost.saves_input], *grads  # what has moved comes back, and the block before it
+        saved = ctx.saved_tensors  # what has moved comes back, and the block before it
+        operands = *saved[: cost.saves_input], *grads
         _replay(cost_cache, cost.backward, layer)
+        for moved in saved[cost.saves_input :]:
+            cost_cache.counter_mode.drop(moved)
         _change(cost_cache.counts, cost.saved_for_backward, cost.left)
         held = [tensor for tensor, leaves in zip(operands, cost.leaves[-len(operands) :], strict=True) if leaves]
 

@@ -140,6 +140,12 @@ class ResourceCounterMode(TorchDispatchMode):
         tracked.counts.live_bytes[kind] += tracked.nbytes
         tracked.kind = kind
 
+    def drop(self, tensor: Tensor) -> None:
+        """Count a tensor as freed, which autograd holds until its function ends."""
+        tracked = self.storage(tensor)
+        tracked.counts.add_bytes(tracked.kind, -tracked.nbytes)
+        tracked.nbytes = 0
+
     def storage(self, tensor: Tensor) -> TrackedStorage:
         return self._alive[tensor.untyped_storage()._cdata][1]
 

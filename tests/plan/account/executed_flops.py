@@ -1,5 +1,6 @@
 """FLOPs that a rank executes in a step (`rank_flops`), which a dry run counts, too: also the padded vocabulary, keys
-masked inside a block of a window's queries, and the scores recomputed by the backward of fused attention.
+masked inside a block of a window's queries, the scores recomputed by the backward of fused attention, and zeros behind
+the rows of experts in wgrad.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 from megascale.config.run import RunConfig
 from megascale.config.sparse_pattern import SparsePattern
 from megascale.layout.blocks import block_spec
-from megascale.layout.chunks import stages_of
+from megascale.layout.chunks import fp8_layers, stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.freezing import mark_frozen, matches
 from megascale.layout.mask_blocks import tiles
@@ -24,6 +25,7 @@ from megascale.layout.sequence_shard import Spans, TokenSpan, sequence_chunk
 from megascale.layout.sparse_blocks import visible_blocks
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
 from megascale.layout.windows import count_scores
+from megascale.parallel.experts.fp8_gemms import ALIGNMENT
 from megascale.plan.account.attended import expected_documents
 from megascale.plan.account.flops import recomputed_weights
 
@@ -60,6 +62,7 @@ def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_r
     total = 2 * m.seq_length // p.cp * (3 * weights - frozen + recomputed_weights(described, recompute))
     repeated = 0 if p.sp else (p.tp - 1) * sum(part.whole_numel for part in described)  # on every tp rank
     total += 2 * m.seq_length // p.cp * (3 + recompute.full) * repeated
+    total += _zeros_of_experts(config, layer)
     total += 2 * config.dropped_chunks * config.row_tokens * weights
     passes = 2 + (4 if m.dropout else 5) + (2 if recompute.full or recompute.attention else 0)
     for core in (part for part in described if isinstance(part, AttentionSpec)):
@@ -69,6 +72,21 @@ def _layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy, cp_r
     for linear in (part for part in described if isinstance(part, LinearAttentionSpec)):
         total += linear.heads * _linear_attention_flops(config, linear, recompute, cp_rank)
     return config.batch.micro * total // config.parallel.tp
+
+
+def _zeros_of_experts(config: RunConfig, layer: int) -> int:
+    """Count the FLOPs per sample of zeros in wgrad, up to whole blocks of the FP8 scales of an expert's rows, of which
+    all experts have as many.
+    """
+    m, p, facts = config.model, config.parallel, config.fp8.facts
+    quantized = layer in fp8_layers(m, config.train, config.fp8) and facts["free_borders"]
+    if not (m.has_experts(layer) and quantized):
+        return 0
+    tokens, blocks = config.batch.micro * m.seq_length // p.cp // p.tp * p.ep, config.moe.token_blocks
+    rows = tokens * m.experts_per_token // m.experts // blocks
+    zeros = -rows % (facts["input_column"].block.k or ALIGNMENT) * blocks
+    weights = sum(part.expert_numel for part in block_spec(m, layer))
+    return 2 * zeros * weights * p.tp // p.ep // config.batch.micro
 
 
 def _computed_scores(config: RunConfig, core: AttentionSpec, cp_rank: int) -> Iterator[int]:
