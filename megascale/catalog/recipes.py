@@ -103,6 +103,11 @@ class QuantizerSpec:
         return self.serves_transpose and self.amax_block == self.block and not (self.stochastic or self.emulated)
 
     @property
+    def cast_in_pieces(self) -> bool:
+        """True if rows may be cast as they arrive: they are cast already, or their scales depend on no other rows."""
+        return self.serves_transpose or (self.amax_block.rows is not None and not self.stochastic)
+
+    @property
     def code_bytes(self) -> float:
         """Bytes of an element: a code, or the number that stands for it."""
         return 2.0 if self.emulated else 0.5 if self.element == "e2m1" else 1.0

@@ -75,8 +75,7 @@ class Fp8Gemms(LinearGemms):
 
     @property
     def grad_in_pieces(self) -> bool:  # type: ignore[override]
-        spec = self.state.recipe.rows["gradient"].spec
-        return spec.serves_transpose or (spec.amax_block.rows is not None and not spec.stochastic)
+        return self.state.recipe.rows["gradient"].spec.cast_in_pieces
 
     def of(self, batch: MicroBatch) -> LinearGemms:
         state = self.state

@@ -100,7 +100,7 @@ def backends(rank: Rank, given: RunConfig) -> tuple[dict[str, str], set[str]]:
 @pytest.mark.parametrize(
     ("overrides", "compiled"),
     [
-        ({"train__precision": "fp8", "backends__linear": "compile"}, {"linear"}),
+        ({"train__precision": "fp8"}, set()),
         ({"train__compile": True}, {"norm", "add_norm", "activation", "rope"}),
     ],
 )

@@ -441,7 +441,7 @@ def swap_hosts(memory: Path) -> None:
 
 @pytest.mark.slow
 def test_a_copy_of_another_layout_is_not_sent(tmp_path: Path, memory: Path) -> None:
-    first, second = LAYOUTS
+    first, second, *_ = LAYOUTS
     run_world(2, train_and_exit, config_with(tmp_path, checkpoint__in_memory_dir=str(memory), **first), 2, 1, True)
     swap_hosts(memory)
     config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), **second)

@@ -74,13 +74,14 @@ class LinearGroup(Part):
         size = first.inputs if column else first.outputs
         if column != backward:
             width, scales = sizes.sent(operand, size, both=backward)
+            overlap = not (backward and sizes.fp8) or sizes.recipe[operand].cast_in_pieces
             if sizes.cut and sizes.sends_codes(operand, both=backward):
                 yield from sizes.amaxes(first.name, operand, 0)
             yield from sizes.gather(f"{label} scales", sizes.rows, scales)
-            yield from sizes.gather(label, sizes.rows, width, overlap=True)
+            yield from sizes.gather(label, sizes.rows, width, overlap)
             if wgrad and sizes.split:  # in W again: until then the gradient would fill memory
                 yield from sizes.gather(f"{self.label} wgrad gradient scales", sizes.rows, scales)
-                yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, width, overlap=True)
+                yield from sizes.gather(f"{self.label} wgrad gradient", sizes.rows, width, overlap)
             if backward:
                 yield from self._wgrad_amaxes(sizes, "input_column")
             return

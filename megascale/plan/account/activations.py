@@ -140,13 +140,14 @@ def chunk_bytes(units: Sequence[UnitBytes], shares: Shares = (0.0, 0.0), stay: b
     they have left, and ends with gradient shards (`shard_bytes`), freed at once or at the chain's end (`stay`). The
     chain's `moved` bytes are of the last unit with any, which stay until another moves.
     """
-    saved = forward = backward = casting = left = wgrad = 0
+    saved = forward = backward = casting = left = wgrad = waiting = 0
     for unit in reversed(units):
         shard = shard_bytes(unit, shares)
         forward, casting = max(forward, unit.forward - saved), max(casting, unit.casting - saved)
         backward = max(backward, unit.backward + left - saved, shard - unit.saved - saved)
-        wgrad = max(wgrad, unit.wgrad - left)
+        wgrad = max(wgrad, unit.wgrad - waiting, shard - unit.left - waiting)
         saved, left = saved + unit.saved - (shard if stay else 0), left + unit.left
+        waiting += unit.left - (shard if stay else 0)
     elements, experts = sum(unit.elements for unit in units), sum(unit.experts for unit in units)
     moved = next((unit.moved for unit in reversed(units) if unit.moved), 0)
     return UnitBytes(saved, forward, backward, 0, elements, casting, experts, left, wgrad, moved=moved)

@@ -332,10 +332,10 @@ class JobMemory:
         # with one rank the shard is the gradient itself
         dense, experts = (size / ranks if ranks > 1 or not overlap else 0.0 for ranks in counts)
         unsharded = int(size * chunk.elements)
-        follows = activations.chunk_bytes(units, (dense, experts), overlap).backward
+        follows = activations.chunk_bytes(units, (dense, experts), overlap)
         reducing = unsharded + activations.shard_bytes(chunk, (dense, experts)) if overlap else 0
-        chunk = chunk._replace(backward=chunk.backward + unsharded)
-        return ChunkBytes(chunk, follows + unsharded, reducing, unsharded)
+        whole = chunk._replace(backward=chunk.backward + unsharded)
+        return ChunkBytes(whole, follows.backward + unsharded, reducing, unsharded, shards=follows.wgrad - chunk.wgrad)
 
 
 def _by_module(buckets: Sequence[BucketSize]) -> list[list[BucketSize]]:

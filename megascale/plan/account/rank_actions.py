@@ -47,7 +47,7 @@ class ChunkBytes(NamedTuple):
     its gradients; of gradients still in reduction after the backward (`reducing`); of those that the backward writes
     `unsharded`, in W if it is split; of the heads' buckets, which the losses in the forward write, each with the
     chunk that owns it (`fused`). `by_unit`: if gradients are unsharded for two units at a time, those transient in a W,
-    without gradients in reduction at its start, and beside them.
+    without gradients in reduction at its start, and beside them. `shards`: those of a W's gradients, as in `follows`.
     """
 
     unit: UnitBytes
@@ -56,6 +56,7 @@ class ChunkBytes(NamedTuple):
     unsharded: int = 0
     fused: tuple[tuple[int, int], ...] = ()
     by_unit: tuple[int, int] | None = None
+    shards: int = 0
 
 
 def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], received: int) -> tuple[int, int]:
@@ -109,7 +110,7 @@ def _transient(kind: Kind, chunk: ChunkBytes, older: int, *, again: bool) -> int
     if kind is Kind.W and chunk.by_unit is not None:
         return chunk.by_unit[again]
     if kind is Kind.W:
-        return chunk.unsharded + chunk.unit.wgrad
+        return chunk.unsharded + chunk.unit.wgrad + (0 if again else chunk.shards)
     if kind in (Kind.B, Kind.VT):
         return chunk.unit.backward if again else chunk.follows
     return older + (chunk.unit.backward - chunk.unsharded if kind is Kind.I else chunk.unit.forward)

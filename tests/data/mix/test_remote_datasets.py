@@ -27,6 +27,7 @@ import sys
 from megascale.config.loading import load_config
 from megascale.data.read import block_cache
 from megascale.data.mix.mixture import Mixture
+from megascale.train.run_splits import mixture_spec
 block_cache.BLOCK_BYTES = 1000
 samples = Mixture(mixture_spec(load_config(sys.argv[1], []), "train"))
 print([samples[index].tokens.tolist() for index in range(300)])
